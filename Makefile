@@ -1,0 +1,42 @@
+# `make demo` and `make test` need nothing but Python >=3.11,<3.15 and git: both build .venv first.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo test lint types format clean
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Nothing that runs from here reports usage statistics.
+export VLLM_NO_USAGE_STATS := 1
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: $(INSTALLED)  ## show what eviction does, on a small model (ARGS=... are passed on)
+	$(BIN)/python -m benchmarks.demo $(ARGS)
+
+test: lint types  ## lint, type check and all tests (ARGS=... are passed to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## mypy
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff fix and format everything
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)  ## build or refresh .venv (PYTHON=... chooses the interpreter)
+
+# The stamp is written last: an interrupted installation is continued by the next `make`.
+$(INSTALLED): pyproject.toml tools/install.sh tools/vllm-metadata/pyproject.toml
+	@tools/install.sh
+	@touch $@
+
+clean:  ## remove .venv, build output and caches
+	rm -rf .venv .demo build tools/vllm-metadata/build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf *.egg-info tools/vllm-metadata/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
