@@ -1,0 +1,26 @@
+"""What to keep: KV-cache eviction policies. Pure torch, usable without vLLM.
+
+    cfg = EvictionConfig("ada-snapkv", keep_ratio=0.2)
+    kept = decide(cfg, [LayerInputs(q_window, keys) for each layer])     # kept[layer][kv_head]
+
+A new policy is one module that ends in `register(Policy(...))` and is imported below.
+"""
+
+from . import full, streaming_llm, snapkv, pyramidkv, ada_snapkv, ada_pyramid  # noqa: F401, I001 (order of the CLI)
+from .config import EvictionConfig
+from .decision import decide, score_layer, select
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .registry import available, parameters
+
+__all__ = [
+    "Comm",
+    "EvictionConfig",
+    "Kept",
+    "LayerInputs",
+    "LayerScores",
+    "available",
+    "decide",
+    "parameters",
+    "score_layer",
+    "select",
+]

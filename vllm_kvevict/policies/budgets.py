@@ -1,0 +1,66 @@
+"""Exact integer splits of a budget between layers and between KV heads. No tensors, no rounding drift."""
+
+from collections.abc import Sequence
+
+MILLION = 1_000_000
+
+
+def split_exact(numerators: Sequence[int], denominator: int, total: int) -> list[int]:
+    """Round the shares numerators[i]/denominator to integers that add up to `total`.
+
+    Floors first, then +1 to the largest remainders, ties to the lower index. Raises ValueError unless the
+    floors leave between 0 and len(numerators) - 1 units, which holds whenever the shares add up to `total`.
+    """
+    shares = [numerator // denominator for numerator in numerators]
+    left = total - sum(shares)
+    if not 0 <= left < max(1, len(shares)):
+        raise ValueError(f"total must be the sum of the shares, but the floors leave {left} of {total}")
+    by_remainder = sorted(range(len(shares)), key=lambda i: (-(numerators[i] % denominator), i))
+    for i in by_remainder[:left]:
+        shares[i] += 1
+    return shares
+
+
+def pyramid_budgets(b: int, m: int, num_layers: int, beta: int, rounding: str = "exact") -> list[int]:
+    """Tokens per KV head that each layer keeps besides the window, falling from bottom to top.
+
+    b: average over layers; m: number of candidates, b <= m. PyramidKV eq. 1-2: the top layer gets b//beta,
+    the bottom one 2b - b//beta, those between lie on a line; where the bottom layer would exceed m, the
+    line is turned about its middle. beta=1 is uniform, as is a single layer.
+
+    rounding="exact": sum == num_layers*b, non-increasing, each in 0..m. rounding="official": the integer
+    step floor((high-low)/(L-1)) of the authors' code, for comparison with it; the top layers then lie above
+    the line, and the sum exceeds L*b by up to L(L-2)/2 tokens per head.
+    """
+    if num_layers == 1:
+        return [b]
+    low = b // beta
+    high = 2 * b - low
+    if high >= m:
+        low, high = 2 * b - m, m
+    steps = num_layers - 1
+    if rounding == "official":
+        step = (high - low) // steps
+        return [high - layer * step for layer in range(num_layers)]
+    numerators = [high * steps - (high - low) * layer for layer in range(num_layers)]
+    return split_exact(numerators, steps, num_layers * b)
+
+
+def guaranteed_tokens(alpha: float, b: int) -> int:
+    """floor(alpha*b) with alpha taken in integer millionths, so that 0.29*100 is 29."""
+    return round(alpha * MILLION) * b // MILLION
+
+
+def safeguard(counts: Sequence[int], b: int, alpha: float, rule: str = "interp") -> list[int]:
+    """Head budgets from adaptive counts: Ada-KV's safeguard against starved heads (Alg. 2 line 8).
+
+    counts[h]: how many of the layer's len(counts)*b best entries belong to head h. "interp" gives
+    (1-alpha)*counts[h] + alpha*b, as the authors' code does: alpha=1 is uniform, alpha=0 fully adaptive.
+    "paper" swaps the two weights, which is the algorithm as printed. Both are rounded by largest
+    remainder to the exact total.
+    """
+    uniform = round(alpha * MILLION)
+    if rule == "paper":
+        uniform = MILLION - uniform
+    numerators = [(MILLION - uniform) * count + uniform * b for count in counts]
+    return split_exact(numerators, MILLION, len(counts) * b)

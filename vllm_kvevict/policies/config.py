@@ -1,0 +1,137 @@
+"""EvictionConfig: one policy, its budget and its parameters, checked once and then immutable."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .params import ParamValue, to_float, to_int
+from .registry import Policy, available, lookup, parameters
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class EvictionConfig:
+    """A policy with its budget B: tokens kept per KV head, averaged over heads and layers, window included.
+
+    Exactly one of budget (tokens, an integer >= 1; 1024.0 is accepted) and keep_ratio (in (0, 1], a share
+    of the prompt) must be given; policy "full" takes neither. Omitted parameters take the policy's
+    defaults (see `parameters`). pooling="avg" does not change the default kernel; SnapKV's original
+    setting is pooling="avg", kernel=5.
+
+    Raises ValueError with one sentence that names the offending parameter and what is valid.
+    Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
+    """
+
+    policy: str
+    budget: int | None
+    keep_ratio: float | None
+    items: tuple[tuple[str, ParamValue], ...]
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        budget: int | float | None = None,
+        keep_ratio: float | None = None,
+        **params: Any,
+    ) -> None:
+        method = lookup(policy)
+        tokens, ratio = _check_budget(method, budget, keep_ratio)
+        values = _check_parameters(method, params)
+        if tokens is not None and method.always_kept and tokens <= values[method.always_kept]:
+            raise ValueError(
+                f"budget must exceed {method.always_kept}, which counts inside it, "
+                f"but budget={tokens} and {method.always_kept}={values[method.always_kept]}"
+            )
+        for name, value in (("policy", policy), ("budget", tokens), ("keep_ratio", ratio)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "items", tuple(values.items()))
+
+    def __repr__(self) -> str:
+        settings = [f"{name}={value!r}" for name, value in self.to_dict().items() if name != "policy"]
+        return f"EvictionConfig({', '.join([repr(self.policy), *settings])})"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters of the policy with their values (a fresh dict)."""
+        return dict(self.items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of JSON values: policy, the budget that was given, and every parameter."""
+        chosen = {"budget": self.budget, "keep_ratio": self.keep_ratio}
+        return {"policy": self.policy, **{k: v for k, v in chosen.items() if v is not None}, **self.params}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "EvictionConfig":
+        """The inverse of to_dict. Raises ValueError as the constructor does."""
+        if "policy" not in settings:
+            raise ValueError(f"policy is missing; it must be one of {', '.join(available())}")
+        return cls(**settings)
+
+    def budget_for(self, n: int) -> int:
+        """B for a prompt of n tokens: min(n, budget), or min(n, max(1, floor(keep_ratio*n + 1e-9))).
+
+        n under "full". The 1e-9 repairs products that fall just below the integer that is meant, such as
+        150*(1 - 0.8).
+        """
+        if self.keep_ratio is not None:
+            return min(n, max(1, math.floor(self.keep_ratio * n + 1e-9)))
+        return n if self.budget is None else min(n, self.budget)
+
+    def window_for(self, n: int) -> int:
+        """Number of last tokens of an n-token prompt that stay, and whose queries score the others.
+
+        A ratio can give a budget that the window alone would use up (B <= window): then the window
+        shrinks to max(1, B//2). 0 for policies without a window.
+        """
+        window: int = self.params.get("window", 0)
+        if self.keep_ratio is not None and window and self.budget_for(n) <= window:
+            window = max(1, self.budget_for(n) // 2)
+        return min(window, n)
+
+    def evicts(self, n: int) -> bool:
+        """Whether a prompt of n tokens loses entries: never under "full", else when n > B."""
+        return n > self.budget_for(n)
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether scoring reads the queries of the window."""
+        return lookup(self.policy).needs_queries
+
+    @property
+    def layer_local(self) -> bool:
+        """Whether `select` can be called with one layer alone."""
+        return lookup(self.policy).layer_local
+
+
+def _check_budget(
+    method: Policy, budget: int | float | None, keep_ratio: float | None
+) -> tuple[int | None, float | None]:
+    if not method.evicts:
+        if budget is not None or keep_ratio is not None:
+            raise ValueError(f"policy {method.name} keeps everything and takes neither budget nor keep_ratio")
+        return None, None
+    if (budget is None) == (keep_ratio is None):
+        raise ValueError(
+            f"policy {method.name} takes exactly one of budget (an integer >= 1) "
+            "and keep_ratio (a number in (0, 1])"
+        )
+    if budget is not None:
+        tokens = to_int(budget)
+        if tokens is None or tokens < 1:
+            raise ValueError(f"budget must be an integer >= 1 (tokens per KV head), not {budget!r}")
+        return tokens, None
+    ratio = to_float(keep_ratio)
+    if ratio is None or not 0 < ratio <= 1:
+        raise ValueError(f"keep_ratio must be a number in (0, 1], not {keep_ratio!r}")
+    return None, ratio
+
+
+def _check_parameters(method: Policy, given: Mapping[str, Any]) -> dict[str, Any]:
+    valid = ", ".join(parameter.name for parameter in method.parameters) or "none"
+    for name in given:
+        if name not in parameters(method.name):
+            known = any(name in parameters(other) for other in available())
+            problem = "does not apply to" if known else "is not a parameter of"
+            raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
+    return {p.name: p.parse(given[p.name]) if p.name in given else p.default for p in method.parameters}

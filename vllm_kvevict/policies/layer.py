@@ -1,0 +1,101 @@
+"""What goes into and comes out of one layer's scoring."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Kept = list[list[Tensor]]
+"""kept[layer][kv_head]: int64 indices, strictly ascending."""
+
+
+class Comm(Protocol):
+    """What decisions need from tensor parallelism (see vllm_kvevict.parallel)."""
+
+    @property
+    def local_heads(self) -> slice:
+        """Global indices of this rank's KV heads."""
+
+    def gather_heads(self, local: Tensor) -> Tensor:
+        """[local KV heads, ...] of every rank -> [all KV heads, ...], each KV head once."""
+
+    def gather_group_rows(self, rows: Tensor) -> Tensor:
+        """[local query heads, m] of one KV head -> [all its query heads, m]."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """Tensors of one layer and one request. Hq query heads, Hkv KV heads, n cached tokens, head size d.
+
+    q_window [Hq, r, d]: queries of the last r tokens, after RoPE; r >= window, the last `window` rows count.
+    keys, values [Hkv, n, d]: cached entries in ascending position, keys after RoPE.
+    scale: factor of the logits, None for 1/sqrt(d).
+    logit_softcap: c for models whose logits become c*tanh(z/c); None or 0 is off.
+    q_all [Hq, n, d], col_sums [Hq, n] fp32 and w_o [Hq, d, hidden] serve policies that ask for them.
+    Any floating dtype. A policy reads only what it needs; the rest may be None.
+    """
+
+    q_window: Tensor | None
+    keys: Tensor
+    values: Tensor | None = None
+    scale: float | None = None
+    logit_softcap: float | None = None
+    q_all: Tensor | None = None
+    col_sums: Tensor | None = None
+    w_o: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """n, the number of cached tokens."""
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv on this rank."""
+        return self.keys.shape[0]
+
+    def check(self) -> None:
+        """Raise ValueError, naming the field, unless keys and the logit parameters are usable."""
+        if not isinstance(self.keys, Tensor) or self.keys.ndim != 3:
+            raise ValueError(f"keys must be a tensor [Hkv, n, d], not {_shape(self.keys)}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite or None, not {self.scale}")
+        if self.logit_softcap is not None and not 0 <= self.logit_softcap < math.inf:
+            raise ValueError(f"logit_softcap must be a number >= 0 or None, not {self.logit_softcap}")
+
+    def check_queries(self, window: int) -> Tensor:
+        """The last `window` query rows [Hq, window, d]. Raises ValueError naming q_window if unusable."""
+        query = self.q_window
+        if query is None:
+            raise ValueError("q_window is required: the queries of the last window tokens, [Hq, rows, d]")
+        heads, _, size = self.keys.shape
+        if query.ndim != 3 or query.shape[0] == 0 or query.shape[0] % heads or query.shape[2] != size:
+            raise ValueError(
+                f"q_window must be [Hq, rows, {size}] with Hq a multiple of Hkv={heads}, not {_shape(query)}"
+            )
+        if query.shape[1] < window:
+            raise ValueError(f"q_window must have at least {window} rows (the window), not {query.shape[1]}")
+        return query[:, query.shape[1] - window :]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScores:
+    """One layer's scores for one request.
+
+    scores: fp32 [Hkv, m] of the m candidates (the tokens before the window), or None where the policy
+    reads no tensors or nothing is evicted. weight: the layer's claim on a budget shared between layers,
+    None for policies whose layer budgets do not depend on data. device: where kept indices are made.
+    """
+
+    layer: int
+    num_layers: int
+    num_kv_heads: int
+    scores: Tensor | None = None
+    weight: float | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+def _shape(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else repr(value)

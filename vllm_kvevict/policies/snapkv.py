@@ -1,0 +1,34 @@
+"""snapkv: per KV head, the tokens that the last `window` queries attend to most (SnapKV, section 4).
+
+Defaults are Ada-KV's evaluation setting (max-pooling 7); SnapKV's own is pooling="avg", kernel=5.
+"""
+
+from collections.abc import Sequence
+
+from .attention import window_scores
+from .config import EvictionConfig
+from .heads import select_uniform
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .params import GQA, KERNEL, POOLING, WINDOW
+from .registry import Policy, register
+
+PARAMETERS = (WINDOW, KERNEL, POOLING, GQA)
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """Pooled attention of the window; every policy built on SnapKV scores uses this."""
+    p = cfg.params
+    window = cfg.window_for(inputs.num_tokens)
+    scores = window_scores(inputs, window, pooling=p["pooling"], kernel=p["kernel"], gqa=p["gqa"], comm=comm)
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """The window and the B - window best tokens of each head."""
+    window = cfg.window_for(n)
+    return select_uniform(layers, [cfg.budget_for(n) - window] * len(layers), n, window)
+
+
+register(Policy("snapkv", score, select, PARAMETERS, needs_queries=True, always_kept="window"))

@@ -1,0 +1,40 @@
+"""streaming-llm: the first tokens (attention sinks) and the most recent ones (StreamingLLM, section 3.2).
+
+Kept entries stay at their original positions; the original work renumbers them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .config import EvictionConfig
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .params import SINKS
+from .registry import Policy, register
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """No scores: positions alone decide."""
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, device=inputs.keys.device)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """Positions 0..sinks-1 and the last B - sinks, the same in every layer and head.
+
+    Where a ratio gives B <= sinks, sinks shrink to B//2, so that the last token always stays.
+    """
+    budget = cfg.budget_for(n)
+    sinks = cfg.params["sinks"]
+    if budget <= sinks:
+        sinks = budget // 2
+    kept = []
+    for layer in layers:
+        positions = torch.arange(budget, device=layer.device)
+        positions[sinks:] += n - budget
+        kept.append(list(positions.repeat(layer.num_kv_heads, 1).unbind(0)))
+    return kept
+
+
+register(Policy("streaming-llm", score, select, parameters=(SINKS,), always_kept="sinks"))
