@@ -7,21 +7,21 @@ from torch.nn import functional
 from .layer import Comm, LayerInputs
 
 
-def window_attention(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+def window_attention(query: Tensor, keys: Tensor, softcap: float | None, out: Tensor) -> Tensor:
     """Attention of the window to all tokens of one KV head.
 
     query fp32 [g, w, d], already multiplied by the logit scale; keys [n, d]. Row r is the query of token
-    n-w+r and sees the keys up to itself. Returns fp32 probabilities [g, w, n].
+    n-w+r and sees the keys up to itself. Writes fp32 probabilities to `out` [g, w, n] and returns it.
     """
     group, window, _ = query.shape
     # One product per query head (the keys are broadcast, not copied): its bits then do not depend on how
     # many heads of the group this rank holds.
-    logits = torch.bmm(query, keys.float().t().expand(group, -1, -1))
+    logits = torch.bmm(query, keys.float().t().expand(group, -1, -1), out=out)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(1)
     logits[:, :, keys.shape[0] - window :].masked_fill_(future, float("-inf"))
-    return torch.softmax(logits, dim=-1)
+    return torch.softmax(logits, dim=-1, out=logits)
 
 
 def reduce_group(rows: Tensor, how: str) -> Tensor:
@@ -58,9 +58,11 @@ def window_scores(
     heads, n, size = inputs.keys.shape
     scale = size**-0.5 if inputs.scale is None else inputs.scale
     grouped = query.float().mul(scale).view(heads, -1, window, size)
-    scores = torch.empty(heads, n - window, device=inputs.keys.device)
-    for head in range(heads):  # one KV head at a time bounds the memory to [g, window, n]
-        attention = window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap)
+    scores = query.new_empty(heads, n - window, dtype=torch.float32)
+    # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
+    buffer = query.new_empty(grouped.shape[1], window, n, dtype=torch.float32)
+    for head in range(heads):
+        attention = window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
         rows = attention[:, :, : n - window].mean(1)
         if comm is not None:
             rows = comm.gather_group_rows(rows)
