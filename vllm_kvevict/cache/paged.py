@@ -1,0 +1,351 @@
+"""The paged KV cache of one worker rank: what the engine uses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_kvevict.cache.layout import PageLayout, Write
+from vllm_kvevict.cache.lengths import IntArray, RowLengths
+from vllm_kvevict.cache.pool import PagePool
+from vllm_kvevict.cache.tables import PageTables
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where one step's new tokens go. B requests, T tokens, L layers, H KV heads.
+
+    Attributes:
+        slots: int64 [B], the requests in the order of the batch.
+        seq_lens: int32 [L, B * H], kv_len of each row after this step's tokens.
+        write_slots: int64 [L, T * H], page * page_size + place in the page of each new entry; request by
+            request, then head by head, then token by token.
+        max_lens: the largest of each request's seq_lens, on the host.
+    """
+
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    write_slots: torch.Tensor
+    max_lens: list[int]
+
+
+class Settled(NamedTuple):
+    """What a request holds after its layers were compacted.
+
+    Attributes:
+        pages: pages held.
+        residues: int64 [page_size], number of rows at each kv_len modulo page_size.
+        kept: int64 [L, H], kv_len of each row.
+    """
+
+    pages: int
+    residues: IntArray
+    kept: IntArray
+
+
+class PagedKVCache:
+    """Keys and values of all requests, in pages over memory that somebody else allocated.
+
+    A page holds ``page_size`` entries of one KV head of one layer. A row, one (layer, KV head) of a request,
+    holds exactly ceil(kv_len / page_size) pages. Rows are equally long until the first :meth:`compact`; every
+    token adds one entry to each row of its request.
+
+    Nothing here waits for the device, except :meth:`verify`.
+
+    Args:
+        storage: [num_pages, 2 * page_size * head_dim], contiguous; a page is its keys, then its values.
+        num_layers, num_kv_heads: of this rank.
+        page_size: entries per page, a multiple of 32.
+        max_requests: how many requests may be open at once.
+        write: stores entries into the storage, see :data:`vllm_kvevict.cache.layout.Write`.
+
+    Raises:
+        ValueError: a size is not possible.
+        RuntimeError: the order in which ``write`` stores a page cannot be read back.
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        page_size: int,
+        max_requests: int,
+        write: Write,
+    ) -> None:
+        if page_size < 32 or page_size % 32:
+            raise ValueError(f"page_size must be a multiple of 32, got {page_size}")
+        if storage.dim() != 2 or storage.shape[1] % (2 * page_size) or not storage.is_contiguous():
+            raise ValueError(
+                "storage must be contiguous and [num_pages, 2 * page_size * head_dim], got "
+                f"{list(storage.shape)} for page_size {page_size}"
+            )
+        self.storage = storage
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.page_size = page_size
+        self.head_dim = storage.shape[1] // (2 * page_size)
+        self.device = storage.device
+        self.layout = PageLayout.probe(write, page_size, self.head_dim, storage.dtype, self.device)
+        self.pool = PagePool(storage.shape[0], self.device)
+        self.tables = PageTables(max_requests, num_layers * num_kv_heads, self.device)
+        self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
+        self._write = write
+        self._keys = self.layout.key_view(storage)
+        self._values = self.layout.value_view(storage)
+        self._in_page = torch.arange(page_size, device=self.device)
+        self._closed = list(range(max_requests - 1, -1, -1))
+        self._is_open = np.zeros(max_requests, bool)
+
+    def open(self) -> int:
+        """Start a request without tokens. Returns its slot; raises RuntimeError if max_requests are open."""
+        if not self._closed:
+            raise RuntimeError(f"all {len(self._is_open)} request slots are in use")
+        slot = self._closed.pop()
+        self._is_open[slot] = True
+        return slot
+
+    def close(self, slots: Sequence[int]) -> None:
+        """End requests and free all they hold. Raises ValueError, and does nothing, if one is not open."""
+        which = self._opened(slots)
+        for slot in slots:
+            held = int(self.lengths.pages[slot])
+            if held:
+                table = self.tables.region(slot)
+                used = self._pages(self.tables.kv_len[slot])[:, None]
+                own = torch.arange(table.shape[1], device=self.device) < used
+                self.pool.give(table.flatten()[_where(own, held)])
+            self.lengths.clear(slot)
+            self._closed.append(slot)
+        self._is_open[which] = False
+        self.tables.release(which)
+
+    def extend(self, slots: Sequence[int], new_tokens: Sequence[int]) -> Step:
+        """Make room for new tokens in all layers and heads.
+
+        Args:
+            slots: the batch's requests, each at most once.
+            new_tokens: how many tokens each of them adds, at least 1.
+
+        Raises:
+            ValueError: a slot is not open or occurs twice, or a count is below 1.
+            RuntimeError: the pool has too few free pages. In both cases nothing has changed.
+        """
+        which, tokens = self._opened(slots), np.asarray(new_tokens, np.int64)
+        if tokens.shape != which.shape or (tokens < 1).any():
+            raise ValueError(f"new_tokens must be one positive count per slot, got {list(new_tokens)}")
+        pages, partial = self.lengths.demand(which, tokens)
+        self.pool.require(int(pages.sum()))
+        max_lens = self.lengths.longest(which) + tokens
+        self.tables.reserve(which, -(-max_lens // self.page_size))
+
+        batch = self._on_device(which)
+        decode = np.flatnonzero(tokens == 1)
+        if decode.size == which.size:
+            seq_lens, write_slots = self._append(batch, 1, int(pages.sum()), int(partial.sum()))
+        else:
+            layers, heads = self.num_layers, self.num_kv_heads
+            seq_lens = torch.empty(layers, which.size, heads, dtype=torch.int32, device=self.device)
+            write_slots = torch.empty(
+                layers, int(tokens.sum()) * heads, dtype=torch.int64, device=self.device
+            )
+            first = (tokens.cumsum() - tokens) * heads
+            if decode.size:
+                at = self._on_device(decode)
+                lens, places = self._append(
+                    batch[at], 1, int(pages[decode].sum()), int(partial[decode].sum())
+                )
+                seq_lens[:, at] = lens
+                at = self._on_device((first[decode, None] + np.arange(heads)).ravel())
+                write_slots[:, at] = places.flatten(1)
+            for i in np.flatnonzero(tokens > 1):
+                lens, places = self._append(batch[i : i + 1], int(tokens[i]), int(pages[i]), int(partial[i]))
+                seq_lens[:, i : i + 1] = lens
+                write_slots[:, first[i] : first[i] + int(tokens[i]) * heads] = places.flatten(1)
+        self.lengths.append(which, tokens, pages)
+        return Step(batch, seq_lens.flatten(1), write_slots.flatten(1), max_lens.tolist())
+
+    def block_table(self, layer: int, slots: torch.Tensor, width: int) -> torch.Tensor:
+        """Pages of one layer's rows.
+
+        Args:
+            layer: the layer.
+            slots: int64 [B] on the device: a step's slots or some of them.
+            width: columns of the result.
+
+        Returns:
+            int32 [B * H, width]. What follows a row's own pages is arbitrary, but valid page ids.
+        """
+        return self.tables.block_table(slots, layer * self.num_kv_heads, self.num_kv_heads, width)
+
+    def read_keys(self, slot: int, layer: int, n: int) -> torch.Tensor:
+        """The first ``n`` keys of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
+        pages = self._first_pages(slot, layer, n)
+        return self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)[:, :n]
+
+    def read_values(self, slot: int, layer: int, n: int) -> torch.Tensor:
+        """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
+        pages = self._first_pages(slot, layer, n)
+        return self.layout.values.read(self._values, pages, self._in_page).flatten(1, 2)[:, :n]
+
+    def gather(
+        self, slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [N, head_dim], of the given entries of the given heads, both int64 [N].
+
+        Entries must lie below the kv_len of their head; this is not checked.
+        """
+        pages = self._table(slot, layer)[heads, entries // self.page_size]
+        tokens = entries % self.page_size
+        keys = self.layout.keys.read(self._keys, pages, tokens)
+        return keys, self.layout.values.read(self._values, pages, tokens)
+
+    def compact(self, slot: int, layer: int, kept: Sequence[torch.Tensor]) -> None:
+        """Keep only some entries of a layer: move them to the front of the row's own pages and free the rest.
+
+        Args:
+            slot: an open request.
+            layer: the layer.
+            kept: for each KV head the entries to keep, int64, strictly ascending, at least one. The values
+                are not checked.
+
+        Raises:
+            ValueError: not one tensor per head, or a head keeps none or more than it holds.
+        """
+        before = self.lengths.of(slot)[layer]
+        after = np.array([entries.numel() for entries in kept], np.int64)
+        if after.shape != before.shape or (after < 1).any() or (after > before).any():
+            raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
+        if (after == before).all():
+            return
+        total = int(after.sum())
+        counts = self._on_device(after)
+        heads = torch.arange(self.num_kv_heads, device=self.device)
+        heads = heads.repeat_interleave(counts, output_size=total)
+        entries = torch.arange(total, device=self.device) - (counts.cumsum(0) - counts)[heads]
+        table = self._table(slot, layer)
+        # All is read before anything is written: a row's survivors move within its own pages.
+        keys, values = self.gather(slot, layer, heads, torch.cat(list(kept)))
+        places = table[heads, entries // self.page_size] * self.page_size + entries % self.page_size
+        self._write(self.storage, keys, values, places)
+
+        row = slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
+        kv_len = self.tables.kv_len[slot, row]
+        freed = self.lengths.replace(slot, layer, after)
+        if freed:
+            column = torch.arange(table.shape[1], device=self.device)
+            behind = column >= self._pages(counts)[:, None]
+            behind &= column < self._pages(kv_len)[:, None]
+            self.pool.give(table.flatten()[_where(behind, freed)])
+        kv_len.copy_(counts)
+
+    def settle(self, slot: int) -> Settled:
+        """After all layers of a request were compacted: shrink its page table and say what it holds."""
+        longest = int(self.lengths.longest(np.array([slot]))[0])
+        self.tables.shrink(slot, -(-longest // self.page_size))
+        return Settled(self.held(slot), self.lengths.residues(slot), self.lengths.of(slot))
+
+    def held(self, slot: int) -> int:
+        """Pages that a request holds."""
+        return int(self.lengths.pages[slot])
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return self.pool.num_free
+
+    @property
+    def physical_pages(self) -> int:
+        """Pages that the open requests hold."""
+        return self.pool.num_pages - self.pool.num_free
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens that the open requests added, evicted or not."""
+        return self.lengths.total_tokens
+
+    def verify(self) -> None:
+        """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits)."""
+        self.pool.verify()
+        owned = []
+        for slot in range(len(self._is_open)):
+            lengths = torch.from_numpy(self.lengths.of(slot).ravel())
+            if not torch.equal(self.tables.kv_len[slot].cpu().to(torch.int64), lengths):
+                raise RuntimeError(f"kv_len of request slot {slot} differs between host and device")
+            if self.held(slot) != int(self._pages(lengths).sum()):
+                raise RuntimeError(f"request slot {slot} does not hold ceil(kv_len / page_size) pages a row")
+            table = self.tables.region(slot).cpu()
+            owned.append(table[torch.arange(table.shape[1]) < self._pages(lengths)[:, None]])
+        times = torch.bincount(torch.cat(owned), minlength=self.pool.num_pages)
+        if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
+            raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
+
+    def _append(
+        self, slots: torch.Tensor, tokens: int, pages: int, partial: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total.
+
+        Returns int32 [L, B, H], the new lengths, and int64 [L, B, H, tokens], the new entries' slots.
+        """
+        tables, size = self.tables, self.page_size
+        shape = (slots.numel(), self.num_layers, self.num_kv_heads)
+        before = tables.kv_len.index_select(0, slots)
+        kv_len = before.view(shape).transpose(0, 1)
+        start = tables.row_starts(slots, 0, tables.num_rows).view(shape).transpose(0, 1)
+        if pages:
+            self._add_pages(kv_len, start, tokens, pages, partial)
+        entry = kv_len[..., None] + torch.arange(tokens, device=self.device)
+        column = entry // size
+        page = tables.arena.take(start[..., None] + column)
+        # page * size + (entry - column * size), in fewer passes
+        places = entry + (page - column) * size
+        after = before + tokens
+        tables.kv_len.index_copy_(0, slots, after)
+        return after.view(shape).transpose(0, 1).contiguous(), places.contiguous()
+
+    def _add_pages(
+        self, kv_len: torch.Tensor, start: torch.Tensor, tokens: int, pages: int, partial: int
+    ) -> None:
+        """Put new pages behind the rows of [L, B, H]; zero those that ``tokens`` more entries do not fill."""
+        arena, size = self.tables.arena, self.page_size
+        held = self._pages(kv_len)
+        need = self._pages(kv_len + tokens) - held
+        column = torch.arange(-(-tokens // size), device=self.device)
+        fresh = _where(column < need[..., None], pages)
+        arena[((start + held)[..., None] + column).flatten()[fresh]] = self.pool.take(pages)
+        if partial:
+            # What another request left behind the new entries (inf or NaN) would spoil the attention.
+            last = kv_len + (tokens - 1)
+            ends = _where((need > 0) & ((last + 1) % size > 0), partial)
+            self.storage.index_fill_(0, arena[(start + last // size).flatten()[ends]].to(torch.int64), 0)
+
+    def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
+        return (lengths + (self.page_size - 1)) // self.page_size
+
+    def _table(self, slot: int, layer: int) -> torch.Tensor:
+        """A request's pages in one layer, int32 [H, columns]."""
+        return self.tables.region(slot)[layer * self.num_kv_heads : (layer + 1) * self.num_kv_heads]
+
+    def _first_pages(self, slot: int, layer: int, n: int) -> torch.Tensor:
+        """Pages of the first ``n`` entries of each head, [H, pages, 1]."""
+        shortest = self.lengths.shortest(slot, layer)
+        if n > shortest:
+            raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
+        return self._table(slot, layer)[:, : -(-n // self.page_size), None]
+
+    def _opened(self, slots: Sequence[int]) -> IntArray:
+        which = np.asarray(slots, np.int64)
+        if len(set(slots)) != which.size or not self._is_open[which].all():
+            raise ValueError(f"request slots must be open and distinct, got {list(slots)}")
+        return which
+
+    def _on_device(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _where(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Flat places of the ``count`` true elements; the count is given, so nothing waits for the device."""
+    return torch.nonzero_static(mask.flatten(), size=count).flatten()

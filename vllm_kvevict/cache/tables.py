@@ -1,0 +1,124 @@
+"""Which pages the rows of each request hold, and how many entries each row stores."""
+
+import numpy as np
+import torch
+
+from vllm_kvevict.cache.lengths import IntArray
+
+MIN_COLUMNS = 4
+
+
+class PageTables:
+    """Page tables of all open requests in one flat arena, and every row's kv_len.
+
+    The table of a request is a region of the arena: [num_rows, columns] page ids, row = layer * num_kv_heads
+        + head.
+    A region has room for the longest row; it grows geometrically, by moving to the end of the arena. The
+    arena is repacked when its end is reached or when three quarters of it are unused, so both are rare.
+
+    Every element of the arena is a valid page id at any time: kernels may load beyond the end of a row.
+
+    Attributes:
+        kv_len: int32 [max_requests, num_rows], entries stored in each row.
+        arena: int32 [size], page ids.
+        starts, columns: int64 [max_requests] on the device, first element and row length of each region.
+    """
+
+    def __init__(self, max_requests: int, num_rows: int, device: torch.device | str) -> None:
+        self.num_rows = num_rows
+        self.kv_len = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
+        self.arena = torch.zeros(num_rows * MIN_COLUMNS, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.columns = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._starts: IntArray = np.zeros(max_requests, np.int64)
+        self._columns: IntArray = np.zeros(max_requests, np.int64)
+        self._end = 0  # the arena is unused from here on
+        self._row = torch.arange(num_rows, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the tables, in bytes."""
+        return sum(t.nbytes for t in (self.kv_len, self.arena, self.starts, self.columns, self._row))
+
+    def region(self, slot: int) -> torch.Tensor:
+        """The table of one request, int32 [num_rows, columns], a view of the arena."""
+        start, columns = int(self._starts[slot]), int(self._columns[slot])
+        return self.arena[start : start + self.num_rows * columns].view(self.num_rows, columns)
+
+    def row_starts(self, slots: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Where rows ``first`` to ``first + count`` of ``slots`` (int64 [B]) start, int64 [B, count]."""
+        return torch.addcmul(
+            self.starts.index_select(0, slots)[:, None],
+            self.columns.index_select(0, slots)[:, None],
+            self._row[first : first + count],
+        )
+
+    def block_table(self, slots: torch.Tensor, first: int, count: int, width: int) -> torch.Tensor:
+        """Pages of rows ``first`` to ``first + count`` of ``slots`` (int64 [B]), int32 [B * count, width].
+
+        What follows a row's own pages is arbitrary, but valid page ids.
+        """
+        place = self.row_starts(slots, first, count).view(-1, 1) + torch.arange(width, device=slots.device)
+        place.clamp_(max=self.arena.numel() - 1)
+        return self.arena.take(place)
+
+    def reserve(self, slots: IntArray, columns: IntArray) -> None:
+        """Make room for at least ``columns`` (int64 [B]) pages a row of ``slots`` (int64 [B])."""
+        short = np.flatnonzero(columns > self._columns[slots])
+        for i in short:
+            self._grow(int(slots[i]), _roomy(int(columns[i])))
+        if short.size:
+            self._mirror()
+
+    def shrink(self, slot: int, columns: int) -> None:
+        """Give up room beyond twice what a longest row of ``columns`` pages needs."""
+        roomy = _roomy(columns)
+        if self._columns[slot] > 2 * roomy:
+            kept = self.region(slot)[:, :roomy].clone()
+            self._columns[slot] = roomy
+            self.region(slot).copy_(kept)
+            self._trim()
+            self._mirror()
+
+    def release(self, slots: IntArray) -> None:
+        """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
+        self.kv_len.index_fill_(0, torch.from_numpy(slots).to(self.kv_len.device, non_blocking=True), 0)
+        self._columns[slots] = 0
+        self._trim()
+        self._mirror()
+
+    def _grow(self, slot: int, columns: int) -> None:
+        """Move a region to the end of the arena and give it more columns."""
+        size = self.num_rows * columns
+        if self._end + size > self.arena.numel():
+            self._repack(room=size)
+        old = self.region(slot)
+        self._starts[slot], self._columns[slot] = self._end, columns
+        self._end += size
+        self.region(slot)[:, : old.shape[1]] = old
+
+    def _trim(self) -> None:
+        live = int(self._columns.sum()) * self.num_rows
+        if self.arena.numel() > max(4 * live, self.num_rows * MIN_COLUMNS):
+            self._repack(room=0)
+
+    def _repack(self, room: int) -> None:
+        """Move all regions to the front of a new arena, half as large again as they and ``room`` together."""
+        live = int(self._columns.sum()) * self.num_rows
+        old = self.arena
+        self.arena = old.new_zeros(max((live + room) * 3 // 2, self.num_rows * MIN_COLUMNS))
+        self._end = 0
+        for slot in np.flatnonzero(self._columns):
+            start, size = int(self._starts[slot]), int(self._columns[slot]) * self.num_rows
+            self.arena[self._end : self._end + size] = old[start : start + size]
+            self._starts[slot] = self._end
+            self._end += size
+
+    def _mirror(self) -> None:
+        self.starts.copy_(torch.from_numpy(self._starts))
+        self.columns.copy_(torch.from_numpy(self._columns))
+
+
+def _roomy(columns: int) -> int:
+    """Columns of a region for a longest row of ``columns`` pages: a quarter more, so that growth is rare."""
+    return columns + columns // 4 + MIN_COLUMNS
