@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .registry import lookup
@@ -23,7 +25,8 @@ def score_layer(
     _check_layer(layer, num_layers, inputs.num_kv_heads, comm)
     if not cfg.evicts(inputs.num_tokens):
         return LayerScores(layer, num_layers, inputs.num_kv_heads, device=inputs.keys.device)
-    return lookup(cfg.policy).score(cfg, inputs, layer, num_layers, comm)
+    with torch.no_grad():
+        return lookup(cfg.policy).score(cfg, inputs, layer, num_layers, comm)
 
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None = None) -> Kept:

@@ -1,0 +1,110 @@
+"""Exact splits: sums, bounds, order."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvevict.policies.budgets import guaranteed_tokens, pyramid_budgets, safeguard, split_exact
+
+from . import reference
+
+ALPHAS = st.integers(0, 10**6).map(lambda a: a / 10**6)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.integers(1, 10**6))
+def test_split_is_exact_and_within_one_of_the_share(numerators, denominator):
+    total = sum(numerators) // denominator
+    numerators[0] -= sum(numerators) % denominator  # may go below 0; only the sum must be whole
+    shares = split_exact(numerators, denominator, total)
+    assert sum(shares) == total
+    assert all(abs(s - Fraction(x, denominator)) < 1 for s, x in zip(shares, numerators, strict=True))
+    assert shares == reference.largest_remainder([Fraction(x, denominator) for x in numerators], total)
+
+
+def test_split_ties_go_to_the_lower_index():
+    assert split_exact([1, 1, 1, 1], 2, 2) == [1, 1, 0, 0]
+    assert split_exact([3, 5, 4], 2, 6) == [2, 2, 2] == split_exact([4, 3, 5], 2, 6)[::-1]
+
+
+@pytest.mark.parametrize("total", [1, 4])
+def test_split_refuses_a_total_that_is_not_the_sum(total):
+    with pytest.raises(ValueError, match="total"):
+        split_exact([2, 2], 2, total)
+
+
+@st.composite
+def pyramids(draw):
+    m = draw(st.integers(1, 5000))
+    return draw(st.integers(0, m)), m, draw(st.integers(1, 90)), draw(st.integers(1, 40))
+
+
+@given(pyramids())
+def test_pyramid_is_exact_non_increasing_and_within_bounds(shape):
+    b, m, num_layers, beta = shape
+    budgets = pyramid_budgets(b, m, num_layers, beta)
+    assert sum(budgets) == num_layers * b
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[-1] >= 0 and budgets[0] <= m
+    assert budgets == reference.pyramid(b, m, num_layers, beta, "exact")
+    if beta == 1 or num_layers == 1:
+        assert set(budgets) == {b}
+
+
+@given(pyramids())
+def test_official_rounding_overshoots_by_a_bounded_amount(shape):
+    """The authors' integer step is never too long, so budgets add up to L*b or more: at most L(L-2)/2 more."""
+    b, m, num_layers, beta = shape
+    budgets = pyramid_budgets(b, m, num_layers, beta, "official")
+    excess = sum(budgets) - num_layers * b
+    assert 0 <= 2 * excess <= max(0, num_layers * (num_layers - 2))
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[-1] >= 0 and budgets[0] <= m
+
+
+def test_official_rounding_example():
+    assert pyramid_budgets(224, 8000, 32, 20, "exact")[::31] == [437, 11]
+    official = pyramid_budgets(224, 8000, 32, 20, "official")
+    assert official[::31] == [437, 34] and sum(official) - 32 * 224 == 368
+
+
+def test_pyramid_turns_about_its_middle_at_the_cap():
+    assert pyramid_budgets(80, 100, 5, 20) == [100, 90, 80, 70, 60]
+
+
+@st.composite
+def adaptive_counts(draw):
+    """counts[h] <= m with sum Hkv*b, as the best entries of a layer give them."""
+    heads, m = draw(st.integers(1, 16)), draw(st.integers(1, 300))
+    b = draw(st.integers(0, m))
+    counts, left = [], heads * b
+    for after in range(heads - 1, -1, -1):
+        counts.append(draw(st.integers(max(0, left - after * m), min(m, left))))
+        left -= counts[-1]
+    return counts, b, m
+
+
+@given(adaptive_counts(), ALPHAS)
+def test_safeguard(counted, alpha):
+    counts, b, m = counted
+    budgets = safeguard(counts, b, alpha)
+    assert sum(budgets) == sum(counts)
+    assert all(guaranteed_tokens(alpha, b) <= x <= m for x in budgets)
+    assert all(min(f, b) <= x <= max(f, b) for f, x in zip(counts, budgets, strict=True))
+    by_count = [budgets[i] for i in sorted(range(len(counts)), key=lambda i: counts[i])]
+    assert all(x <= y + 1 for x, y in itertools.pairwise(by_count))
+    assert safeguard(counts, b, alpha, "paper") == safeguard(counts, b, 1 - alpha)
+    assert safeguard(counts, b, 0.0) == counts
+    assert safeguard(counts, b, 1.0) == [b] * len(counts)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**5))
+def test_guaranteed_tokens_are_exact(millionths, b):
+    assert guaranteed_tokens(millionths / 10**6, b) == millionths * b // 10**6
+
+
+def test_guaranteed_tokens_where_floats_fail():
+    assert int(0.29 * 100) == 28
+    assert guaranteed_tokens(0.29, 100) == 29
