@@ -229,7 +229,8 @@ class PagedKVCache:
         table = self._table(slot, layer)
         # All is read before anything is written: a row's survivors move within its own pages.
         keys, values = self.gather(slot, layer, heads, torch.cat(list(kept)))
-        places = table[heads, entries // self.page_size] * self.page_size + entries % self.page_size
+        places = table[heads, entries // self.page_size].to(torch.int64) * self.page_size
+        places += entries % self.page_size
         self._write(self.storage, keys, values, places)
 
         row = slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
@@ -291,36 +292,44 @@ class PagedKVCache:
         Returns int32 [L, B, H], the new lengths, and int64 [L, B, H, tokens], the new entries' slots.
         """
         tables, size = self.tables, self.page_size
-        shape = (slots.numel(), self.num_layers, self.num_kv_heads)
-        before = tables.kv_len.index_select(0, slots)
-        kv_len = before.view(shape).transpose(0, 1)
-        start = tables.row_starts(slots, 0, tables.num_rows).view(shape).transpose(0, 1)
+        kv_len = tables.kv_len.index_select(0, slots)
+        start = tables.row_starts.index_select(0, slots)
         if pages:
             self._add_pages(kv_len, start, tokens, pages, partial)
-        entry = kv_len[..., None] + torch.arange(tokens, device=self.device)
+        entry = kv_len[..., None] + torch.arange(tokens, dtype=torch.int32, device=self.device)
         column = entry // size
-        page = tables.arena.take(start[..., None] + column)
+        page = tables.pages_at(start[..., None] + column)
         # page * size + (entry - column * size), in fewer passes
-        places = entry + (page - column) * size
-        after = before + tokens
-        tables.kv_len.index_copy_(0, slots, after)
-        return after.view(shape).transpose(0, 1).contiguous(), places.contiguous()
+        places = (page - column).to(torch.int64).mul_(size).add_(entry)
+        kv_len += tokens
+        tables.kv_len.index_copy_(0, slots, kv_len)
+        shape = (slots.numel(), self.num_layers, self.num_kv_heads)
+        seq_lens = kv_len.view(shape).transpose(0, 1).contiguous()
+        return seq_lens, places.view(*shape, tokens).transpose(0, 1).contiguous()
 
     def _add_pages(
         self, kv_len: torch.Tensor, start: torch.Tensor, tokens: int, pages: int, partial: int
     ) -> None:
-        """Put new pages behind the rows of [L, B, H]; zero those that ``tokens`` more entries do not fill."""
+        """Put new pages behind rows; zero those that ``tokens`` more entries do not fill.
+
+        ``kv_len`` and ``start`` (the rows' places in the arena) are [B, rows].
+        """
         arena, size = self.tables.arena, self.page_size
         held = self._pages(kv_len)
-        need = self._pages(kv_len + tokens) - held
+        need = self._pages(kv_len + tokens).sub_(held)
         column = torch.arange(-(-tokens // size), device=self.device)
         fresh = _where(column < need[..., None], pages)
-        arena[((start + held)[..., None] + column).flatten()[fresh]] = self.pool.take(pages)
-        if partial:
-            # What another request left behind the new entries (inf or NaN) would spoil the attention.
-            last = kv_len + (tokens - 1)
-            ends = _where((need > 0) & ((last + 1) % size > 0), partial)
-            self.storage.index_fill_(0, arena[(start + last // size).flatten()[ends]].to(torch.int64), 0)
+        row, column = fresh // column.numel(), fresh % column.numel()
+        taken = self.pool.take(pages)
+        arena[(start + held).view(-1)[row] + column] = taken
+        if not partial:
+            return
+        # What another request left behind the new entries (inf or NaN) would spoil the attention.
+        if partial < pages:
+            end = kv_len + tokens
+            rows = _where((need > 0) & (end % size > 0), partial)
+            taken = arena[(start + end // size).view(-1)[rows]]
+        self.storage.index_fill_(0, taken.to(torch.int64), 0)
 
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size

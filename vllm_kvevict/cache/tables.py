@@ -21,46 +21,41 @@ class PageTables:
     Attributes:
         kv_len: int32 [max_requests, num_rows], entries stored in each row.
         arena: int32 [size], page ids.
-        starts, columns: int64 [max_requests] on the device, first element and row length of each region.
+        row_starts: int32 [max_requests, num_rows], place in the arena of each row's first page.
     """
 
     def __init__(self, max_requests: int, num_rows: int, device: torch.device | str) -> None:
         self.num_rows = num_rows
         self.kv_len = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
         self.arena = torch.zeros(num_rows * MIN_COLUMNS, dtype=torch.int32, device=device)
-        self.starts = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self.columns = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.row_starts = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
         self._starts: IntArray = np.zeros(max_requests, np.int64)
         self._columns: IntArray = np.zeros(max_requests, np.int64)
         self._end = 0  # the arena is unused from here on
-        self._row = torch.arange(num_rows, device=device)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the tables, in bytes."""
-        return sum(t.nbytes for t in (self.kv_len, self.arena, self.starts, self.columns, self._row))
+        return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts))
 
     def region(self, slot: int) -> torch.Tensor:
         """The table of one request, int32 [num_rows, columns], a view of the arena."""
         start, columns = int(self._starts[slot]), int(self._columns[slot])
         return self.arena[start : start + self.num_rows * columns].view(self.num_rows, columns)
 
-    def row_starts(self, slots: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Where rows ``first`` to ``first + count`` of ``slots`` (int64 [B]) start, int64 [B, count]."""
-        return torch.addcmul(
-            self.starts.index_select(0, slots)[:, None],
-            self.columns.index_select(0, slots)[:, None],
-            self._row[first : first + count],
-        )
-
     def block_table(self, slots: torch.Tensor, first: int, count: int, width: int) -> torch.Tensor:
         """Pages of rows ``first`` to ``first + count`` of ``slots`` (int64 [B]), int32 [B * count, width].
 
         What follows a row's own pages is arbitrary, but valid page ids.
         """
-        place = self.row_starts(slots, first, count).view(-1, 1) + torch.arange(width, device=slots.device)
+        start = self.row_starts[:, first : first + count].index_select(0, slots)
+        place = start.view(-1, 1) + torch.arange(width, dtype=torch.int32, device=slots.device)
         place.clamp_(max=self.arena.numel() - 1)
-        return self.arena.take(place)
+        return self.pages_at(place)
+
+    def pages_at(self, place: torch.Tensor) -> torch.Tensor:
+        """Page ids at some places (int32) of the arena, int32 of the same shape."""
+        return self.arena.index_select(0, place.view(-1)).view(place.shape)
 
     def reserve(self, slots: IntArray, columns: IntArray) -> None:
         """Make room for at least ``columns`` (int64 [B]) pages a row of ``slots`` (int64 [B])."""
@@ -115,8 +110,10 @@ class PageTables:
             self._end += size
 
     def _mirror(self) -> None:
-        self.starts.copy_(torch.from_numpy(self._starts))
-        self.columns.copy_(torch.from_numpy(self._columns))
+        row = torch.arange(self.num_rows, dtype=torch.int32, device=self.arena.device)
+        regions = torch.from_numpy(np.stack([self._starts, self._columns]).astype(np.int32))
+        starts, columns = regions[..., None].to(row.device, non_blocking=True)
+        torch.addcmul(starts, columns, row, out=self.row_starts)
 
 
 def _roomy(columns: int) -> int:
