@@ -1,6 +1,5 @@
 """In which order the entries of a page are stored."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,13 +93,10 @@ class PageLayout:
 
 def _order(place: torch.Tensor, name: str) -> Order:
     """The order in which element (t, d) lies at ``place[t, d]``."""
-    page_size, head_dim = place.shape
     token, dim = _digits(place[:, 0].tolist()), _digits(place[0].tolist())
     order = Order(int(place[0, 0]), token, dim)
-    if math.prod(size for size, _ in token) == page_size and math.prod(size for size, _ in dim) == head_dim:
-        rebuilt = order.view(torch.arange(2 * place.numel())[None]).reshape(page_size, head_dim)
-        if torch.equal(rebuilt, place):
-            return order
+    if torch.equal(order.start + _offsets(token)[:, None] + _offsets(dim), place):
+        return order
     raise RuntimeError(
         f"cannot read the KV pages: the place of a {name} is not a sum over the digits of token and dim"
     )
@@ -117,3 +113,11 @@ def _digits(places: list[int]) -> Digits:
         digits.append((size, stride))
         places = places[::size]
     return tuple(reversed(digits))
+
+
+def _offsets(digits: Digits) -> torch.Tensor:
+    """Offset of each value of an index."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for size, stride in digits:
+        offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
+    return offsets

@@ -1,0 +1,311 @@
+import pytest
+import torch
+
+from vllm_kvevict.cache import PagedKVCache
+
+from .writers import Payload, grouped_dim_pairs, plain, token_pairs, transposed, vllm_cpu_writer, writer
+
+L, H, D, PS = 3, 2, 32, 32
+
+
+def make(pages=400, max_requests=4, write=None, dtype=torch.float32):
+    storage = torch.zeros(pages, 2 * PS * D, dtype=dtype)
+    return PagedKVCache(
+        storage,
+        num_layers=L,
+        num_kv_heads=H,
+        page_size=PS,
+        max_requests=max_requests,
+        write=write or writer(PS),
+    )
+
+
+def store(cache, step, payload):
+    """Write new payload into all entries of a step. Returns the ids, [L, T * H]."""
+    ids = payload.ids(step.write_slots.numel()).view(step.write_slots.shape)
+    for layer in range(L):
+        keys, values = payload.keys(ids[layer]), payload.values(ids[layer])
+        cache._write(cache.storage, keys, values, step.write_slots[layer])
+    return ids
+
+
+def contents(cache, slot, layer, head):
+    """All keys and values of one row."""
+    n = int(cache.lengths.of(slot)[layer, head])
+    return cache.gather(slot, layer, torch.full((n,), head), torch.arange(n))
+
+
+def tail(cache, slot, layer, head):
+    """What lies behind the entries in the last page of a row, keys and values."""
+    n = int(cache.lengths.of(slot)[layer, head])
+    page = cache.tables.region(slot)[layer * H + head, (n - 1) // PS]
+    unused = torch.arange(n % PS or PS, PS)
+    keys = cache.layout.keys.read(cache._keys, page.expand(unused.numel()), unused)
+    return torch.cat([keys, cache.layout.values.read(cache._values, page.expand(unused.numel()), unused)])
+
+
+def test_prefill_is_request_then_head_then_token():
+    cache, payload = make(), Payload(D)
+    a, b, c = cache.open(), cache.open(), cache.open()
+    store(cache, cache.extend([b], [40]), payload)
+    step = cache.extend([a, b, c], [70, 1, 5])
+    assert step.slots.tolist() == [a, b, c]
+    assert step.max_lens == [70, 41, 5]
+    assert step.seq_lens.dtype == torch.int32
+    assert step.seq_lens.is_contiguous()
+    assert step.write_slots.is_contiguous()
+    assert step.seq_lens.tolist() == [[70, 70, 41, 41, 5, 5]] * L
+    assert step.write_slots.shape == (L, 76 * H)
+    ids = store(cache, step, payload)
+    for layer in range(L):
+        by_request = ids[layer].split([70 * H, H, 5 * H])
+        for slot, n, part in ((a, 70, by_request[0]), (c, 5, by_request[2])):
+            keys = payload.keys(part).view(H, n, D)
+            assert torch.equal(cache.read_keys(slot, layer, n), keys)
+            assert torch.equal(cache.read_values(slot, layer, n), -keys)
+        assert torch.equal(cache.read_keys(b, layer, 41)[:, 40], payload.keys(by_request[1]))
+    cache.verify()
+    assert cache.physical_pages == L * H * (3 + 2 + 1)
+    assert cache.held(a) == L * H * 3
+    assert cache.logical_tokens == 70 + 41 + 5
+
+
+def test_an_all_decode_batch_is_batch_by_heads():
+    cache, payload = make(), Payload(D)
+    slots = [cache.open() for _ in range(3)]
+    for slot, n in zip(slots, (32, 33, 64), strict=True):
+        store(cache, cache.extend([slot], [n]), payload)
+    batch = [slots[2], slots[0], slots[1]]
+    step = cache.extend(batch, [1, 1, 1])
+    ids = store(cache, step, payload).view(L, 3, H)
+    for layer in range(L):
+        for i, slot in enumerate(batch):
+            for head in range(H):
+                keys, _ = contents(cache, slot, layer, head)
+                assert torch.equal(keys[-1:], payload.keys(ids[layer, i, head : head + 1]))
+    cache.verify()
+
+
+def test_block_table_lists_each_row_in_order():
+    cache = make()
+    slots = [cache.open() for _ in range(3)]
+    step = cache.extend(slots, [100, 1, 64])
+    for layer in range(L):
+        table = cache.block_table(layer, step.slots, 7)
+        assert table.shape == (3 * H, 7)
+        assert table.dtype == torch.int32
+        assert ((table >= 0) & (table < 400)).all()
+        for i, slot in enumerate(slots):
+            own = cache.tables.region(slot)[layer * H : (layer + 1) * H]
+            held = -(-step.max_lens[i] // PS)
+            assert torch.equal(table[i * H : (i + 1) * H, :held], own[:, :held])
+        subset = cache.block_table(layer, step.slots[[2, 0]], 4)
+        assert torch.equal(subset[:, :2], table[[4, 5, 0, 1], :2])
+
+
+@pytest.mark.parametrize("orders", [(transposed, plain), (grouped_dim_pairs, token_pairs)])
+def test_compaction_moves_exactly_the_survivors(orders):
+    cache, payload = make(write=writer(PS, *orders)), Payload(D)
+    other, slot = cache.open(), cache.open()
+    step = cache.extend([other, slot], [50, 200])
+    ids = store(cache, step, payload)
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([[1, 200], [32, 33], [64, 7]])
+    free = cache.num_free
+    for layer in range(L):
+        kept = [torch.randperm(200, generator=generator)[:n].sort().values for n in counts[layer].tolist()]
+        cache.compact(slot, layer, kept)
+        cache.verify()
+        for head in range(H):
+            want = ids[layer, 100:].view(H, 200)[head, kept[head]]
+            keys, values = contents(cache, slot, layer, head)
+            assert torch.equal(keys, payload.keys(want))
+            assert torch.equal(values, payload.values(want))
+    pages, residues, got = cache.settle(slot)
+    assert got.tolist() == counts.tolist()
+    assert pages == cache.held(slot) == 1 + 7 + 1 + 2 + 2 + 1
+    assert [(m, n) for m, n in enumerate(residues) if n] == [(0, 2), (1, 2), (7, 1), (8, 1)]
+    assert cache.num_free - free == L * H * 7 - pages
+    assert torch.equal(cache.read_keys(other, 0, 50), payload.keys(ids[0, :100]).view(H, 50, D))
+
+
+def test_rows_go_on_ragged_after_compaction_and_compact_again():
+    cache, payload = make(), Payload(D)
+    slot = cache.open()
+    want = store(cache, cache.extend([slot], [90]), payload).view(L, H, 90)
+    rows = [[want[layer, head] for head in range(H)] for layer in range(L)]
+    for round_ in range(4):
+        for layer in range(L):
+            kept = [torch.arange(0, len(row), layer + head + 2) for head, row in enumerate(rows[layer])]
+            cache.compact(slot, layer, kept)
+            rows[layer] = [row[index] for row, index in zip(rows[layer], kept, strict=True)]
+        cache.settle(slot)
+        for tokens in (1, 40, 1, 1 + round_):
+            new = store(cache, cache.extend([slot], [tokens]), payload).view(L, H, tokens)
+            rows = [[torch.cat([rows[i][j], new[i, j]]) for j in range(H)] for i in range(L)]
+            cache.verify()
+        for layer in range(L):
+            for head in range(H):
+                assert torch.equal(contents(cache, slot, layer, head)[0], payload.keys(rows[layer][head]))
+    cache.close([slot])
+    assert cache.num_free == 400
+
+
+def test_keeping_everything_changes_nothing():
+    cache, payload = make(), Payload(D)
+    slot = cache.open()
+    store(cache, cache.extend([slot], [70]), payload)
+    before = cache.storage.clone()
+    for layer in range(L):
+        cache.compact(slot, layer, [torch.arange(70)] * H)
+    assert torch.equal(cache.storage, before)
+    assert cache.settle(slot).pages == L * H * 3
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_no_tail_holds_what_another_request_left(poison):
+    cache, payload = make(pages=200), Payload(D)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (1, 31, 32, 33, 64, 95, 100):
+        free = torch.cat([cache.pool._stack[: cache.num_free]]).long()
+        cache.storage[free] = poison
+        slot, other = cache.open(), cache.open()
+        store(cache, cache.extend([slot, other], [tokens, 1]), payload)
+        store(cache, cache.extend([other, slot], [1, 1]), payload)
+        for layer in range(L):
+            n = [int(torch.randint(1, tokens + 2, (1,), generator=generator)) for _ in range(H)]
+            cache.compact(slot, layer, [torch.arange(tokens + 1)[-m:] for m in n])
+        # Ragged rows: decode across page ends, then a chunk.
+        for more in (1,) * 33 + (50,):
+            store(cache, cache.extend([slot], [more]), payload)
+            for layer in range(L):
+                for head in range(H):
+                    assert tail(cache, slot, layer, head).isfinite().all()
+                    assert contents(cache, slot, layer, head)[0].isfinite().all()
+        cache.close([slot, other])
+    assert cache.num_free == 200
+
+
+def test_a_new_partial_page_is_zero_behind_its_entries():
+    cache, payload = make(), Payload(D)
+    cache.storage.fill_(float("nan"))
+    slot = cache.open()
+    store(cache, cache.extend([slot], [45]), payload)
+    for layer in range(L):
+        for head in range(H):
+            assert not tail(cache, slot, layer, head).any()
+
+
+def test_exhaustion_changes_nothing():
+    cache, payload = make(pages=20), Payload(D)
+    a, b = cache.open(), cache.open()
+    ids = store(cache, cache.extend([a, b], [32, 40]), payload)
+    before = cache.storage.clone()
+    for slots, tokens in (([a, b], [1, 1]), ([b], [60]), ([b, a], [1, 32])):
+        with pytest.raises(RuntimeError, match=r"exhausted: \d+ pages needed, 2 of 20 free"):
+            cache.extend(slots, tokens)
+        cache.verify()
+        assert cache.num_free == 2
+        assert torch.equal(cache.storage, before)
+        assert torch.equal(cache.read_keys(a, 1, 32), payload.keys(ids[1, : 32 * H]).view(H, 32, D))
+    assert cache.extend([b], [1]).max_lens == [41]
+    cache.close([a])
+    cache.extend([b], [30])
+    cache.verify()
+
+
+def test_slots_run_out_and_come_back():
+    cache = make(max_requests=2)
+    slots = [cache.open(), cache.open()]
+    with pytest.raises(RuntimeError, match="all 2 request slots are in use"):
+        cache.open()
+    cache.extend(slots, [5, 6])
+    cache.close(slots)
+    assert cache.num_free == 400
+    again = cache.open()
+    assert cache.extend([again], [3]).seq_lens.tolist() == [[3, 3]] * L
+    cache.verify()
+
+
+def test_closing_a_request_without_tokens_and_empty_batches():
+    cache = make()
+    cache.close([cache.open()])
+    cache.close([])
+    step = cache.extend([], [])
+    assert step.write_slots.shape == (L, 0)
+    assert step.seq_lens.shape == (L, 0)
+    cache.verify()
+
+
+def test_refuses_wrong_requests():
+    cache = make()
+    slot = cache.open()
+    for slots, tokens in (([slot, slot], [1, 1]), ([slot + 1], [1])):
+        with pytest.raises(ValueError, match="open and distinct"):
+            cache.extend(slots, tokens)
+    for tokens in ([0], [], [1, 2]):
+        with pytest.raises(ValueError, match="one positive count per slot"):
+            cache.extend([slot], tokens)
+    with pytest.raises(ValueError, match="open and distinct"):
+        cache.close([slot + 1])
+    cache.extend([slot], [10])
+    ten = torch.arange(10)
+    for kept in ([ten], [ten, ten[:0]], [ten, torch.arange(11)]):
+        with pytest.raises(ValueError, match="cannot keep"):
+            cache.compact(slot, 0, kept)
+    with pytest.raises(ValueError, match="11 entries were asked of heads of which one holds 10"):
+        cache.read_keys(slot, 0, 11)
+    cache.verify()
+
+
+@pytest.mark.parametrize("page_size", [16, 33, 0])
+def test_refuses_other_page_sizes(page_size):
+    with pytest.raises(ValueError, match="page_size must be a multiple of 32"):
+        PagedKVCache(
+            torch.zeros(2, 64),
+            num_layers=1,
+            num_kv_heads=1,
+            page_size=page_size,
+            max_requests=1,
+            write=writer(32),
+        )
+
+
+@pytest.mark.parametrize("storage", [torch.zeros(2, 65), torch.zeros(4, 64)[::2], torch.zeros(128)])
+def test_refuses_other_storage(storage):
+    with pytest.raises(ValueError, match="storage must be contiguous"):
+        PagedKVCache(storage, num_layers=1, num_kv_heads=1, page_size=32, max_requests=1, write=writer(32))
+
+
+def test_verify_notices_damage():
+    cache = make()
+    slot = cache.open()
+    cache.extend([slot], [40])
+    cache.tables.kv_len[slot, 0] += 1
+    with pytest.raises(RuntimeError, match="differs between host and device"):
+        cache.verify()
+    cache.tables.kv_len[slot, 0] -= 1
+    cache.verify()
+    table = cache.tables.region(slot)
+    table[0, 0] = table[1, 0]
+    with pytest.raises(RuntimeError, match="do not hold exactly the pages"):
+        cache.verify()
+
+
+def test_with_vllms_cpu_kernel():
+    pytest.importorskip("vllm")
+    cache = make(write=vllm_cpu_writer(PS), dtype=torch.bfloat16)
+    slot = cache.open()
+    step = cache.extend([slot], [77])
+    keys = torch.randn(L, H * 77, D).bfloat16()
+    for layer in range(L):
+        cache._write(cache.storage, keys[layer], -keys[layer], step.write_slots[layer])
+        assert torch.equal(cache.read_keys(slot, layer, 77), keys[layer].view(H, 77, D))
+        kept = [torch.arange(3, 77, 3), torch.arange(76, 77)]
+        cache.compact(slot, layer, kept)
+        for head in range(H):
+            want = keys[layer].view(H, 77, D)[head, kept[head]]
+            got_keys, got_values = contents(cache, slot, layer, head)
+            assert torch.equal(got_keys, want)
+            assert torch.equal(got_values, -want)
+    cache.verify()

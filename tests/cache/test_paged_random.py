@@ -1,0 +1,192 @@
+"""The cache against a plain Python model, over random schedules."""
+
+import random
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_kvevict.cache import PagedKVCache
+
+from .writers import Payload, dim_pairs, plain, token_pairs, transposed, writer
+
+L, H, D, PS = 2, 2, 32, 32
+ORDERS = [(plain, plain), (transposed, plain), (dim_pairs, token_pairs)]
+
+
+class Model:
+    """A cache and what it should hold: for each open request the payload ids of every row."""
+
+    def __init__(self, pages, max_requests, orders):
+        self.cache = PagedKVCache(
+            torch.zeros(pages, 2 * PS * D),
+            num_layers=L,
+            num_kv_heads=H,
+            page_size=PS,
+            max_requests=max_requests,
+            write=writer(PS, *orders),
+        )
+        self.pages = pages
+        self.payload = Payload(D)
+        self.rows: dict[int, list[list[int]]] = {}
+
+    def open(self):
+        slot = self.cache.open()
+        assert slot not in self.rows
+        self.rows[slot] = [[] for _ in range(L * H)]
+
+    def extend(self, slots, tokens):
+        need = sum(
+            -(-(len(row) + n) // PS) + -len(row) // PS
+            for slot, n in zip(slots, tokens, strict=True)
+            for row in self.rows[slot]
+        )
+        if need > self.cache.num_free:
+            try:
+                self.cache.extend(slots, tokens)
+            except RuntimeError as error:
+                assert f"{need} pages needed" in str(error)
+                return
+            raise AssertionError("the pool gave pages that it does not have")
+        step = self.cache.extend(slots, tokens)
+        ids = self.payload.ids(step.write_slots.numel()).view(L, -1)
+        for layer in range(L):
+            self.cache._write(
+                self.cache.storage,
+                self.payload.keys(ids[layer]),
+                self.payload.values(ids[layer]),
+                step.write_slots[layer],
+            )
+            at = 0
+            for slot, n in zip(slots, tokens, strict=True):
+                for head in range(H):
+                    self.rows[slot][layer * H + head] += ids[layer, at : at + n].tolist()
+                    at += n
+        want = [
+            [len(row) for slot in slots for row in self.rows[slot][i * H : (i + 1) * H]] for i in range(L)
+        ]
+        assert step.seq_lens.tolist() == want
+        assert step.max_lens == [max(map(len, self.rows[slot])) for slot in slots]
+
+    def evict(self, slot, fractions, rng):
+        """Keep a random part of each row, of about the given fraction of it."""
+        free = self.cache.num_free
+        for layer in range(L):
+            kept = []
+            for head in range(H):
+                row = self.rows[slot][layer * H + head]
+                count = max(1, round(fractions[layer * H + head] * len(row)))
+                index = sorted(rng.sample(range(len(row)), count))
+                self.rows[slot][layer * H + head] = [row[i] for i in index]
+                kept.append(torch.tensor(index))
+            self.cache.compact(slot, layer, kept)
+        settled = self.cache.settle(slot)
+        rows = self.rows[slot]
+        assert settled.kept.ravel().tolist() == [len(row) for row in rows]
+        assert settled.pages == sum(-(-len(row) // PS) for row in rows)
+        assert settled.residues.tolist() == [sum(len(row) % PS == m for row in rows) for m in range(PS)]
+        assert self.cache.num_free >= free
+
+    def close(self, slots):
+        self.cache.close(slots)
+        for slot in slots:
+            del self.rows[slot]
+
+    def check_content(self, slot):
+        for i, row in enumerate(self.rows[slot]):
+            heads = torch.full((len(row),), i % H)
+            keys, values = self.cache.gather(slot, i // H, heads, torch.arange(len(row)))
+            want = self.payload.keys(torch.tensor(row, dtype=torch.int64))
+            assert torch.equal(keys, want)
+            assert torch.equal(values, -want)
+
+    def check_counts(self):
+        self.cache.verify()
+        held = {slot: sum(-(-len(row) // PS) for row in rows) for slot, rows in self.rows.items()}
+        assert all(self.cache.held(slot) == pages for slot, pages in held.items())
+        assert self.cache.physical_pages == sum(held.values())
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(orders=st.sampled_from(ORDERS), pages=st.sampled_from([24, 100]))
+    def start(self, orders, pages):
+        self.model = Model(pages, 4, orders)
+
+    @precondition(lambda self: len(self.model.rows) < 4)
+    @rule()
+    def open(self):
+        self.model.open()
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def extend(self, data):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model.rows)), min_size=1, unique=True))
+        count = st.one_of(st.just(1), st.integers(1, 100), st.sampled_from([31, 32, 33, 64]))
+        self.model.extend(slots, [data.draw(count) for _ in slots])
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def decode_all(self, data):
+        slots = data.draw(st.permutations(sorted(self.model.rows)))
+        for _ in range(data.draw(st.integers(1, 40))):
+            self.model.extend(slots, [1] * len(slots))
+
+    @precondition(lambda self: any(rows[0] for rows in self.model.rows.values()))
+    @rule(data=st.data(), rng=st.randoms(use_true_random=False))
+    def evict(self, data, rng):
+        slot = data.draw(st.sampled_from([slot for slot, rows in sorted(self.model.rows.items()) if rows[0]]))
+        fraction = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
+        self.model.evict(slot, data.draw(st.lists(fraction, min_size=L * H, max_size=L * H)), rng)
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def close(self, data):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model.rows)), min_size=1, unique=True))
+        self.model.close(slots)
+
+    @invariant()
+    def agrees(self):
+        self.model.check_counts()
+        for slot in self.model.rows:
+            self.model.check_content(slot)
+
+    def teardown(self):
+        if hasattr(self, "model"):
+            self.model.close(sorted(self.model.rows))
+            assert self.model.cache.num_free == self.model.pages
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCacheMachine = CacheMachine.TestCase
+
+
+def test_soak():
+    """Ten thousand operations on a pool that is full most of the time; at the end every page is free."""
+    rng = random.Random(0)
+    model = Model(pages=300, max_requests=12, orders=ORDERS[1])
+    for step in range(10_000):
+        slots = sorted(model.rows)
+        kind = rng.random()
+        if len(slots) < 12 and kind < 0.02:
+            model.open()
+        elif slots and kind < 0.035:
+            model.close(rng.sample(slots, rng.randint(1, min(2, len(slots)))))
+        elif slots and kind < 0.05:
+            slot = rng.choice(slots)
+            if model.rows[slot][0]:
+                model.evict(slot, [rng.random() ** 2 for _ in range(L * H)], rng)
+        elif slots and kind < 0.07:
+            model.extend(slots, [rng.choice([1, 1, 17, 90]) for _ in slots])
+        elif slots:
+            model.extend(rng.sample(slots, len(slots)), [1] * len(slots))
+        if step % 100 == 0:
+            model.check_counts()
+            for slot in model.rows:
+                model.check_content(slot)
+    model.close(sorted(model.rows))
+    model.check_counts()
+    assert model.cache.num_free == 300
+    assert model.cache.logical_tokens == 0

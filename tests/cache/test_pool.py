@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from vllm_kvevict.cache import PagePool
+
+
+def test_takes_distinct_pages_and_gets_them_back():
+    pool = PagePool(10, "cpu")
+    first, second = pool.take(4), pool.take(6)
+    assert first.dtype == torch.int32
+    assert sorted(torch.cat([first, second]).tolist()) == list(range(10))
+    assert pool.num_free == 0
+    assert pool.owners.tolist() == [1] * 10
+    pool.give(second[1:4])
+    pool.verify()
+    assert sorted(pool.take(3).tolist()) == sorted(second[1:4].tolist())
+    pool.give(first)
+    pool.give(second)
+    assert pool.num_free == 10
+    pool.verify()
+
+
+def test_taken_ids_survive_later_gives():
+    pool = PagePool(6, "cpu")
+    first, second = pool.take(3), pool.take(3)
+    before = second.clone()
+    pool.give(first)
+    assert torch.equal(second, before)
+
+
+def test_exhaustion_changes_nothing():
+    pool = PagePool(5, "cpu")
+    pool.take(3)
+    owners = pool.owners.clone()
+    with pytest.raises(RuntimeError, match="exhausted: 3 pages needed, 2 of 5 free"):
+        pool.take(3)
+    assert pool.num_free == 2
+    assert torch.equal(pool.owners, owners)
+    pool.verify()
+
+
+def test_gives_no_more_than_was_taken():
+    pool = PagePool(5, "cpu")
+    ids = pool.take(2)
+    with pytest.raises(RuntimeError, match="3 pages were given back to the page pool, but only 2"):
+        pool.give(torch.cat([ids, ids[:1]]))
+    pool.verify()
+
+
+def test_nothing_is_a_count():
+    pool = PagePool(2, "cpu")
+    assert pool.take(0).shape == (0,)
+    pool.give(torch.empty(0, dtype=torch.int32))
+    pool.verify()
+
+
+def test_verify_sees_double_and_lost_pages():
+    pool = PagePool(4, "cpu")
+    ids = pool.take(3)
+    pool.give(ids[[0, 0]])
+    with pytest.raises(RuntimeError, match=f"page {int(ids[0])} has -1 owners and is 2 times free"):
+        pool.verify()
+    pool = PagePool(4, "cpu")
+    pool.owners[pool.take(1).long()] = 0
+    with pytest.raises(RuntimeError, match="page 0 has 0 owners and is 0 times free"):
+        pool.verify()
+
+
+def test_needs_a_page():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        PagePool(0, "cpu")
