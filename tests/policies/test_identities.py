@@ -77,7 +77,7 @@ def test_a_head_may_keep_only_its_window():
     assert len(layer[1]) == 2 * 22 + WINDOW
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**30), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
 def test_retained_score(seed, alpha):
     """Ada-KV theorem 3.3: adaptive heads retain the most any allocation can, and never less than uniform ones."""

@@ -10,7 +10,7 @@ from vllm_kvevict.policies.select import best_positions, count_best, order_keys
 
 from . import reference
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-149), 2.0**127]
 
 
 @st.composite
