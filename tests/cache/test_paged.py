@@ -151,6 +151,21 @@ def test_rows_go_on_ragged_after_compaction_and_compact_again():
     assert cache.num_free == 400
 
 
+def test_settling_shrinks_the_page_table():
+    cache = make(pages=1000)
+    slot, other = cache.open(), cache.open()
+    cache.extend([slot, other], [3200, 100])
+    before = cache.tables.nbytes
+    for layer in range(L):
+        cache.compact(slot, layer, [torch.arange(0, 3200, 10)] * H)
+    cache.settle(slot)
+    assert cache.tables.region(slot).shape[1] < 20
+    assert cache.tables.nbytes < before / 2
+    cache.verify()
+    assert cache.extend([slot, other], [500, 1]).max_lens == [820, 101]
+    cache.verify()
+
+
 def test_keeping_everything_changes_nothing():
     cache, payload = make(), Payload(D)
     slot = cache.open()

@@ -294,42 +294,26 @@ class PagedKVCache:
         tables, size = self.tables, self.page_size
         kv_len = tables.kv_len.index_select(0, slots)
         start = tables.row_starts.index_select(0, slots)
-        if pages:
-            self._add_pages(kv_len, start, tokens, pages, partial)
         entry = kv_len[..., None] + torch.arange(tokens, dtype=torch.int32, device=self.device)
         column = entry // size
-        page = tables.pages_at(start[..., None] + column)
-        # page * size + (entry - column * size), in fewer passes
-        places = (page - column).to(torch.int64).mul_(size).add_(entry)
+        in_page = entry - column * size
+        place = start[..., None] + column
+        if pages:
+            # Each new page starts with one of the new entries.
+            taken = self.pool.take(pages)
+            tables.arena[place.flatten()[_where(in_page == 0, pages)]] = taken
+            if partial < pages:
+                # Some new pages become full, so tokens >= page_size and every row ends in a new page.
+                ends = _where(in_page[..., -1] < size - 1, partial)
+                taken = tables.pages_at(place[..., -1].flatten()[ends])
+            # What another request left behind the new entries (inf or NaN) would spoil the attention.
+            self.storage.index_fill_(0, taken.to(torch.int64), 0)
+        write_slots = tables.pages_at(place).to(torch.int64).mul_(size).add_(in_page)
         kv_len += tokens
         tables.kv_len.index_copy_(0, slots, kv_len)
         shape = (slots.numel(), self.num_layers, self.num_kv_heads)
         seq_lens = kv_len.view(shape).transpose(0, 1).contiguous()
-        return seq_lens, places.view(*shape, tokens).transpose(0, 1).contiguous()
-
-    def _add_pages(
-        self, kv_len: torch.Tensor, start: torch.Tensor, tokens: int, pages: int, partial: int
-    ) -> None:
-        """Put new pages behind rows; zero those that ``tokens`` more entries do not fill.
-
-        ``kv_len`` and ``start`` (the rows' places in the arena) are [B, rows].
-        """
-        arena, size = self.tables.arena, self.page_size
-        held = self._pages(kv_len)
-        need = self._pages(kv_len + tokens).sub_(held)
-        column = torch.arange(-(-tokens // size), device=self.device)
-        fresh = _where(column < need[..., None], pages)
-        row, column = fresh // column.numel(), fresh % column.numel()
-        taken = self.pool.take(pages)
-        arena[(start + held).view(-1)[row] + column] = taken
-        if not partial:
-            return
-        # What another request left behind the new entries (inf or NaN) would spoil the attention.
-        if partial < pages:
-            end = kv_len + tokens
-            rows = _where((need > 0) & (end % size > 0), partial)
-            taken = arena[(start + end // size).view(-1)[rows]]
-        self.storage.index_fill_(0, taken.to(torch.int64), 0)
+        return seq_lens, write_slots.view(*shape, tokens).transpose(0, 1).contiguous()
 
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size

@@ -19,6 +19,7 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
         self.owners = torch.zeros(num_pages, dtype=torch.int8, device=device)
+        self._one = self.owners.new_ones(1)
         # Lowest ids on top: a lightly used pool stays in few memory pages.
         self._stack = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
         self._height = num_pages
@@ -48,7 +49,7 @@ class PagePool:
         self._height -= count
         # A copy, since the next give writes over this part of the stack.
         ids = self._stack[self._height : self._height + count].clone()
-        self.owners.index_add_(0, ids, self.owners.new_ones(1).expand(count))
+        self.owners.index_add_(0, ids, self._one.expand(count))
         return ids
 
     def give(self, ids: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ class PagePool:
         if self._height + count > self.num_pages:
             taken = self.num_pages - self._height
             raise RuntimeError(f"{count} pages were given back to the page pool, but only {taken} were taken")
-        self.owners.index_add_(0, ids, self.owners.new_ones(1).expand(count), alpha=-1)
+        self.owners.index_add_(0, ids, self._one.expand(count), alpha=-1)
         self._stack[self._height : self._height + count] = ids
         self._height += count
 
