@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``write(storage, keys [N, D], values [N, D], slots int64 [N])`` stores at page * page_size + token."""
+"""``write(storage, keys [N, D], values [N, D], slots int64 [N])`` stores entry i in page slots[i] // page_size,
+as its token slots[i] % page_size."""
 
 Digits = tuple[tuple[int, int], ...]
 """(size, stride) of the mixed-radix digits of an index, most significant first."""

@@ -11,10 +11,10 @@ MIN_COLUMNS = 4
 class PageTables:
     """Page tables of all open requests in one flat arena, and every row's kv_len.
 
-    The table of a request is a region of the arena: [num_rows, columns] page ids, row = layer * num_kv_heads
-        + head.
-    A region has room for the longest row; it grows geometrically, by moving to the end of the arena. The
-    arena is repacked when its end is reached or when three quarters of it are unused, so both are rare.
+    The table of a request is a region of the arena, [num_rows, columns] page ids, where the row of a layer's
+    head is layer * num_kv_heads + head. A region has room for the longest row; it grows geometrically, by
+    moving to the end of the arena. The arena is repacked when its end is reached or when three quarters of it
+    are unused, so both are rare.
 
     Every element of the arena is a valid page id at any time: kernels may load beyond the end of a row.
 
