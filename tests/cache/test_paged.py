@@ -44,7 +44,7 @@ def tail(cache, slot, layer, head):
     return torch.cat([keys, cache.layout.values.read(cache._values, page.expand(unused.numel()), unused)])
 
 
-def test_prefill_is_request_then_head_then_token():
+def test_prefill_is_token_then_head():
     cache, payload = make(), Payload(D)
     a, b, c = cache.open(), cache.open(), cache.open()
     store(cache, cache.extend([b], [40]), payload)
@@ -60,14 +60,14 @@ def test_prefill_is_request_then_head_then_token():
     for layer in range(L):
         by_request = ids[layer].split([70 * H, H, 5 * H])
         for slot, n, part in ((a, 70, by_request[0]), (c, 5, by_request[2])):
-            keys = payload.keys(part).view(H, n, D)
+            keys = payload.keys(part).view(n, H, D).transpose(0, 1)
             assert torch.equal(cache.read_keys(slot, layer, n), keys)
             assert torch.equal(cache.read_values(slot, layer, n), -keys)
         assert torch.equal(cache.read_keys(b, layer, 41)[:, 40], payload.keys(by_request[1]))
     cache.verify()
     assert cache.physical_pages == L * H * (3 + 2 + 1)
     assert cache.held(a) == L * H * 3
-    assert cache.logical_tokens == 70 + 41 + 5
+    assert cache.stored_entries == L * H * (70 + 41 + 5)
 
 
 def test_an_all_decode_batch_is_batch_by_heads():
@@ -117,7 +117,7 @@ def test_compaction_moves_exactly_the_survivors(orders):
         cache.compact(slot, layer, kept)
         cache.verify()
         for head in range(H):
-            want = ids[layer, 100:].view(H, 200)[head, kept[head]]
+            want = ids[layer, 100:].view(200, H)[kept[head], head]
             keys, values = contents(cache, slot, layer, head)
             assert torch.equal(keys, payload.keys(want))
             assert torch.equal(values, payload.values(want))
@@ -126,13 +126,15 @@ def test_compaction_moves_exactly_the_survivors(orders):
     assert pages == cache.held(slot) == 1 + 7 + 1 + 2 + 2 + 1
     assert [(m, n) for m, n in enumerate(residues) if n] == [(0, 2), (1, 2), (7, 1), (8, 1)]
     assert cache.num_free - free == L * H * 7 - pages
-    assert torch.equal(cache.read_keys(other, 0, 50), payload.keys(ids[0, :100]).view(H, 50, D))
+    assert torch.equal(
+        cache.read_keys(other, 0, 50), payload.keys(ids[0, :100]).view(50, H, D).transpose(0, 1)
+    )
 
 
 def test_rows_go_on_ragged_after_compaction_and_compact_again():
     cache, payload = make(), Payload(D)
     slot = cache.open()
-    want = store(cache, cache.extend([slot], [90]), payload).view(L, H, 90)
+    want = store(cache, cache.extend([slot], [90]), payload).view(L, 90, H).transpose(1, 2)
     rows = [[want[layer, head] for head in range(H)] for layer in range(L)]
     for round_ in range(4):
         for layer in range(L):
@@ -141,7 +143,7 @@ def test_rows_go_on_ragged_after_compaction_and_compact_again():
             rows[layer] = [row[index] for row, index in zip(rows[layer], kept, strict=True)]
         cache.settle(slot)
         for tokens in (1, 40, 1, 1 + round_):
-            new = store(cache, cache.extend([slot], [tokens]), payload).view(L, H, tokens)
+            new = store(cache, cache.extend([slot], [tokens]), payload).view(L, tokens, H).transpose(1, 2)
             rows = [[torch.cat([rows[i][j], new[i, j]]) for j in range(H)] for i in range(L)]
             cache.verify()
         for layer in range(L):
@@ -222,7 +224,9 @@ def test_exhaustion_changes_nothing():
         cache.verify()
         assert cache.num_free == 2
         assert torch.equal(cache.storage, before)
-        assert torch.equal(cache.read_keys(a, 1, 32), payload.keys(ids[1, : 32 * H]).view(H, 32, D))
+        assert torch.equal(
+            cache.read_keys(a, 1, 32), payload.keys(ids[1, : 32 * H]).view(32, H, D).transpose(0, 1)
+        )
     assert cache.extend([b], [1]).max_lens == [41]
     cache.close([a])
     cache.extend([b], [30])
@@ -315,11 +319,12 @@ def test_with_vllms_cpu_kernel():
     keys = torch.randn(L, H * 77, D).bfloat16()
     for layer in range(L):
         cache._write(cache.storage, keys[layer], -keys[layer], step.write_slots[layer])
-        assert torch.equal(cache.read_keys(slot, layer, 77), keys[layer].view(H, 77, D))
+        stored = keys[layer].view(77, H, D).transpose(0, 1)
+        assert torch.equal(cache.read_keys(slot, layer, 77), stored)
         kept = [torch.arange(3, 77, 3), torch.arange(76, 77)]
         cache.compact(slot, layer, kept)
         for head in range(H):
-            want = keys[layer].view(H, 77, D)[head, kept[head]]
+            want = stored[head, kept[head]]
             got_keys, got_values = contents(cache, slot, layer, head)
             assert torch.equal(got_keys, want)
             assert torch.equal(got_values, -want)

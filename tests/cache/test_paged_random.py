@@ -61,8 +61,8 @@ class Model:
             at = 0
             for slot, n in zip(slots, tokens, strict=True):
                 for head in range(H):
-                    self.rows[slot][layer * H + head] += ids[layer, at : at + n].tolist()
-                    at += n
+                    self.rows[slot][layer * H + head] += ids[layer, at + head : at + n * H : H].tolist()
+                at += n * H
         want = [
             [len(row) for slot in slots for row in self.rows[slot][i * H : (i + 1) * H]] for i in range(L)
         ]
@@ -189,4 +189,4 @@ def test_soak():
     model.close(sorted(model.rows))
     model.check_counts()
     assert model.cache.num_free == 300
-    assert model.cache.logical_tokens == 0
+    assert model.cache.stored_entries == 0

@@ -22,6 +22,7 @@ class RowLengths:
         self._tokens: IntArray = np.zeros(max_requests, np.int64)
         self._offset: IntArray = np.zeros((max_requests, num_layers, num_kv_heads), np.int64)
         self._longest: IntArray = np.zeros(max_requests, np.int64)  # largest offset
+        self._offset_sum: IntArray = np.zeros(max_requests, np.int64)
         # Number of rows at each offset % page_size.
         self._residues: IntArray = np.zeros((max_requests, page_size), np.int64)
         self._residues[:, 0] = num_layers * num_kv_heads
@@ -29,13 +30,13 @@ class RowLengths:
         self._fillings: IntArray = np.arange(page_size)
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens that all requests added since they were cleared."""
-        return int(self._tokens.sum())
+    def total_entries(self) -> int:
+        """Sum of all row lengths."""
+        return int((self._tokens * self._offset[0].size + self._offset_sum).sum())
 
     def clear(self, slot: int) -> None:
         """Set all rows of a request to length 0."""
-        self.pages[slot] = self._tokens[slot] = self._longest[slot] = 0
+        self.pages[slot] = self._tokens[slot] = self._longest[slot] = self._offset_sum[slot] = 0
         self._offset[slot] = 0
         self._count(slot)
 
@@ -85,6 +86,7 @@ class RowLengths:
         freed = int((-(-before // self._page_size) + -lengths // self._page_size).sum())
         self._offset[slot, layer] = lengths - self._tokens[slot]
         self._longest[slot] = self._offset[slot].max()
+        self._offset_sum[slot] = self._offset[slot].sum()
         self._count(slot)
         self.pages[slot] -= freed
         return freed

@@ -20,8 +20,8 @@ class Step:
     Attributes:
         slots: int64 [B], the requests in the order of the batch.
         seq_lens: int32 [L, B * H], kv_len of each row after this step's tokens.
-        write_slots: int64 [L, T * H], page * page_size + place in the page of each new entry; request by
-            request, then head by head, then token by token.
+        write_slots: int64 [L, T * H], page * page_size + place in the page of each new entry; token by
+            token in the order of the batch, then head by head, as keys and values come out of a projection.
         max_lens: the largest of each request's seq_lens, on the host.
     """
 
@@ -264,9 +264,9 @@ class PagedKVCache:
         return self.pool.num_pages - self.pool.num_free
 
     @property
-    def logical_tokens(self) -> int:
-        """Tokens that the open requests added, evicted or not."""
-        return self.lengths.total_tokens
+    def stored_entries(self) -> int:
+        """Entries that the open requests hold, over all layers and KV heads."""
+        return self.lengths.total_entries
 
     def verify(self) -> None:
         """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits)."""
@@ -289,7 +289,7 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total.
 
-        Returns int32 [L, B, H], the new lengths, and int64 [L, B, H, tokens], the new entries' slots.
+        Returns int32 [L, B, H], the new lengths, and int64 [L, B, tokens, H], the new entries' slots.
         """
         tables, size = self.tables, self.page_size
         kv_len = tables.kv_len.index_select(0, slots)
@@ -313,7 +313,7 @@ class PagedKVCache:
         tables.kv_len.index_copy_(0, slots, kv_len)
         shape = (slots.numel(), self.num_layers, self.num_kv_heads)
         seq_lens = kv_len.view(shape).transpose(0, 1).contiguous()
-        return seq_lens, write_slots.view(*shape, tokens).transpose(0, 1).contiguous()
+        return seq_lens, write_slots.view(*shape, tokens).permute(1, 0, 3, 2).contiguous()
 
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size

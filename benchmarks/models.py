@@ -1,0 +1,105 @@
+"""Small random models on disk, complete with a tokenizer and chat template, so that nothing is downloaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def make_model(
+    path: Path | str,
+    architecture: str = "llama",
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 512,
+    max_len: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write a random model in Hugging Face format, unless the same one is there already.
+
+    Args:
+        path: folder to write.
+        architecture: one of ``ARCHITECTURES``.
+        hidden, layers, heads, kv_heads, head_dim, vocab, max_len: sizes.
+        dtype: of the weights.
+        seed: of the weights.
+        overrides: further entries of the model's configuration.
+
+    Returns:
+        The folder.
+    """
+    path = Path(path)
+    settings = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_len,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": SPECIAL.index("<s>"),
+        "eos_token_id": SPECIAL.index("</s>"),
+        "pad_token_id": SPECIAL.index("<pad>"),
+        **ARCHITECTURES[architecture],
+        **overrides,
+    }
+    recipe = json.dumps({"architecture": architecture, "dtype": str(dtype), "seed": seed, **settings})
+    mark = path / "recipe.json"
+    if mark.exists() and mark.read_text() == recipe:
+        return path
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **settings)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    # Wider than the usual initialisation: attention of a random model is else so flat that every token looks alike.
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(4)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+    model.save_pretrained(path)
+    _make_tokenizer(vocab).save_pretrained(path)
+    mark.write_text(recipe)
+    return path
+
+
+def _make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(SPECIAL)}
+    words |= {f"w{index}": index for index in range(len(SPECIAL), vocab)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )

@@ -1,0 +1,43 @@
+"""The model as Hugging Face defines it, in fp32, with evicted entries masked out of its attention."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def masked_logits(
+    model: Path,
+    prompt: list[int],
+    generated: list[int],
+    kept: dict[int, list[list[int]]],
+    evicted_at: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Logits from which each generated token was chosen, [generated, vocabulary].
+
+    Args:
+        kept: by layer, for each KV head the positions below ``evicted_at`` that later rows may see.
+        evicted_at: rows from this position on see kept entries only.
+    """
+
+    def attention(module, query, key, value, attention_mask, scaling, **_):
+        group = query.shape[1] // key.shape[1]
+        n = query.shape[2]
+        visible = torch.ones(key.shape[1], n, n, dtype=torch.bool).tril()
+        for head, positions in enumerate(kept.get(module.layer_idx, ())):
+            gone = torch.ones(evicted_at, dtype=torch.bool)
+            gone[positions] = False
+            visible[head, evicted_at:, :evicted_at] &= ~gone
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        weights = query @ key.transpose(2, 3) * scaling
+        weights = weights.masked_fill(~visible.repeat_interleave(group, dim=0), float("-inf"))
+        weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    ALL_ATTENTION_FUNCTIONS.register("masked", attention)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
+    with torch.inference_mode():
+        logits = network(torch.tensor([prompt + generated]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].float()

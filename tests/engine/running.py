@@ -1,0 +1,171 @@
+"""Run requests through a real engine and bring back tokens, logits, and what every layer and head kept."""
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+# Workers are forked: what is imported here is not imported in each of them again.
+import vllm.v1.worker.cpu_model_runner
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm import LLM, SamplingParams
+
+import vllm_kvevict.engine.attention  # noqa: F401
+
+VOCAB = 512
+
+
+@dataclass
+class Ask:
+    """A request: a prompt of ``length`` random tokens and what to do with it."""
+
+    length: int
+    policy: str = "full"
+    budget: float | None = None
+    prefix_len: int | None = None
+    max_tokens: int = 16
+    seed: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        chooser = random.Random(1000 * self.seed + self.length)
+        return [chooser.randrange(8, VOCAB) for _ in range(self.length)]
+
+    def sampling(self, logits: bool) -> SamplingParams:
+        fields: dict[str, Any] = {"kv_eviction": self.policy}
+        if self.budget is not None:
+            fields["kv_budget"] = self.budget
+        if self.prefix_len is not None:
+            fields["kv_prefix_len"] = self.prefix_len
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args=fields,
+            logprobs=VOCAB if logits else None,
+        )
+
+
+@dataclass
+class Answer:
+    """What came back.
+
+    Attributes:
+        tokens: generated ids.
+        logits: [generated, vocabulary], empty unless asked for.
+        kept: by global layer, for each global KV head the kept positions, of every eviction in order.
+        scores: by global layer and rank, what the choice was made from.
+        preemptions: how often the request was thrown out and replayed.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor
+    kept: list[dict[int, list[list[int]]]] = field(default_factory=list)
+    scores: list[dict[int, torch.Tensor]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def engine(model: Path, **settings: Any) -> Iterator[LLM]:
+    """An engine that is shut down at the end."""
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, **settings}
+    # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
+    with torch._dynamo.config.patch(disable=settings["enforce_eager"]):
+        llm = LLM(
+            str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **settings: Any) -> Iterator[LLM]:
+    """An engine with eviction on, opt-in per request unless ``eviction`` says more, recording decisions."""
+    options = {"policy": "full", "min_prompt": 0, **(eviction or {})}
+    with engine(model, additional_config={"kv_eviction": options}, **settings) as llm:
+        llm.collective_rpc(_record)
+        yield llm
+
+
+def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool = True) -> list[Answer]:
+    """All requests at once."""
+    prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
+    outputs = llm.generate(prompts, [ask.sampling(logits) for ask in asks], use_tqdm=False)
+    answers = []
+    for output in outputs:
+        completion = output.outputs[0]
+        rows = torch.full((len(completion.token_ids), VOCAB), float("nan")) if logits else torch.empty(0)
+        for row, entries in zip(rows, completion.logprobs or (), strict=False):
+            for token, entry in entries.items():
+                row[token] = entry.logprob
+        answers.append(Answer(list(completion.token_ids), rows))
+    if recorded:
+        _bring_decisions(llm, [output.request_id for output in outputs], answers)
+    return answers
+
+
+def num_preemptions(llm: LLM) -> int:
+    """Preemptions since the engine started."""
+    return next(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _record(worker: Any) -> None:
+    """In the worker: remember scores and kept entries of every eviction."""
+    from vllm_kvevict.engine import runtime as module
+
+    runtime = module.get_runtime()
+    compact, score_layer = runtime.cache.compact, module.score_layer
+    runtime.decisions = []
+
+    def recording_scores(config, inputs, layer, num_layers, comm=None):
+        scores = score_layer(config, inputs, layer, num_layers, comm)
+        runtime.last_scores = scores.scores
+        return scores
+
+    def recording_compact(slot, layer, kept):
+        name = next(name for name, live in runtime.live.items() if live.slot == slot)
+        heads = runtime.comm.local_heads.start if runtime.comm else 0
+        scores = None if runtime.last_scores is None else runtime.last_scores.clone()
+        entries = [entries.tolist() for entries in kept]
+        runtime.decisions.append((name, runtime.first_layer + layer, heads, entries, scores))
+        compact(slot, layer, kept)
+
+    runtime.cache.compact, module.score_layer = recording_compact, recording_scores
+
+
+def _decisions(worker: Any) -> list[tuple]:
+    from vllm_kvevict.engine.runtime import get_runtime
+
+    runtime = get_runtime()
+    decisions, runtime.decisions = runtime.decisions, []
+    return decisions
+
+
+def _bring_decisions(llm: LLM, names: Sequence[str], answers: Sequence[Answer]) -> None:
+
+    times: dict[tuple[int, int, int, int], int] = {}
+    for rank, decisions in enumerate(llm.collective_rpc(_decisions)):
+        for name, layer, first_head, kept, scores in decisions:
+            request = next(
+                i for i, known in enumerate(names) if name == known or name.startswith(f"{known}-")
+            )
+            count = times[rank, request, layer, first_head] = (
+                times.get((rank, request, layer, first_head), 0) + 1
+            )
+            answer = answers[request]
+            while len(answer.kept) < count:
+                answer.kept.append({})
+                answer.scores.append({})
+            heads = answer.kept[count - 1].setdefault(layer, [])
+            assert len(heads) <= first_head or first_head == 0
+            answer.kept[count - 1][layer] = heads[:first_head] + kept
+            if scores is not None:
+                before = answer.scores[count - 1].get(layer)
+                joined = scores if before is None or first_head == 0 else torch.cat([before, scores])
+                answer.scores[count - 1][layer] = joined

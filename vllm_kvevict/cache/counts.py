@@ -1,0 +1,52 @@
+"""Exact page counts without page ids: what a scheduler needs to know of a worker's page tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PageCount:
+    """Pages that a request holds on one rank, now and after any number of further tokens.
+
+    Every further token adds one entry to each of the request's rows, a row being one (layer, KV head). So the
+    count depends on nothing but the number of rows at each filling of their last page.
+
+    Attributes:
+        pages: pages held at ``tokens`` tokens.
+        tokens: the request's token count at which ``pages`` was taken.
+        rows: number of (layer, KV head) rows on the rank.
+        gains: ``gains[r]`` pages more after ``r`` more tokens, for 0 <= r < page_size.
+    """
+
+    pages: int
+    tokens: int
+    rows: int
+    gains: tuple[int, ...]
+
+    @classmethod
+    def start(cls, rows: int, page_size: int) -> "PageCount":
+        """The count of a request that stores nothing yet."""
+        return cls(0, 0, rows, (0, *[rows] * (page_size - 1)))
+
+    @classmethod
+    def from_residues(cls, pages: int, tokens: int, residues: Sequence[int]) -> "PageCount":
+        """The count after an eviction.
+
+        Args:
+            pages: pages held.
+            tokens: the request's token count at that moment.
+            residues: [page_size], number of rows whose kv_len modulo page_size is the index.
+        """
+        page_size = len(residues)
+        gains, crossed = [0], residues[0]
+        for more in range(1, page_size):
+            # A row with residue m > 0 takes a page once m + more exceeds the page; residue 0 with its first token.
+            if more > 1:
+                crossed += residues[page_size - more + 1]
+            gains.append(crossed)
+        return cls(pages, tokens, sum(residues), tuple(gains))
+
+    def at(self, tokens: int) -> int:
+        """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""
+        full, more = divmod(tokens - self.tokens, len(self.gains))
+        return self.pages + self.rows * full + self.gains[more]

@@ -1,0 +1,157 @@
+"""vLLM's CPU attention over ragged pages: the stock kernel, with one sequence per (request, KV head)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vllm_kvevict.engine.batch import Rows
+from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.runtime import StepState, get_runtime
+
+
+class RaggedCPUBackend(CPUAttentionBackend):
+    """Stands in for vLLM's CPU backend in workers that evict."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type["RaggedCPUImpl"]:  # type: ignore[override]
+        return RaggedCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["RaggedCPUBuilder"]:  # type: ignore[override]
+        return RaggedCPUBuilder
+
+
+class RaggedCPUBuilder(AttentionMetadataBuilder[StepState]):
+    """Builds a step's batch once for all layers."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepState:
+        return get_runtime().build(common_attn_metadata)
+
+
+class RaggedCPUImpl(AttentionImpl):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ):
+        unsupported = {
+            "ALiBi": alibi_slopes is not None,
+            "sliding-window attention": sliding_window is not None,
+            "KV shared between layers": kv_sharing_target_layer_name is not None,
+            "attention sinks": sinks is not None,
+            "attention that is not a decoder's": attn_type != AttentionType.DECODER,
+        }
+        for name, present in unsupported.items():
+            if present:
+                raise KVEvictionError(
+                    f"--kv-eviction does not support models with {name}: leave the flag out"
+                )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.softcap = float(logits_soft_cap or 0.0)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: StepState | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Store the step's keys and values, attend, evict.
+
+        Args:
+            query: [tokens, Hq, d]; key, value: [tokens, Hkv, d]; output: [tokens, Hq, d], filled in place.
+            kv_cache: vLLM's view, unused: pages are placed by the runtime.
+            attn_metadata: the step, or None in profiling runs.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        runtime = get_runtime()
+        batch, cache = attn_metadata.batch, runtime.cache
+        tokens, heads, group = batch.num_tokens, self.num_kv_heads, batch.group_size
+        index = runtime.layer_index[layer.layer_name]
+        runtime.write(
+            cache.storage,
+            key[:tokens].reshape(tokens * heads, self.head_size),
+            value[:tokens].reshape(tokens * heads, self.head_size),
+            batch.step.write_slots[index],
+        )
+        # One row is the query group of one KV head; the op wants a request's rows head by head.
+        queries = query[:tokens].reshape(tokens * heads, group * self.head_size)
+        result = output[:tokens].view(tokens * heads, group * self.head_size)
+        for rows in batch.calls:
+            if rows.gather is None:
+                self._attend(index, rows, attn_metadata, queries, result)
+            else:
+                part = torch.empty(rows.gather.shape[0], queries.shape[1], dtype=queries.dtype)
+                self._attend(index, rows, attn_metadata, queries.index_select(0, rows.gather), part)
+                result.index_copy_(0, rows.gather, part)
+        if attn_metadata.windows:
+            runtime.after_attention(layer.layer_name, attn_metadata, query, self.scale, self.softcap)
+        return output
+
+    def _attend(self, layer: int, rows: Rows, state: StepState, queries: Tensor, result: Tensor) -> None:
+        runtime = get_runtime()
+        batch = state.batch
+        seq_lens = batch.step.seq_lens[layer]
+        if rows.requests is not None:
+            seq_lens = seq_lens.view(-1, self.num_kv_heads)[rows.requests].flatten()
+        shape = (-1, batch.group_size, self.head_size)
+        key_pages, value_pages = runtime.paged_views(runtime.cache.storage)
+        ops.cpu_attention_with_kv_cache(
+            query=queries.view(shape),
+            key_cache=key_pages,
+            value_cache=value_pages,
+            output=result.view(shape),
+            query_start_loc=rows.query_start_loc,
+            seq_lens=seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=runtime.cache.block_table(layer, rows.slots, rows.width),
+            softcap=self.softcap,
+            # Lengths differ from layer to layer, so this cannot be made once per step.
+            scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=seq_lens.shape[0],
+                num_heads=batch.group_size,
+                num_kv_heads=1,
+                head_dim=self.head_size,
+                seq_lens=seq_lens,
+                dtype=queries.dtype,
+                query_start_loc=rows.query_start_loc,
+                causal=True,
+                sliding_window_size=-1,
+                isa=runtime.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            ),
+            s_aux=None,
+        )

@@ -1,0 +1,165 @@
+"""What cannot be combined with eviction, refused at start-up in one sentence that names the flag."""
+
+import os
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.version import __version__ as vllm_version
+
+from vllm_kvevict.engine.config import KEY, KVEvictionError
+
+TESTED_VLLM = "0.32."
+"""Prefix of the vLLM versions whose internals this package was tested against."""
+
+FULL_ATTENTION = {"attention", "full_attention"}
+"""Entries of a model's ``layer_types`` that eviction can serve."""
+
+
+def check_environment() -> None:
+    """Refuse a vLLM, platform or environment that the engine side was not built for.
+
+    Raises:
+        KVEvictionError: one sentence naming what was found and what to do.
+    """
+    if not vllm_version.startswith(TESTED_VLLM):
+        raise KVEvictionError(
+            f"--kv-eviction supports vLLM {TESTED_VLLM}*, found {vllm_version}: install that one"
+        )
+    if not current_platform.is_cpu():
+        raise KVEvictionError(
+            f"--kv-eviction runs on vLLM's CPU platform so far, not on {current_platform.device_name}: "
+            "leave the flag out on this machine"
+        )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with VLLM_USE_RUST_FRONTEND=1: requests are checked in the Python "
+            "front-end, so unset the variable"
+        )
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: vLLM refuses it "
+            "together with KV connectors, of which eviction is one, so unset it"
+        )
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse engine arguments that eviction cannot be combined with.
+
+    Args:
+        args: vLLM's EngineArgs, as given by the user.
+
+    Raises:
+        KVEvictionError: one sentence naming the first such flag and what to do.
+    """
+    slot = "eviction uses vLLM's only KV-connector slot"
+    own = "eviction brings its own"
+    one_rank = "all KV of a head must be on one rank"
+    drafts = "draft tokens would have to be taken back from pages"
+    attention, events = args.attention_config, args.kv_events_config
+    conflicts = {
+        "--enable-prefix-caching": (
+            args.enable_prefix_caching,
+            "evicted KV cannot be shared between requests",
+        ),
+        "--speculative-config": (args.speculative_config, drafts),
+        "--spec-method": (args.spec_method, drafts),
+        "--spec-model": (args.spec_model, drafts),
+        "--spec-tokens": (args.spec_tokens, drafts),
+        "--kv-transfer-config": (args.kv_transfer_config, slot),
+        "--kv-offloading-size": (args.kv_offloading_size, slot),
+        "--kv-events-config": (
+            events and getattr(events, "enable_kv_cache_events", True),
+            "there are no shared blocks to publish",
+        ),
+        "--ec-transfer-config": (args.ec_transfer_config, "only text models are supported"),
+        "--scheduler-cls": (args.scheduler_cls, own),
+        "--worker-cls": (args.worker_cls != "auto", own),
+        "--attention-backend": (args.attention_backend or attention.backend, own),
+        "--attention-config.use_non_causal": (attention.use_non_causal, "a token's KV must be final"),
+        "--enable-return-routed-experts": (
+            args.aux_output_config.enabled,
+            "vLLM keeps them with its own KV blocks",
+        ),
+        "--enable-sleep-mode": (args.enable_sleep_mode, "sleeping discards the pages that tables point to"),
+        "--enable-dbo": (
+            args.enable_dbo or args.ubatch_size > 1,
+            "micro-batches would each need page tables",
+        ),
+        "--enable-elastic-ep": (args.enable_elastic_ep, "the number of workers must stay fixed"),
+        "--enable-lora": (args.enable_lora, "the combination is not tested yet"),
+        "--data-parallel-size": (
+            args.data_parallel_size > 1,
+            "several engines in one server are not tested yet",
+        ),
+        "--decode-context-parallel-size": (args.decode_context_parallel_size > 1, one_rank),
+        "--prefill-context-parallel-size": (args.prefill_context_parallel_size > 1, one_rank),
+        f"--kv-cache-dtype {args.kv_cache_dtype}": (
+            args.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
+            "pages hold the model's own dtype",
+        ),
+        "--kv-sharing-fast-prefill": (args.kv_sharing_fast_prefill, "every layer needs KV of its own"),
+        "--distributed-executor-backend external_launcher": (
+            args.distributed_executor_backend == "external_launcher",
+            "the scheduler must hear every rank",
+        ),
+    }
+    for flag, (given, reason) in conflicts.items():
+        if given:
+            raise KVEvictionError(
+                f"--kv-eviction cannot be combined with {flag}: {reason}, so drop one of the two"
+            )
+
+
+def check_model(vllm_config: Any) -> None:
+    """Refuse models that are not decoders with full attention in every layer, and pages that do not fit them.
+
+    Args:
+        vllm_config: vLLM's resolved VllmConfig.
+
+    Raises:
+        KVEvictionError: one sentence naming the kind of model or the flag.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text = model.hf_text_config
+    kinds = {
+        "pooling models": model.runner_type == "pooling",
+        "encoder-decoder models": model.is_encoder_decoder,
+        "diffusion models": model.is_diffusion,
+        "multimodal models": model.is_multimodal_model,
+        "models without attention": model.is_attention_free,
+        "hybrid and Mamba models": model.is_hybrid,
+        "MLA models": model.use_mla,
+        "models with ALiBi": model.uses_alibi,
+        # Qwen2 carries sliding_window without using it; vLLM resolves that for us.
+        "models with sliding-window attention": model.get_sliding_window() is not None
+        or "sliding_attention" in _layer_types(text),
+        "models with chunked attention": bool(model.attention_chunk_size)
+        or getattr(text, "dual_chunk_attention_config", None) is not None,
+        "models with other than full attention": not _layer_types(text) <= FULL_ATTENTION,
+        "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
+        "models that skip attention in some layers": model.has_noops,
+        "checkpoints that bring a draft model": vllm_config.speculative_config is not None,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise KVEvictionError(
+                f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
+                "full attention and KV of its own, so leave the flag out"
+            )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in ("auto", dtype):
+        raise KVEvictionError(
+            f"--kv-eviction cannot be combined with --kv-cache-dtype {cache.cache_dtype}: pages hold the model's "
+            f"{dtype}, so set it to auto"
+        )
+    page_size = vllm_config.additional_config[KEY]["page_size"]
+    if cache.block_size % page_size:
+        raise KVEvictionError(
+            f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
+            "or --block-size"
+        )
+
+
+def _layer_types(text: Any) -> set[str]:
+    return set(getattr(text, "layer_types", None) or ())

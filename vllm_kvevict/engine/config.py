@@ -1,0 +1,219 @@
+"""What the user asked for: the server's options and what one request makes of them.
+
+The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"]``, so that every process
+(front-end, engine core, workers) reads the same thing without sharing an object.
+"""
+
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvevict.policies import EvictionConfig, available, parameters
+from vllm_kvevict.policies.params import to_int
+
+KEY = "kv_eviction"
+"""The key of our part of ``VllmConfig.additional_config``."""
+
+DEFAULT_BUDGET = 0.2
+ENGINE_DEFAULTS = {"min_prompt": 256, "page_size": 32, "decode_reserve": 512}
+"""Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
+
+REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
+"""Fields of ``vllm_xargs`` that a request may carry."""
+
+
+OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
+"""Fields that begin like ours and are vLLM's."""
+
+
+class KVEvictionError(ValueError):
+    """A setting that cannot be served; the message is one sentence that names the flag or field."""
+
+    def __init__(self, message: str, field_name: str | None = None):
+        super().__init__(message)
+        self.field_name = field_name
+
+
+def parse_budget(value: Any, name: str = "--kv-budget") -> float:
+    """Check a budget: ``0 < X <= 1`` is a ratio of the prompt, an integral ``X > 1`` is tokens per KV head.
+
+    Args:
+        value: a number, or text that holds one (as the command line gives it).
+        name: the flag or field to name in errors.
+
+    Raises:
+        KVEvictionError: for anything else (0, nan, 2.5, text, booleans).
+    """
+    expected = f"{name} must be a ratio in (0, 1] or a whole number of tokens above 1, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Real)):
+        raise KVEvictionError(expected, name)
+    try:
+        budget = float(value)
+    except (ValueError, OverflowError):
+        raise KVEvictionError(expected, name) from None
+    if not math.isfinite(budget) or budget <= 0 or (budget > 1 and budget != int(budget)):
+        raise KVEvictionError(expected, name)
+    return budget
+
+
+def policy_config(policy: str, budget: float, params: Mapping[str, Any] | None = None) -> EvictionConfig:
+    """Build the policy's configuration from a budget as users write it (ratio or tokens).
+
+    Raises:
+        ValueError: naming the parameter that is unknown, inapplicable or out of range.
+    """
+    params = dict(params or {})
+    if policy == "full":
+        return EvictionConfig(policy, **params)
+    if budget <= 1:
+        return EvictionConfig(policy, keep_ratio=budget, **params)
+    return EvictionConfig(policy, budget=int(budget), **params)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to one admission of one request; decided by the scheduler, carried out by every worker.
+
+    Attributes:
+        request_id: vLLM's internal request id.
+        epoch: 1 for the first admission, +1 after each preemption.
+        evict_at: number of tokens after which the request is evicted, None when it is kept whole.
+        config: the policy and its parameters.
+    """
+
+    request_id: str
+    epoch: int
+    evict_at: int | None
+    config: EvictionConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """The server's eviction options, checked.
+
+    Attributes:
+        policy: name of the default policy.
+        budget: default budget (ratio up to 1, else tokens per KV head).
+        params: the default policy's parameters, names as in ``policies.parameters(policy)``.
+        min_prompt: prompts (or prefixes) shorter than this are kept whole.
+        page_size: tokens of one KV head in a page.
+        decode_reserve: tokens of output that admission expects of a request at most.
+        check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
+    """
+
+    policy: str
+    budget: float = DEFAULT_BUDGET
+    params: Mapping[str, Any] = field(default_factory=dict)
+    min_prompt: int = ENGINE_DEFAULTS["min_prompt"]
+    page_size: int = ENGINE_DEFAULTS["page_size"]
+    decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
+    check: bool = False
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> "Options":
+        """Check the options of ``additional_config["kv_eviction"]``.
+
+        Args:
+            raw: ``policy``, optionally ``budget``, engine options and policy parameters, side by side.
+
+        Raises:
+            KVEvictionError: one sentence naming the flag or the entry of ``--kv-eviction-config``.
+        """
+        raw = dict(raw)
+        policy = raw.pop("policy", None)
+        if policy is None:
+            raise KVEvictionError("--kv-budget and --kv-eviction-config need --kv-eviction POLICY")
+        if policy not in available():
+            raise KVEvictionError(
+                f"--kv-eviction: unknown policy {policy!r} (choose from {', '.join(available())})"
+            )
+        budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
+        check = raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")
+        if not isinstance(check, bool):
+            raise KVEvictionError(f"--kv-eviction-config.check must be true or false, got {check!r}")
+        engine = {
+            name: _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), int(name != "min_prompt"))
+            for name, default in ENGINE_DEFAULTS.items()
+        }
+        if engine["page_size"] % 32:
+            raise KVEvictionError(
+                f"--kv-eviction-config.page_size must be a multiple of 32, got {engine['page_size']}"
+            )
+        known = parameters(policy)
+        for name in raw:
+            if name not in known:
+                valid = ", ".join([*known, *ENGINE_DEFAULTS])
+                raise KVEvictionError(
+                    f"--kv-eviction-config.{name} does not apply to policy {policy} (valid: {valid})"
+                )
+        try:
+            policy_config(policy, budget, raw)
+        except ValueError as error:
+            raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
+        return cls(policy, budget, raw, **engine, check=check)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form that :meth:`parse` reads back."""
+        engine = {name: getattr(self, name) for name in ENGINE_DEFAULTS}
+        return {"policy": self.policy, "budget": self.budget, "check": self.check, **engine, **self.params}
+
+    def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
+        """Apply one request's ``vllm_xargs`` to the server's options.
+
+        A request that names another policy takes that policy's defaults; the budget is inherited unless given.
+
+        Returns:
+            The policy's configuration, and ``kv_prefix_len`` or None.
+
+        Raises:
+            KVEvictionError: one sentence naming the field.
+        """
+        fields = extra_args or {}
+        for name in fields:
+            if name.startswith("kv_") and name not in (*REQUEST_FIELDS, *OTHERS_FIELDS):
+                raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
+        policy = fields.get("kv_eviction", self.policy)
+        if policy not in available():
+            raise KVEvictionError(
+                f"kv_eviction: unknown policy {policy!r} (choose from {', '.join(available())})",
+                "kv_eviction",
+            )
+        budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
+        prefix_len = fields.get("kv_prefix_len")
+        if prefix_len is not None:
+            prefix_len = _whole("kv_prefix_len", prefix_len)
+        try:
+            config = policy_config(policy, budget, self.params if policy == self.policy else None)
+        except ValueError as error:
+            named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
+            raise KVEvictionError(f"{named}: {error}", named) from None
+        return config, prefix_len
+
+    def plan(
+        self, request_id: str, epoch: int, prompt_len: int, extra_args: Mapping[str, Any] | None
+    ) -> Plan:
+        """Decide whether, where and how a request of ``prompt_len`` tokens is evicted.
+
+        Raises:
+            KVEvictionError: one sentence naming the field of ``vllm_xargs``.
+        """
+        config, prefix_len = self.request_config(extra_args)
+        if prefix_len is not None and prefix_len > prompt_len:
+            raise KVEvictionError(
+                f"kv_prefix_len must not exceed the prompt's {prompt_len} tokens, got {prefix_len}",
+                "kv_prefix_len",
+            )
+        n = prompt_len if prefix_len is None else prefix_len
+        evicts = n >= self.min_prompt and config.evicts(n)
+        return Plan(request_id, epoch, n if evicts else None, config)
+
+
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    """A whole number; JSON may say 3000.0."""
+    number = to_int(value)
+    if number is None or number < least:
+        raise KVEvictionError(f"{name} must be a whole number of at least {least}, got {value!r}", name)
+    return number

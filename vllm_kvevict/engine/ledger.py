@@ -1,0 +1,294 @@
+"""The scheduler's exact account of pages, and admission by what a request will hold after its eviction.
+
+The ledger stands where vLLM keeps its block manager. It knows how many pages each request holds on each rank,
+never which: block ids stay empty. Counts are exact because every token adds one entry to every row, and an
+eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cache.counts.PageCount`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.config import Options, Plan
+from vllm_kvevict.engine.messages import RankCapacity, Report
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class NoBlocks(KVCacheBlocks):
+    """Blocks without ids: workers place pages themselves."""
+
+    def get_block_ids(self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None) -> Any:
+        # Never None (the V1 runner asserts on it when a request resumes), and fresh lists (it extends them).
+        return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
+
+
+@dataclass
+class Account:
+    """One admitted request: what it holds, what is promised to its prefill, what it may hold at its end."""
+
+    plan: Plan
+    prompt_len: int
+    prefill_len: int
+    max_tokens: int
+    counts: list[PageCount]
+    tokens: int = 0
+    held: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    promise: list[int] = field(default_factory=list)
+    unreported: set[int] = field(default_factory=set)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    def promised_at(self, tokens: int, held: list[int]) -> list[int]:
+        """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
+        if tokens >= self.prefill_len:
+            return [0] * len(held)
+        return [max(0, peak - pages) for peak, pages in zip(self.peak, held, strict=True)]
+
+
+class PageLedger(KVCacheManager):
+    """Counts per request and rank behind the interface of vLLM's block manager."""
+
+    def __init__(self, *args: Any, options: Options, max_num_batched_tokens: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
+        self.ranks: list[int] = []
+        self.capacity: list[RankCapacity] = []
+        self.used: list[int] = []
+        self.promised: list[int] = []
+        self.accounts: dict[str, Account] = {}
+        self._plans: dict[str, Plan] = {}
+        self.admitted: list[Plan] = []
+        """Plans of this step's admissions, drained into the message to the workers."""
+
+    def set_capacity(self, capacity: Mapping[int, RankCapacity]) -> None:
+        """Learn the pools' sizes, before the first request.
+
+        Raises:
+            ValueError: when one request of ``max_model_len`` tokens does not fit: it could never finish.
+        """
+        self.ranks = sorted(capacity)
+        self.capacity = [capacity[rank] for rank in self.ranks]
+        self.used = [0] * len(self.ranks)
+        self.promised = [0] * len(self.ranks)
+        for room in self.capacity:
+            need = room.rows * cdiv(self.max_model_len, self.options.page_size)
+            if need > room.pages:
+                raise ValueError(
+                    f"--max-model-len {self.max_model_len} needs {need} pages before its eviction but the pool "
+                    f"has {room.pages}: lower --max-model-len or give the KV cache more memory"
+                )
+
+    # Admission and growth.
+
+    def allocate_slots(
+        self, request: "Request", num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait."""
+        account = self.accounts.get(request.request_id)
+        tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
+        if account is None:
+            account = self._open(request)
+            if not self._admits(account):
+                return None
+            self.accounts[request.request_id] = account
+            self.admitted.append(account.plan)
+        # A prefill grows into what it was promised, a decode into what nobody was.
+        held = [count.at(tokens) for count in account.counts]
+        promise = account.promised_at(tokens, held)
+        for rank, room in enumerate(self.capacity):
+            grows = held[rank] - account.held[rank]
+            more = grows + promise[rank] - account.promise[rank]
+            if more > 0 and self.used[rank] + self.promised[rank] + more > room.pages:
+                return None
+            # A rank that kept more than its share of a replay is promised more than there was room for.
+            if self.used[rank] + grows > room.pages:
+                return None
+        self._hold(account, held, promise)
+        account.tokens = tokens
+        evict_at = account.plan.evict_at
+        if evict_at is not None and tokens >= evict_at and account.counts[0].tokens < evict_at:
+            account.unreported = account.unreported or set(range(len(self.ranks)))
+        return self.empty_kv_cache_blocks
+
+    def plan(self, request: "Request") -> Plan:
+        """What will happen to the request in its present or next admission."""
+        plan = self._plans.get(request.request_id)
+        if plan is None:
+            params = request.sampling_params
+            plan = self._plans[request.request_id] = self.options.plan(
+                request.request_id,
+                request.num_preemptions + 1,
+                request.num_prompt_tokens,
+                params.extra_args if params else None,
+            )
+        return plan
+
+    def _open(self, request: "Request") -> Account:
+        plan = self.plan(request)
+        page_size = self.options.page_size
+        account = Account(
+            plan,
+            prompt_len=request.num_prompt_tokens,
+            prefill_len=request.num_tokens,
+            max_tokens=request.max_tokens,
+            counts=[PageCount.start(room.rows, page_size) for room in self.capacity],
+            held=[0] * len(self.ranks),
+            promise=[0] * len(self.ranks),
+        )
+        for count in account.counts:
+            whole = count.at(account.prefill_len)
+            if plan.evict_at is not None:
+                # A replay goes on after the eviction; no row then holds more than one page beyond the mean.
+                rest = plan.config.budget_for(plan.evict_at) + account.prefill_len - plan.evict_at
+                after = count.rows * (cdiv(rest, page_size) + 1)
+                whole = max(count.at(plan.evict_at), min(whole, after))
+            account.peak.append(whole)
+        return account
+
+    def _admits(self, new: Account) -> bool:
+        """Whether every rank has room now for the prefill's peak, and at the end for what will be held."""
+        if not self.accounts:
+            return True
+        prefills = [a for a in self.accounts.values() if a.tokens < a.prefill_len]
+        steps = cdiv(
+            new.prefill_len + sum(a.prefill_len - a.tokens for a in prefills), self.max_num_batched_tokens
+        )
+        for rank, room in enumerate(self.capacity):
+            soon = new.peak[rank] + self._held_soon(rank, steps)
+            if soon > room.pages:
+                return False
+            finally_held = sum(self._held_finally(a, rank) for a in self.accounts.values())
+            if finally_held + self._held_finally(new, rank) > room.pages:
+                return False
+        return True
+
+    def _held_soon(self, rank: int, steps: int) -> int:
+        """Pages held or promised when the prefills in flight and the next one are done, ``steps`` from now."""
+        return sum(
+            a.held[rank] + a.promise[rank]
+            if a.tokens < a.prefill_len
+            else a.counts[rank].at(a.tokens + steps)
+            for a in self.accounts.values()
+        )
+
+    def _held_finally(self, account: Account, rank: int) -> int:
+        """Pages an account is expected to hold at its end: exact once evicted, else from its budget."""
+        count, evict_at = account.counts[rank], account.plan.evict_at
+        produced = account.tokens - account.prompt_len
+        # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
+        reserve = max(self.options.decode_reserve, 2 * produced)
+        end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
+        end = min(end, self.max_model_len)
+        if evict_at is None or count.tokens >= evict_at:
+            return count.at(end)
+        kept = account.plan.config.budget_for(evict_at) + end - evict_at
+        # Half a page of slack per row is the mean of what ragged rows leave unfilled.
+        return count.rows * (2 * kept + self.options.page_size) // (2 * self.options.page_size)
+
+    def _hold(self, account: Account, held: list[int], promise: list[int]) -> None:
+        self.used = [u + new - old for u, new, old in zip(self.used, held, account.held, strict=True)]
+        self.promised = [
+            p + new - old for p, new, old in zip(self.promised, promise, account.promise, strict=True)
+        ]
+        account.held, account.promise = held, promise
+
+    # What the workers say.
+
+    def on_report(self, rank: int, request_id: str, report: Report) -> Account | None:
+        """Take over a rank's counts after an eviction.
+
+        Returns:
+            The account once every rank has reported; None before, and for reports of older admissions.
+        """
+        account = self.accounts.get(request_id)
+        if account is None or account.plan.epoch != report.epoch:
+            return None
+        index = self.ranks.index(rank)
+        count = PageCount.from_residues(report.pages, report.tokens, report.residues)
+        account.counts[index] = count
+        account.unreported.discard(index)
+        account.reports[rank] = report
+        # The rest of a replay is promised in exact pages from here on.
+        account.peak[index] = count.at(max(account.prefill_len, account.tokens))
+        held = list(account.held)
+        held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
+        self._hold(account, held, account.promised_at(account.tokens, held))
+        return None if account.unreported else account
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
+        return any(account.unreported for account in self.accounts.values())
+
+    def verify(self, rank: int, actual: Mapping[str, tuple[int, int, int]]) -> None:
+        """Compare with what a rank really holds.
+
+        Args:
+            actual: per request id (epoch, tokens stored, pages held) at the end of the rank's step.
+
+        Raises:
+            RuntimeError: naming the first request whose counts differ.
+        """
+        index = self.ranks.index(rank)
+        for request_id, (epoch, tokens, pages) in actual.items():
+            account = self.accounts.get(request_id)
+            if account is None or account.plan.epoch != epoch:
+                continue
+            expected = account.counts[index].at(tokens)
+            if expected != pages:
+                raise RuntimeError(
+                    f"kv eviction check: rank {rank} holds {pages} pages of request {request_id} at {tokens} "
+                    f"tokens, the ledger expects {expected}"
+                )
+        total = sum(account.held[index] for account in self.accounts.values())
+        if total != self.used[index]:
+            raise RuntimeError(
+                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.used[index]}"
+            )
+
+    # The rest of the block manager's interface.
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool in use on the fullest rank."""
+        shares = (used / room.pages for used, room in zip(self.used, self.capacity, strict=True))
+        return max(shares, default=0.0)
+
+    def free(self, request: "Request") -> None:
+        """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
+        self._plans.pop(request.request_id, None)
+        account = self.accounts.pop(request.request_id, None)
+        if account is not None:
+            nothing = [0] * len(self.ranks)
+            self._hold(account, nothing, nothing)
+            self.admitted = [plan for plan in self.admitted if plan is not account.plan]
+
+    def pop_blocks_for_free(self, request: "Request") -> list:
+        self.free(request)
+        return []
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        return self.empty_kv_cache_blocks
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.empty_kv_cache_blocks.get_block_ids()
+
+    def estimate_cached_tokens(self, request: "Request") -> int:
+        return 0
+
+    def take_new_block_ids(self) -> list[int]:
+        return []
+
+    def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
+        """Nothing to hash: evicted KV is never shared."""
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to skip: every layer keeps full attention."""

@@ -1,0 +1,90 @@
+"""What scheduler and workers tell each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_kvevict.engine.config import Plan
+
+
+@dataclass(frozen=True)
+class RankCapacity:
+    """What one rank can hold: pages of its pool, and rows (layers x KV heads) a request has there."""
+
+    pages: int
+    rows: int
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """A rank's pool, told once before the first step."""
+
+    rank: int
+    capacity: RankCapacity
+
+
+@dataclass
+class StepPlans(KVConnectorMetadata):
+    """Plans of the requests that a step admits."""
+
+    plans: list[Plan] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of one request after its eviction.
+
+    Attributes:
+        epoch: admission the report belongs to; a report of an older one is dropped.
+        tokens: the request's token count when it was evicted.
+        pages: pages held on the rank afterwards.
+        freed_pages: pages returned to the pool.
+        residues: [page_size], rows by kv_len modulo page_size.
+        first_layer: the rank's first layer in the model.
+        kept: entries kept in each of the rank's layers, summed over its KV heads.
+        stored: entries stored in each of them before.
+        decision_seconds, compaction_seconds: spent on choosing and on moving.
+    """
+
+    epoch: int
+    tokens: int
+    pages: int
+    freed_pages: int
+    residues: Sequence[int]
+    first_layer: int
+    kept: Sequence[int]
+    stored: Sequence[int]
+    decision_seconds: float
+    compaction_seconds: float
+
+
+@dataclass
+class RankMessage:
+    """One rank's news of one step.
+
+    Attributes:
+        reports: by request id, of the evictions in this step.
+        physical_pages, logical_tokens: what the rank holds at the end of the step.
+        holdings: in check mode (epoch, tokens, pages) by request id, else None.
+    """
+
+    reports: dict[str, Report]
+    physical_pages: int
+    logical_tokens: int
+    holdings: dict[str, tuple[int, int, int]] | None
+
+
+@dataclass
+class WorkerMessages(KVConnectorWorkerMetadata):
+    """News of all ranks, keyed by global rank."""
+
+    by_rank: dict[int, RankMessage]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMessages":
+        assert isinstance(other, WorkerMessages)
+        return WorkerMessages({**self.by_rank, **other.by_rank})

@@ -1,0 +1,175 @@
+"""What operators see: Prometheus metrics, one summary in the periodic log line, one debug line per eviction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm_kvevict.engine.config import Plan
+    from vllm_kvevict.engine.messages import Report
+
+logger = init_logger("vllm.kv_eviction")
+
+PREFIX = "vllm:kv_eviction_"
+COUNTERS = {
+    "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
+    "freed_pages": "Pages returned to the pools by evictions, over all ranks.",
+}
+HISTOGRAMS = {
+    "kept_ratio": ("Share of a request's KV entries kept by its eviction.", [i / 20 for i in range(1, 21)]),
+    "decision_seconds": (
+        "Seconds spent choosing what one request keeps, on its slowest rank.",
+        [1e-4 * 2**i for i in range(18)],
+    ),
+    "compaction_seconds": (
+        "Seconds spent moving what one request keeps, on its slowest rank.",
+        [1e-4 * 2**i for i in range(18)],
+    ),
+}
+GAUGES = {
+    "physical_pages": "Pages held on a rank.",
+    "logical_kv_tokens": "KV entries stored on a rank; a token counts once per layer and KV head.",
+}
+
+
+@dataclass
+class EvictionStats(KVConnectorStats):
+    """Numbers of one or more steps; ``data`` is plain so that it crosses processes."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def on_eviction(self, plan: "Plan", reports: Mapping[int, "Report"]) -> None:
+        """Record a request that every rank has evicted.
+
+        Args:
+            plan: the request's plan.
+            reports: by rank, all of this admission.
+        """
+        kept = sum(sum(report.kept) for report in reports.values())
+        stored = sum(sum(report.stored) for report in reports.values())
+        freed = sum(report.freed_pages for report in reports.values())
+        self._add("evicted_tokens", stored - kept)
+        self._add("freed_pages", freed)
+        policies = self.data.setdefault("evictions", {})
+        policies[plan.config.policy] = policies.get(plan.config.policy, 0) + 1
+        self.data.setdefault("kept_ratio", []).append(kept / stored)
+        for name in ("decision_seconds", "compaction_seconds"):
+            slowest = max(getattr(report, name) for report in reports.values())
+            self.data.setdefault(name, []).append(slowest)
+        logger.debug("%s", _EvictionLine(plan, reports, kept, stored, freed))
+
+    def on_gauges(self, rank: int, physical_pages: int, logical_kv_tokens: int) -> None:
+        """Record what a rank holds at the end of a step."""
+        self.data.setdefault("ranks", {})[str(rank)] = {
+            "physical_pages": physical_pages,
+            "logical_kv_tokens": logical_kv_tokens,
+        }
+
+    def _add(self, name: str, amount: int) -> None:
+        self.data[name] = self.data.get(name, 0) + amount
+
+    def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
+        merged = EvictionStats(dict(self.data))
+        for name, value in other.data.items():
+            if name == "ranks":
+                merged.data[name] = {**merged.data.get(name, {}), **value}
+            elif name == "evictions":
+                mine = merged.data.get(name, {})
+                merged.data[name] = {p: mine.get(p, 0) + value.get(p, 0) for p in {**mine, **value}}
+            else:  # counters add up, lists of observations join
+                merged.data[name] = merged.data[name] + value if name in merged.data else value
+        return merged
+
+    def reduce(self) -> dict[str, int | float]:
+        ratios = self.data.get("kept_ratio", [])
+        ranks = self.data.get("ranks", {}).values()
+        summary: dict[str, int | float] = {"evictions": len(ratios)}
+        if ratios:
+            summary["mean kept ratio"] = round(sum(ratios) / len(ratios), 3)
+            summary["freed pages"] = self.data["freed_pages"]
+        summary["pages held"] = max((rank["physical_pages"] for rank in ranks), default=0)
+        return summary
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reset(self) -> None:
+        self.data = {}
+
+
+@dataclass
+class _EvictionLine:
+    """Formats only when the line is really logged."""
+
+    plan: "Plan"
+    reports: Mapping[int, "Report"]
+    kept: int
+    stored: int
+    freed: int
+
+    def __str__(self) -> str:
+        layers: dict[int, list[int]] = {}
+        for report in self.reports.values():
+            for layer, pair in enumerate(zip(report.kept, report.stored, strict=True), report.first_layer):
+                both = layers.setdefault(layer, [0, 0])
+                both[0] += pair[0]
+                both[1] += pair[1]
+        per_layer = " ".join(f"{layers[layer][0]}/{layers[layer][1]}" for layer in sorted(layers))
+        return (
+            f"KV eviction: request {self.plan.request_id} at {self.plan.evict_at} tokens by "
+            f"{self.plan.config.policy}: kept {self.kept}/{self.stored} entries, freed {self.freed} pages; "
+            f"per layer {per_layer}"
+        )
+
+
+class EvictionPromMetrics(KVConnectorPromMetrics):
+    """The metrics at ``/metrics``."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list]
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self.counters = {
+            name: self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self.evictions = self._counter_cls(
+            name=PREFIX + "evictions",
+            documentation="Requests evicted, by policy.",
+            labelnames=[*labelnames, "policy"],
+        )
+        self.histograms = {
+            name: self._histogram_cls(
+                name=PREFIX + name, documentation=text, buckets=buckets, labelnames=labelnames
+            )
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.gauges = {
+            name: self._gauge_cls(
+                name=PREFIX + name,
+                documentation=text,
+                multiprocess_mode="mostrecent",
+                labelnames=[*labelnames, "rank"],
+            )
+            for name, text in GAUGES.items()
+        }
+        # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
+        for labels in per_engine.values():
+            for metric in (*self.counters.values(), *self.histograms.values()):
+                metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, counter in self.counters.items():
+            counter.labels(*labels).inc(transfer_stats_data.get(name, 0))
+        for policy, count in transfer_stats_data.get("evictions", {}).items():
+            self.evictions.labels(*labels, policy).inc(count)
+        for name, histogram in self.histograms.items():
+            for value in transfer_stats_data.get(name, ()):
+                histogram.labels(*labels).observe(value)
+        for rank, values in transfer_stats_data.get("ranks", {}).items():
+            for name, gauge in self.gauges.items():
+                gauge.labels(*labels, rank).set(values[name])

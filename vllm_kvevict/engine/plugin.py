@@ -1,0 +1,239 @@
+"""Flags of ``vllm serve``, keywords of ``LLM(...)``, and the wiring into vLLM's configuration."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.engine.config import (
+    DEFAULT_BUDGET,
+    ENGINE_DEFAULTS,
+    KEY,
+    KVEvictionError,
+    Options,
+    parse_budget,
+)
+from vllm_kvevict.policies import available, parameters
+
+logger = init_logger("vllm.kv_eviction")
+
+FIELDS = ("kv_eviction", "kv_budget", "kv_eviction_config")
+
+_on_command_line = False
+"""Whether this process took its engine arguments from a command line, whose users want no traceback."""
+
+
+@functools.cache
+def register() -> None:
+    """Teach vLLM's engine arguments about eviction.
+
+    vLLM calls this in every process through the ``vllm.general_plugins`` entry point. Nothing else happens until
+    a command line, keyword or ``additional_config`` asks for eviction.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    for cls in (EngineArgs, AsyncEngineArgs):
+        _add_fields(cls)
+    add_cli_args, create_engine_config = EngineArgs.add_cli_args, EngineArgs.create_engine_config
+    from_cli_args = EngineArgs.from_cli_args.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(add_cli_args)
+    def with_our_flags(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        _add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def with_our_options(cls: Any, args: argparse.Namespace) -> Any:
+        global _on_command_line
+        _on_command_line = True
+        engine_args = from_cli_args(cls, args)
+        with _errors_in_one_line():
+            options = requested_options(engine_args)
+        if options is not None:
+            # Further API servers get these arguments in a process that reads them before it loads plugins.
+            known = engine_args.additional_config or {}
+            args.additional_config = engine_args.additional_config = {**known, KEY: options.to_dict()}
+        return engine_args
+
+    @functools.wraps(create_engine_config)
+    def with_eviction(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _errors_in_one_line():
+            options = requested_options(self)
+            if options is None:
+                return create_engine_config(self, *args, **kwargs)
+            return _create(self, options, create_engine_config, *args, **kwargs)
+
+    EngineArgs.add_cli_args = staticmethod(with_our_flags)  # type: ignore[method-assign]
+    EngineArgs.from_cli_args = classmethod(with_our_options)  # type: ignore[method-assign,assignment]
+    EngineArgs.create_engine_config = with_eviction  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """End a command like argparse does: one line on stderr, exit code 2. Callers from Python get the exception."""
+    try:
+        yield
+    except KVEvictionError as error:
+        if not _on_command_line:
+            raise
+        program = [os.path.basename(sys.argv[0]), *(word for word in sys.argv[1:2] if word[:1] != "-")]
+        print(f"{' '.join(program)}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def requested_options(args: Any) -> Options | None:
+    """Read the options from engine arguments; None when eviction was not asked for.
+
+    Flags and keywords win over ``additional_config["kv_eviction"]``.
+
+    Raises:
+        KVEvictionError: one sentence naming the flag.
+    """
+    raw: dict[str, Any] = {}
+    if isinstance(args.additional_config, dict):
+        settings = args.additional_config.get(KEY, {})
+        if not isinstance(settings, dict):
+            raise KVEvictionError(
+                f"additional_config.{KEY} must be an object with a policy, got {settings!r}"
+            )
+        raw.update(settings)
+    config = args.kv_eviction_config
+    if config is not None:
+        if not isinstance(config, dict):
+            raise KVEvictionError(f"--kv-eviction-config must be a JSON object, got {config!r}")
+        reserved = {"policy": "--kv-eviction", "budget": "--kv-budget"}
+        for name, flag in reserved.items():
+            if name in config:
+                raise KVEvictionError(f"--kv-eviction-config.{name} is not valid: use {flag}")
+        raw.update(config)
+    if args.kv_eviction is not None:
+        raw["policy"] = args.kv_eviction
+    if args.kv_budget is not None:
+        raw["budget"] = args.kv_budget
+    return Options.parse(raw) if raw else None
+
+
+def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Make the engine's configuration with our scheduler, worker and transport in it."""
+    from vllm.config import KVTransferConfig
+
+    from vllm_kvevict.engine import checks, requests
+
+    checks.check_environment()
+    checks.check_arguments(args)
+    # vLLM may configure the same arguments again, and must then find what the user gave.
+    ours = copy.copy(args)
+    ours.enable_prefix_caching = False
+    ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
+    ours.worker_cls = "vllm_kvevict.engine.worker.EvictionCPUWorker"
+    # "Producer" because the other roles make vLLM hold freed requests back for transfers that never come.
+    ours.kv_transfer_config = KVTransferConfig(
+        kv_connector="EvictionConnector",
+        kv_role="kv_producer",
+        kv_connector_module_path="vllm_kvevict.engine.connector",
+    )
+    vllm_config = create_engine_config(ours, *rest, **kwargs)
+    checks.check_model(vllm_config)
+    kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
+    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.{kind}"
+    requests.install()
+    if args.enable_prefix_caching is None:
+        logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
+    return vllm_config
+
+
+def _add_fields(cls: Any) -> None:
+    """Give a dataclass our fields: vLLM reads its fields from the command line, and LLM(...) passes keywords."""
+    for name in FIELDS:
+        field: Any = dataclasses.field(default=None)
+        field.name, field.type = name, object
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        cls.__dataclass_fields__[name] = field
+        setattr(cls, name, None)
+    plain_init = cls.__init__
+
+    @functools.wraps(plain_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in FIELDS:
+            setattr(self, name, kwargs.pop(name, None))
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = init
+
+
+def _add_flags(parser: Any) -> None:
+    group = parser.add_argument_group(
+        "KVEviction",
+        "Keep only the part of each prompt's KV cache that matters, per layer and KV head, and give the freed pages "
+        "to other requests. Off by default.",
+    )
+    group.add_argument(
+        "--kv-eviction", choices=available(), default=None, metavar="POLICY", help=_policy_help()
+    )
+    group.add_argument(
+        "--kv-budget",
+        type=_budget,
+        default=None,
+        metavar="X",
+        help="KV to keep of each prompt: a ratio in (0, 1], or above 1 a whole number of tokens per KV head, on "
+        f"average over heads and layers and with the window included (default: {DEFAULT_BUDGET}).",
+    )
+    group.add_argument(
+        "--kv-eviction-config",
+        type=_json_object,
+        action=_Merge,
+        default=None,
+        metavar="JSON",
+        help="Policy parameters and engine options, as JSON or one by one in dotted form "
+        f"(--kv-eviction-config.min_prompt 0). {_config_help()}",
+    )
+
+
+class _Merge(argparse.Action):
+    """Joins what comes in several pieces: vLLM hands dotted options over as one more JSON object."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **values})
+
+
+def _policy_help() -> str:
+    return (
+        f"What to keep, one of: {', '.join(available())}. With full nothing is evicted unless a request asks for it "
+        "(vllm_xargs.kv_eviction)."
+    )
+
+
+def _config_help() -> str:
+    engine = ", ".join(f"{name}={value}" for name, value in ENGINE_DEFAULTS.items())
+    policies = []
+    for policy in available():
+        known = parameters(policy)
+        if known:
+            policies.append(f"{policy}: {', '.join(f'{name}={value}' for name, value in known.items())}")
+    return f"Engine options: {engine}. Parameters of {'; of '.join(policies)}."
+
+
+def _budget(text: str) -> float:
+    try:
+        return parse_budget(text)
+    except KVEvictionError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--kv-budget ")) from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value

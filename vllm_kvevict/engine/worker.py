@@ -1,0 +1,41 @@
+"""vLLM's workers with pages of their own."""
+
+from typing import Any
+
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_kvevict.engine.runtime import get_runtime, start_runtime
+
+
+class _EvictionMixin:
+    """Installs the attention backend and hands each step's message to the runtime."""
+
+    def init_device(self) -> None:
+        # The CPU platform knows one backend only, so that one is replaced, and only in this process.
+        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.engine.attention.RaggedCPUBackend")
+        super().init_device()  # type: ignore[misc]
+        start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        # An eager CPU worker skips the dummy run, the only place where vLLM makes this buffer; later pipeline
+        # stages then fail on their first step.
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", 0) is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        get_runtime().begin_step(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+
+def __getattr__(name: str) -> Any:
+    # Each class is made on demand: vLLM's CPU worker module cannot be imported on a GPU machine.
+    if name == "EvictionCPUWorker":
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return type(name, (_EvictionMixin, CPUWorker), {"__module__": __name__})
+    raise AttributeError(name)
