@@ -1,0 +1,118 @@
+"""Commands and servers as users run them, for tests: processes of their own, always ended."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = str(Path(sys.executable).with_name("vllm"))
+
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # more threads would spin on cores that other processes need
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+}
+# What the tests' own engines need is not what a user's process has.
+for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_LOGGING_LEVEL"):
+    ENVIRONMENT.pop(name, None)
+
+
+def command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=ROOT,
+        env=ENVIRONMENT | env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+class Server:
+    """A ``vllm serve`` process with its log; use as a context manager."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, env: Mapping[str, str] | None = None):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(model)
+        self.log_path = log
+        self.arguments = [VLLM, "serve", self.model, "--port", str(self.port), "--host", "127.0.0.1", *flags]
+        self.environment = ENVIRONMENT | dict(env or {})
+
+    def __enter__(self) -> "Server":
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                self.arguments,
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its workers can be ended with it
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(patience)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        # Whoever outlived the leader of the group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _wait(self, patience: float = 300) -> None:
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log[-5000:]}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"the server did not come up:\n{self.log[-5000:]}")
+
+    @property
+    def log(self) -> str:
+        """Everything written to stdout and stderr so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def metrics(self) -> dict[str, float]:
+        """Our numbers at ``/metrics``: names without the prefix, with the labels that vary."""
+        found = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
+            if line.startswith("vllm:kv_eviction_"):
+                series, _, value = line.removeprefix("vllm:kv_eviction_").rpartition(" ")
+                name, _, labels = series.partition("{")
+                kept = [
+                    label
+                    for label in labels.rstrip("}").split(",")
+                    if label.startswith(("policy=", "rank=", "le="))
+                ]
+                found[name + ("{" + ",".join(kept) + "}" if kept else "")] = float(value)
+        return found

@@ -1,0 +1,250 @@
+"""What users ask for: the server's options, one request's fields, and the plan that follows from both."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvevict.engine.config import (
+    DEFAULT_BUDGET,
+    ENGINE_DEFAULTS,
+    KVEvictionError,
+    Options,
+    parse_budget,
+)
+from vllm_kvevict.policies import available, parameters
+
+EVICTING = [policy for policy in available() if policy != "full"]
+
+
+def one_sentence(error: pytest.ExceptionInfo, *words: str) -> str:
+    """The message, checked to be one line that holds the words."""
+    message = str(error.value)
+    assert "\n" not in message and ". " not in message
+    for word in words:
+        assert word in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "value, budget",
+    [
+        (0.2, 0.2),
+        (1, 1.0),
+        (1.0, 1.0),
+        ("0.2", 0.2),
+        ("1", 1.0),
+        (1024, 1024.0),
+        (1024.0, 1024.0),
+        ("1024", 1024.0),
+    ],
+)
+def test_budgets(value, budget):
+    assert parse_budget(value) == budget
+    assert isinstance(parse_budget(value), float)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0, 0.0, -1, -0.5, 2.5, 1.0001, float("nan"), float("inf"), -float("inf"), 10**400, True, False, None,
+        "abc", "", "nan", "inf", "0", "2.5", "1e999", [], [0.2], {}, 0.2j, b"0.2",
+    ],
+)  # fmt: skip
+def test_bad_budgets(value):
+    with pytest.raises(KVEvictionError) as error:
+        parse_budget(value, "kv_budget")
+    one_sentence(
+        error, "kv_budget must be a ratio in (0, 1] or a whole number of tokens above 1", repr(value)
+    )
+    assert error.value.field_name == "kv_budget"
+
+
+def test_defaults():
+    options = Options.parse({"policy": "snapkv"})
+    assert (options.policy, options.budget, dict(options.params)) == ("snapkv", DEFAULT_BUDGET, {})
+    assert {name: getattr(options, name) for name in ENGINE_DEFAULTS} == ENGINE_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "raw, words",
+    [
+        ({"budget": 0.2}, ["--kv-eviction POLICY"]),
+        ({"policy": "nope"}, ["--kv-eviction", "'nope'", *available()]),
+        ({"policy": ["snapkv"]}, ["--kv-eviction", "['snapkv']"]),
+        ({"policy": "snapkv", "budget": 2.5}, ["--kv-budget", "2.5"]),
+        ({"policy": "snapkv", "sinks": 4}, ["sinks", "snapkv", "window", "kernel", "min_prompt"]),
+        ({"policy": "snapkv", "nonsense": 1}, ["--kv-eviction-config.nonsense", "window"]),
+        ({"policy": "snapkv", "keep_ratio": 0.5}, ["--kv-eviction-config.keep_ratio"]),
+        ({"policy": "full", "window": 16}, ["--kv-eviction-config.window", "full"]),
+        ({"policy": "snapkv", "window": 0}, ["--kv-eviction", "window", "0"]),
+        ({"policy": "snapkv", "window": "wide"}, ["--kv-eviction", "window", "'wide'"]),
+        ({"policy": "snapkv", "pooling": "median"}, ["pooling", "max", "'median'"]),
+        ({"policy": "snapkv", "budget": 32, "window": 32}, ["--kv-eviction", "window=32"]),
+        ({"policy": "snapkv", "min_prompt": -1}, ["--kv-eviction-config.min_prompt", "at least 0", "-1"]),
+        ({"policy": "snapkv", "min_prompt": True}, ["--kv-eviction-config.min_prompt", "True"]),
+        ({"policy": "snapkv", "decode_reserve": 0}, ["--kv-eviction-config.decode_reserve", "at least 1"]),
+        ({"policy": "snapkv", "decode_reserve": 1.5}, ["--kv-eviction-config.decode_reserve", "1.5"]),
+        ({"policy": "snapkv", "page_size": 48}, ["--kv-eviction-config.page_size", "multiple of 32", "48"]),
+        ({"policy": "snapkv", "page_size": 0}, ["--kv-eviction-config.page_size", "at least 1"]),
+        ({"policy": "snapkv", "check": "no"}, ["--kv-eviction-config.check", "'no'"]),
+    ],
+)  # fmt: skip
+def test_bad_options(raw, words):
+    with pytest.raises(KVEvictionError) as error:
+        Options.parse(raw)
+    one_sentence(error, *words)
+
+
+def test_whole_numbers_may_be_floats():
+    options = Options.parse({"policy": "snapkv", "min_prompt": 0.0, "page_size": 64.0, "window": 16.0})
+    assert (options.min_prompt, options.page_size) == (0, 64)
+    assert options.request_config(None)[0].params["window"] == 16
+
+
+@pytest.mark.parametrize("policy", available())
+@pytest.mark.parametrize("budget", [0.3, 1.0, 100.0])
+def test_options_survive_json(policy, budget):
+    raw = {"policy": policy, "budget": budget, "min_prompt": 7, "page_size": 64, "check": True}
+    options = Options.parse(raw | parameters(policy))
+    assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
+    assert options.check and options.params == parameters(policy)
+
+
+def test_checking_is_switched_by_the_environment(monkeypatch):
+    for value, on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("VLLM_KVEVICT_CHECK", value)
+        assert Options.parse({"policy": "full"}).check is on
+        # What was decided in the front-end holds in the workers, whatever their environment says.
+        assert Options.parse({"policy": "full", "check": not on}).check is not on
+
+
+# One request.
+
+SERVER = Options.parse({"policy": "snapkv", "budget": 0.25, "window": 16, "min_prompt": 100})
+
+
+def test_a_request_without_fields_takes_the_servers_options():
+    for fields in (None, {}, {"somebody_elses": 1, "kv_transfer_params": {}}):
+        config, prefix_len = SERVER.request_config(fields)
+        assert (config.policy, config.keep_ratio, config.params["window"]) == ("snapkv", 0.25, 16)
+        assert prefix_len is None
+
+
+def test_another_policy_takes_its_own_defaults_and_the_servers_budget():
+    config, _ = SERVER.request_config({"kv_eviction": "pyramidkv"})
+    assert (config.policy, config.keep_ratio, config.params) == ("pyramidkv", 0.25, parameters("pyramidkv"))
+
+
+def test_the_same_policy_keeps_the_servers_parameters():
+    config, _ = SERVER.request_config({"kv_eviction": "snapkv", "kv_budget": 64})
+    assert (config.budget, config.keep_ratio, config.params["window"]) == (64, None, 16)
+
+
+def test_full_needs_no_budget():
+    config, _ = SERVER.request_config({"kv_eviction": "full", "kv_budget": 0.5})
+    assert not config.evicts(10_000)
+
+
+def test_a_server_that_evicts_on_request_only():
+    server = Options.parse({"policy": "full", "budget": 0.5, "min_prompt": 0})
+    assert server.plan("r", 1, 1000, None).evict_at is None
+    plan = server.plan("r", 1, 1000, {"kv_eviction": "snapkv"})
+    assert (plan.evict_at, plan.config.budget_for(1000)) == (1000, 500)
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"kv_eviction": "nope"}, "kv_eviction"),
+        ({"kv_eviction": 3}, "kv_eviction"),
+        ({"kv_eviction": ""}, "kv_eviction"),
+        ({"kv_budget": 0}, "kv_budget"),
+        ({"kv_budget": 2.5}, "kv_budget"),
+        ({"kv_budget": "much"}, "kv_budget"),
+        ({"kv_budget": float("nan")}, "kv_budget"),
+        ({"kv_budget": [0.5]}, "kv_budget"),
+        ({"kv_budget": 16}, "kv_budget"),  # no more than the server's window
+        ({"kv_eviction": "snapkv", "kv_budget": 10}, "kv_budget"),
+        ({"kv_prefix_len": 0}, "kv_prefix_len"),
+        ({"kv_prefix_len": -3}, "kv_prefix_len"),
+        ({"kv_prefix_len": 1.5}, "kv_prefix_len"),
+        ({"kv_prefix_len": "100"}, "kv_prefix_len"),
+        ({"kv_prefix_len": True}, "kv_prefix_len"),
+        ({"kv_prefix_len": 10**400}, "kv_prefix_len"),
+        ({"kv_prefix_len": 1001}, "kv_prefix_len"),
+        ({"kv_evictions": "snapkv"}, "kv_evictions"),
+        ({"kv_budgets": 0.5}, "kv_budgets"),
+        ({"kv_prefix": 100}, "kv_prefix"),
+        ({"kv_window": 16}, "kv_window"),
+    ],
+)
+def test_bad_fields(fields, named):
+    with pytest.raises(KVEvictionError) as error:
+        SERVER.plan("r", 1, 1000, fields)
+    assert one_sentence(error).startswith(named)
+    assert error.value.field_name == named
+
+
+def test_the_servers_budget_may_not_fit_the_requests_policy():
+    server = Options.parse({"policy": "streaming-llm", "budget": 20})
+    with pytest.raises(KVEvictionError) as error:
+        server.request_config({"kv_eviction": "snapkv"})
+    one_sentence(error, "kv_eviction: ", "window=32")
+    assert error.value.field_name == "kv_eviction"
+
+
+@pytest.mark.parametrize("length, evict_at", [(99, None), (100, 100), (1000, 1000)])
+def test_short_prompts_are_kept_whole(length, evict_at):
+    assert SERVER.plan("r", 1, length, None).evict_at == evict_at
+
+
+@pytest.mark.parametrize("prefix_len, evict_at", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
+def test_a_prefix_is_evicted_at_its_end(prefix_len, evict_at):
+    plan = SERVER.plan("r", 2, 1000, {"kv_prefix_len": prefix_len})
+    assert (plan.request_id, plan.epoch, plan.evict_at) == ("r", 2, evict_at)
+    assert plan.evict_at is None or isinstance(plan.evict_at, int)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_a_prompt_within_the_budget_is_not_evicted(policy):
+    server = Options.parse({"policy": policy, "budget": 200, "min_prompt": 0})
+    assert server.plan("r", 1, 200, None).evict_at is None
+    assert server.plan("r", 1, 201, None).evict_at == 201
+
+
+# A name with a line break in it would be quoted as it is.
+text = st.text(st.characters(exclude_categories=("C", "Z")), max_size=8)
+numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400)])
+scalars = st.none() | st.booleans() | numbers | text | st.sampled_from(available())
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
+)
+names = st.sampled_from(
+    [
+        "policy", "budget", "check", *ENGINE_DEFAULTS, "kv_eviction", "kv_budget", "kv_prefix_len", "kv_evictions",
+        *sorted({name for policy in available() for name in parameters(policy)}),
+    ]
+)  # fmt: skip
+
+
+@given(st.dictionaries(names | text, values, max_size=6))
+def test_any_options_are_taken_or_refused_in_a_sentence(raw):
+    try:
+        options = Options.parse(raw)
+    except KVEvictionError as error:
+        assert "\n" not in str(error)
+    else:
+        assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
+
+
+@given(st.dictionaries(names | text, values, max_size=4), st.integers(1, 5000))
+def test_any_fields_are_taken_or_refused_in_a_sentence(fields, length):
+    try:
+        plan = SERVER.plan("r", 1, length, fields)
+    except KVEvictionError as error:
+        assert error.field_name in fields
+        assert str(error).startswith(error.field_name)
+    else:
+        assert plan.evict_at is None or SERVER.min_prompt <= plan.evict_at <= length

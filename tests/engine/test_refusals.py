@@ -1,0 +1,333 @@
+"""Every combination that is refused, is refused before anything starts, in one sentence that says what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+from vllm import EngineArgs, SamplingParams
+from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models import registry
+from vllm.sampling_params import BeamSearchParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+
+import vllm_kvevict.engine  # noqa: F401
+from vllm_kvevict.engine import checks, plugin
+from vllm_kvevict.engine.config import KVEvictionError
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+NO_GQA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+
+
+@pytest.fixture(autouse=True)
+def _inspect_models_here(monkeypatch):
+    """vLLM looks at a model's class in a new process, to keep CUDA out of this one; that takes long."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+
+
+@pytest.fixture
+def model(models):
+    return str(models("llama"))
+
+
+def refusal(model: str, **settings) -> str:
+    """The sentence that a configuration is refused with."""
+    settings = {"kv_eviction": "snapkv", "dtype": "bfloat16", **settings}
+    with pytest.raises(KVEvictionError) as error:
+        EngineArgs(model=model, **settings).create_engine_config()
+    sentence = str(error.value)
+    assert sentence.startswith("--kv-eviction")
+    assert "\n" not in sentence and ". " not in sentence
+    assert any(f"{advice} " in sentence for advice in ("drop", "leave", "unset", "install", "change", "set"))
+    return sentence
+
+
+def test_a_plain_model_is_accepted(model):
+    args = EngineArgs(
+        model=model,
+        kv_eviction="snapkv",
+        kv_cache_dtype="auto",
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=False),
+        tensor_parallel_size=2,
+        scheduling_policy="priority",
+    )
+    vllm_config = args.create_engine_config()
+    assert vllm_config.scheduler_config.scheduler_cls == "vllm_kvevict.engine.scheduler.EvictionScheduler"
+    assert vllm_config.parallel_config.worker_cls == "vllm_kvevict.engine.worker.EvictionCPUWorker"
+
+
+# Flags.
+
+FLAGS = {
+    "--enable-prefix-caching": {"enable_prefix_caching": True},
+    "--speculative-config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    "--spec-method": {"spec_method": "ngram", "spec_tokens": 2},
+    "--spec-model": {"spec_model": "somewhere"},
+    "--spec-tokens": {"spec_tokens": 2},
+    "--kv-transfer-config": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    },
+    "--kv-offloading-size": {"kv_offloading_size": 1.0},
+    "--kv-events-config": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+    "--ec-transfer-config": {
+        "ec_transfer_config": ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    },
+    "--scheduler-cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+    "--scheduler-cls (class)": {"scheduler_cls": Scheduler},
+    "--worker-cls": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+    "--attention-backend": {"attention_backend": "TRITON_ATTN"},
+    "--attention-backend (nested)": {"attention_config": {"backend": "TRITON_ATTN"}},
+    "--attention-config.use_non_causal": {"attention_config": {"use_non_causal": True}},
+    "--enable-return-routed-experts": {"enable_return_routed_experts": True},
+    "--enable-sleep-mode": {"enable_sleep_mode": True},
+    "--enable-dbo": {"enable_dbo": True},
+    "--enable-dbo (size)": {"ubatch_size": 2},
+    "--enable-elastic-ep": {"enable_elastic_ep": True},
+    "--enable-lora": {"enable_lora": True},
+    "--data-parallel-size": {"data_parallel_size": 2},
+    "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
+    "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
+    "--kv-sharing-fast-prefill": {"kv_sharing_fast_prefill": True},
+    "--distributed-executor-backend external_launcher": {"distributed_executor_backend": "external_launcher"},
+    "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
+    "--kv-cache-dtype fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "--kv-cache-dtype float16": {"kv_cache_dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("name, settings", FLAGS.items(), ids=FLAGS)
+def test_flags(name, settings, model):
+    flag = name.split(" (")[0]
+    assert f"--kv-eviction cannot be combined with {flag}: " in refusal(model, **settings)
+
+
+@pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, None), (256, None)])
+def test_pages_must_divide_blocks(page_size, block_size, model):
+    sentence = refusal(model, block_size=block_size, kv_eviction_config={"page_size": page_size})
+    assert f"--kv-eviction-config.page_size {page_size} " in sentence
+    assert f"block size {block_size or 128}" in sentence and "--block-size" in sentence
+
+
+@pytest.mark.parametrize("page_size, block_size", [(32, 32), (32, 128), (64, None), (128, None)])
+def test_pages_that_divide_blocks(page_size, block_size, model):
+    args = EngineArgs(
+        model, block_size=block_size, kv_eviction="full", kv_eviction_config={"page_size": page_size}
+    )
+    args.create_engine_config()
+
+
+@pytest.mark.parametrize("given, warnings", [(None, 1), (False, 0)])
+def test_prefix_caching_is_turned_off_with_one_warning(given, warnings, model, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
+    args = EngineArgs(model=model, kv_eviction="snapkv", enable_prefix_caching=given)
+    assert args.create_engine_config().cache_config.enable_prefix_caching is False
+    assert len(lines) == warnings and all("prefix caching off" in line for line in lines)
+
+
+# Models.
+
+MODELS = {
+    "MLA": (
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        NO_GQA | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+    ),
+    "without attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
+    "hybrid": ("jamba", "JambaForCausalLM", LLAMA | {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "sliding-window": ("mistral", "MistralForCausalLM", LLAMA | {"sliding_window": 128}),
+    "sliding-window (some layers)": ("gemma2", "Gemma2ForCausalLM", LLAMA),
+    "sliding-window (with sinks)": ("gpt_oss", "GptOssForCausalLM", LLAMA),
+    "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
+    "other than full attention": (
+        "llama",
+        "LlamaForCausalLM",
+        LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},
+    ),
+    "encoder-decoder": (
+        "whisper",
+        "WhisperForConditionalGeneration",
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4},
+    ),
+    "pooling": ("bert", "BertModel", NO_GQA),
+    "ALiBi": ("bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "ALiBi (switched on)": ("falcon", "FalconForCausalLM", NO_GQA | {"alibi": True}),
+    "share KV": ("llama", "LlamaForCausalLM", LLAMA | {"num_kv_shared_layers": 1}),
+    "skip attention": ("llama", "DeciLMForCausalLM", LLAMA),
+    "multimodal": (
+        "qwen2_audio",
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "text_config": LLAMA | {"model_type": "qwen2"},
+            "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2},
+        },
+    ),
+}  # fmt: skip
+
+
+def save_config(folder, model_type, architecture, settings) -> str:
+    config = AutoConfig.for_model(model_type, **settings)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name, recipe", MODELS.items(), ids=MODELS)
+def test_models(name, recipe, tmp_path):
+    model = save_config(tmp_path / "a-model", *recipe)
+    sentence = refusal(model, skip_tokenizer_init=True)
+    assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
+    assert "a-model" in sentence
+
+
+def test_a_decoder_run_for_pooling(model):
+    assert "pooling models" in refusal(model, runner="pooling", convert="embed")
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2])
+def test_models_with_full_attention_are_accepted(layer_types, tmp_path):
+    model = save_config(tmp_path, "llama", "LlamaForCausalLM", LLAMA | {"layer_types": layer_types})
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
+
+
+def test_an_unused_sliding_window_is_accepted(tmp_path):
+    settings = LLAMA | {"sliding_window": 128, "use_sliding_window": False}
+    model = save_config(tmp_path, "qwen2", "Qwen2ForCausalLM", settings)
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
+
+
+def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
+    vllm_config = EngineArgs(model=model, kv_eviction="snapkv").create_engine_config()
+    checks.check_model(vllm_config)
+    for kind, attribute in (
+        ("diffusion models", "is_diffusion"),
+        ("multimodal models", "is_multimodal_model"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelConfig, attribute, True)
+            vllm_config.model_config.__dict__.pop(attribute, None)
+            with pytest.raises(KVEvictionError, match=kind):
+                checks.check_model(vllm_config)
+        vllm_config.model_config.__dict__.pop(attribute, None)
+    checks.check_model(vllm_config)
+    object.__setattr__(vllm_config, "speculative_config", object())
+    with pytest.raises(KVEvictionError, match="draft model"):
+        checks.check_model(vllm_config)
+
+
+# Surroundings.
+
+
+def test_an_untested_vllm(model, monkeypatch):
+    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
+    sentence = refusal(model)
+    assert "0.32." in sentence and "0.33.1" in sentence
+
+
+def test_another_platform(model, monkeypatch):
+    monkeypatch.setattr(checks, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
+    assert "not on cuda" in refusal(model)
+
+
+def test_the_other_front_end(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "VLLM_USE_RUST_FRONTEND" in refusal(model)
+
+
+def test_expandable_segments(model, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in refusal(model)
+
+
+def test_surroundings_do_not_matter_when_off(model, monkeypatch):
+    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    EngineArgs(model=model, enable_prefix_caching=True).create_engine_config()
+
+
+# Single requests.
+
+
+@pytest.fixture
+def on(model):
+    return EngineArgs(
+        model, kv_eviction="snapkv", kv_eviction_config={"min_prompt": 0}, dtype="float32"
+    ).create_engine_config()
+
+
+@pytest.fixture
+def off(model, on):
+    return EngineArgs(model, dtype="float32").create_engine_config()
+
+
+def process(vllm_config, fields, length=100, **settings):
+    processor = InputProcessor(vllm_config)
+    params = SamplingParams(max_tokens=4, extra_args=fields)
+    prompt = {"prompt_token_ids": [7] * length}
+    return processor.process_inputs("request", prompt, params, ("generate",), **settings)
+
+
+def test_requests_pass(on):
+    request = process(on, {"kv_eviction": "streaming-llm", "kv_budget": 10, "kv_prefix_len": 100})
+    assert request.sampling_params.extra_args["kv_prefix_len"] == 100
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"kv_eviction": "nope"}, "kv_eviction"),
+        ({"kv_budget": 2.5}, "kv_budget"),
+        ({"kv_prefix_len": 101}, "kv_prefix_len"),
+        ({"kv_evictions": "snapkv"}, "kv_evictions"),
+    ],
+)
+def test_bad_fields_are_the_callers_fault(fields, named, on, off):
+    with pytest.raises(VLLMValidationError) as error:
+        process(on, fields)
+    assert error.value.parameter == named and str(error.value).startswith(named)
+    process(off, fields)  # without eviction nobody knows these fields
+
+
+def test_resumable_sessions(on, off):
+    with pytest.raises(VLLMValidationError, match="resumable sessions") as error:
+        process(on, None, resumable=True)
+    assert error.value.parameter == "resumable"
+    assert process(off, None, resumable=True).resumable
+
+
+def test_beam_search_offline(on, off):
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    with pytest.raises(VLLMValidationError, match="beam search"):
+        BeamSearchOfflineMixin.beam_search(
+            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=on)), [], params
+        )
+    # An engine without eviction in the same process gets as far as its own code.
+    with pytest.raises(AttributeError, match="input_processor"):
+        BeamSearchOfflineMixin.beam_search(
+            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=off)), [], params
+        )
+
+
+def test_beam_search_online(on, off):
+    def serving(vllm_config):
+        return SimpleNamespace(engine_client=SimpleNamespace(vllm_config=vllm_config))
+
+    # At the call, not at the first token: after that it could not become an HTTP 400.
+    with pytest.raises(VLLMValidationError, match="beam search"):
+        BeamSearchOnlineMixin.beam_search(serving(on), {}, "request", BeamSearchParams(2, 2))
+    assert hasattr(
+        BeamSearchOnlineMixin.beam_search(serving(off), {}, "request", BeamSearchParams(2, 2)), "__anext__"
+    )
