@@ -1,0 +1,58 @@
+"""Nothing evicted: greedy tokens equal those of vLLM without the flag."""
+
+import pytest
+
+from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
+
+LENGTHS = (300, 31, 500, 700, 33, 64)
+TOKENS = 64
+
+
+def _asks(policy="full", budget=None):
+    return [Ask(length, policy, budget, max_tokens=TOKENS) for length in LENGTHS]
+
+
+def _tokens(answers):
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama")
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    with engine(model) as llm:
+        return _tokens(run(llm, _asks(), recorded=False))
+
+
+@pytest.mark.engine
+def test_budget_one_and_full(model, stock):
+    with evicting_engine(model) as llm:
+        assert _tokens(run(llm, _asks())) == stock
+        assert _tokens(run(llm, _asks("ada-snapkv", 1.0))) == stock
+        # A budget that no prompt exceeds keeps everything, too; a small one does not.
+        assert _tokens(run(llm, _asks("snapkv", 700.0))) == stock
+        assert _tokens(run(llm, _asks("ada-snapkv", 0.2))) != stock
+
+
+@pytest.mark.engine
+def test_preempted_and_chunked(model, stock):
+    blocks = 2048 // 128 + 1
+    settings = {"num_gpu_blocks_override": blocks, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+    with evicting_engine(model, **settings, eviction={"decode_reserve": 1, "min_prompt": 256}) as llm:
+        # As many requests again crowd the pool until somebody is thrown out.
+        crowd = [Ask(400, max_tokens=200, seed=seed) for seed in range(1, 5)]
+        answers = run(llm, [*_asks(), *crowd])
+        assert num_preemptions(llm) > 0
+    assert _tokens(answers[: len(LENGTHS)]) == stock
+
+
+@pytest.mark.engine
+def test_compiled(model):
+    with engine(model, enforce_eager=False) as llm:
+        expected = _tokens(run(llm, _asks(), recorded=False))
+    with evicting_engine(model, enforce_eager=False) as llm:
+        assert _tokens(run(llm, _asks())) == expected
+        assert _tokens(run(llm, _asks("snapkv", 1.0))) == expected
