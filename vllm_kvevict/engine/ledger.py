@@ -92,14 +92,11 @@ class PageLedger(KVCacheManager):
         self, request: "Request", num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait."""
-        account = self.accounts.get(request.request_id)
+        admitted = self.accounts.get(request.request_id)
+        account = admitted or self._open(request)
+        if admitted is None and not self._admits(account):
+            return None
         tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
-        if account is None:
-            account = self._open(request)
-            if not self._admits(account):
-                return None
-            self.accounts[request.request_id] = account
-            self.admitted.append(account.plan)
         # A prefill grows into what it was promised, a decode into what nobody was.
         held = [count.at(tokens) for count in account.counts]
         promise = account.promised_at(tokens, held)
@@ -111,6 +108,9 @@ class PageLedger(KVCacheManager):
             # A rank that kept more than its share of a replay is promised more than there was room for.
             if self.used[rank] + grows > room.pages:
                 return None
+        if admitted is None:
+            self.accounts[request.request_id] = account
+            self.admitted.append(account.plan)
         self._hold(account, held, promise)
         account.tokens = tokens
         evict_at = account.plan.evict_at
@@ -182,7 +182,7 @@ class PageLedger(KVCacheManager):
     def _held_finally(self, account: Account, rank: int) -> int:
         """Pages an account is expected to hold at its end: exact once evicted, else from its budget."""
         count, evict_at = account.counts[rank], account.plan.evict_at
-        produced = account.tokens - account.prompt_len
+        produced = max(account.tokens, account.prefill_len) - account.prompt_len
         # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
         reserve = max(self.options.decode_reserve, 2 * produced)
         end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))

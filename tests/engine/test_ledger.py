@@ -1,0 +1,203 @@
+"""The ledger's arithmetic, request by request."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from tests.engine.simulation import PAGE, Setup, Shape, make_request, make_scheduler
+from vllm_kvevict.engine.ledger import PageLedger
+from vllm_kvevict.engine.messages import Report
+
+
+def make_ledger(
+    pages: Sequence[int], shapes: Sequence[Shape] = ((2, 2),), max_model_len: int = 1024, **options: Any
+) -> PageLedger:
+    """A ledger over pools of these sizes, with a budget of one fifth unless told otherwise."""
+    settings = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, **options}
+    ledger = make_scheduler(Setup(shapes, pages, max_model_len, options=settings)).kv_cache_manager
+    assert isinstance(ledger, PageLedger)
+    return ledger
+
+
+def grow(ledger: PageLedger, request: Request, tokens: int) -> bool:
+    """Schedule ``tokens`` more of a request, as vLLM does."""
+    if ledger.allocate_slots(request, tokens) is None:
+        return False
+    request.num_computed_tokens += tokens
+    return True
+
+
+def report(epoch: int, tokens: int, lengths: Sequence[int]) -> Report:
+    """What a rank says whose rows keep these lengths."""
+    pages = sum(-(-length // PAGE) for length in lengths)
+    residues = [sum(length % PAGE == residue for length in lengths) for residue in range(PAGE)]
+    freed = len(lengths) * -(-tokens // PAGE) - pages
+    return Report(epoch, tokens, pages, freed, residues, 0, [sum(lengths)], [tokens * len(lengths)], 0.0, 0.0)
+
+
+def replayed(name: str, prompt: int, outputs: int, max_tokens: int = 300) -> Request:
+    """A request that was preempted after so many outputs."""
+    request = make_request(name, prompt, max_tokens)
+    request.append_output_token_ids([7] * outputs)
+    request.num_preemptions = 1
+    return request
+
+
+def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
+    ledger = make_ledger([1000])
+    request = make_request("r", 640, 10)
+    assert grow(ledger, request, 100)
+    assert (ledger.used, ledger.promised) == ([4 * 4], [4 * 20 - 4 * 4])
+    assert grow(ledger, request, 540)
+    assert (ledger.used, ledger.promised) == ([4 * 20], [0])
+    assert [plan.request_id for plan in ledger.admitted] == ["r"]
+
+
+def test_a_decode_does_not_take_what_is_promised() -> None:
+    ledger = make_ledger([4 * 33], budget=1.0)
+    decode, prefill = make_request("decode", 320, 30), make_request("prefill", 640, 1)
+    assert grow(ledger, decode, 320)
+    assert grow(ledger, prefill, 100)
+    assert ledger.used[0] + ledger.promised[0] == 4 * (10 + 20)
+    for _ in range(3 * PAGE):
+        assert grow(ledger, decode, 1)
+    assert not grow(ledger, decode, 1)
+    assert ledger.used[0] + ledger.promised[0] == 4 * 33
+    assert grow(ledger, prefill, 540)
+
+
+def test_a_report_puts_the_counts_of_its_rank_in_place() -> None:
+    ledger = make_ledger([1000, 1000], shapes=[(2, 2), (1, 2)])
+    request = make_request("r", 320, 100)
+    assert grow(ledger, request, 320)
+    assert grow(ledger, request, 1)
+    assert ledger.used == [4 * 11, 2 * 11]
+    assert ledger.awaits_reports
+    # The step that follows the eviction was counted already: 321 tokens.
+    assert ledger.on_report(0, "r", report(1, 320, [32, 64, 33, 127])) is None
+    assert ledger.used == [2 + 3 + 2 + 4, 2 * 11]
+    assert ledger.awaits_reports
+    account = ledger.on_report(1, "r", report(1, 320, [64, 64]))
+    assert account is not None and sorted(account.reports) == [0, 1]
+    assert ledger.used == [11, 6]
+    assert not ledger.awaits_reports
+    assert grow(ledger, request, 1)
+    assert ledger.used == [12, 6]  # the row of 127 takes a page with its second token
+
+
+@pytest.mark.parametrize("name, epoch", [("r", 1), ("other", 2)])
+def test_a_report_without_an_account_is_dropped(name: str, epoch: int) -> None:
+    ledger = make_ledger([1000])
+    request = replayed("r", 320, 5)
+    assert grow(ledger, request, 320)
+    before = list(ledger.used)
+    assert ledger.on_report(0, name, report(epoch, 320, [64] * 4)) is None
+    assert ledger.used == before and ledger.awaits_reports
+
+
+def test_a_replay_is_promised_its_end_and_after_the_report_exactly_that() -> None:
+    ledger = make_ledger([1000])
+    request = replayed("r", 320, 500)
+    assert grow(ledger, request, 320)
+    # 64 kept + 500 replayed, at most a page more for each row that is ragged.
+    assert ledger.used[0] + ledger.promised[0] == 4 * (18 + 1)
+    ledger.on_report(0, "r", report(2, 320, [1, 127, 64, 64]))
+    assert ledger.used[0] == 1 + 4 + 2 + 2
+    assert ledger.used[0] + ledger.promised[0] == 16 + 20 + 18 + 18
+    assert grow(ledger, request, 500)
+    assert (ledger.used, ledger.promised) == ([16 + 20 + 18 + 18], [0])
+
+
+def test_a_rank_that_keeps_more_than_its_share_never_overflows() -> None:
+    """Ranks share one budget, so one of them may hold more than the ledger could promise beforehand."""
+    ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)
+    first, second = replayed("first", 320, 400, max_tokens=400), replayed("second", 320, 150, max_tokens=150)
+    assert grow(ledger, first, 320)
+    assert grow(ledger, second, 320)
+    for name in ("first", "second"):
+        ledger.on_report(0, name, report(2, 320, [1, 1]))
+        ledger.on_report(1, name, report(2, 320, [319, 319]))
+    assert (ledger.used[1], ledger.promised[1]) == (20 + 20, 26 + 10)
+    assert grow(ledger, first, 400)
+    assert ledger.used[1] == 66
+    assert not grow(ledger, second, 150)  # promised, but there are no such pages
+    ledger.free(first)
+    assert grow(ledger, second, 150)
+
+
+def test_who_must_wait_leaves_no_trace() -> None:
+    ledger = make_ledger([4 * 40], budget=1.0)
+    assert grow(ledger, make_request("first", 640, 10), 640)
+    used, promised = list(ledger.used), list(ledger.promised)
+    assert not grow(ledger, make_request("second", 640, 10), 100)
+    assert (ledger.used, ledger.promised) == (used, promised)
+    assert list(ledger.accounts) == ["first"]
+    assert [plan.request_id for plan in ledger.admitted] == ["first"]
+
+
+def test_free_returns_everything_and_withdraws_the_plan() -> None:
+    ledger = make_ledger([1000])
+    request = make_request("r", 640, 10)
+    assert grow(ledger, request, 100)
+    ledger.free(request)
+    assert (ledger.used, ledger.promised, ledger.accounts, ledger.admitted) == ([0], [0], {}, [])
+    ledger.free(request)
+    assert ledger.used == [0]
+
+
+def test_an_admission_has_one_plan_and_the_next_another() -> None:
+    ledger = make_ledger([1000])
+    request = make_request("r", 640, 10)
+    plan = ledger.plan(request)
+    assert ledger.plan(request) is plan
+    assert (plan.epoch, plan.evict_at) == (1, 640)
+    ledger.free(request)
+    request.num_preemptions += 1
+    assert ledger.plan(request).epoch == 2
+
+
+@pytest.mark.parametrize(
+    "outputs, max_tokens, expected",
+    [(0, 8, 8), (0, 300, 50), (20, 300, 50), (100, 300, 200), (100, 150, 150), (300, 2000, 424)],
+)
+def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
+    outputs: int, max_tokens: int, expected: int
+) -> None:
+    """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
+    ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
+    request = replayed("r", 600, outputs, max_tokens)
+    replay = ledger._open(request)
+    assert ledger._held_finally(replay, 0) == 4 * -(-(600 + expected) // PAGE)
+    assert grow(ledger, request, 600 + outputs)
+    assert ledger._held_finally(ledger.accounts["r"], 0) == 4 * -(-(600 + expected) // PAGE)
+
+
+def test_usage_is_that_of_the_fullest_rank() -> None:
+    ledger = make_ledger([1000, 500], shapes=[(2, 2), (1, 2)])
+    assert ledger.usage == 0
+    assert grow(ledger, make_request("r", 640, 10), 640)
+    assert ledger.usage == max(4 * 20 / 1000, 2 * 20 / 500)
+
+
+def test_verify_compares_requests_and_totals() -> None:
+    ledger = make_ledger([1000])
+    request = make_request("r", 640, 10)
+    assert grow(ledger, request, 100)
+    ledger.verify(0, {"r": (1, 100, 16), "gone": (1, 5, 99)})
+    ledger.verify(0, {"r": (2, 100, 99)})  # of another admission
+    with pytest.raises(
+        RuntimeError, match="holds 17 pages of request r at 100 tokens, the ledger expects 16"
+    ):
+        ledger.verify(0, {"r": (1, 100, 17)})
+    ledger.used = [15]
+    with pytest.raises(RuntimeError, match="ledger of rank 0 sums to 16, not 15"):
+        ledger.verify(0, {})
+
+
+def test_block_ids_are_empty_and_never_shared() -> None:
+    ledger = make_ledger([1000])
+    first, second = ledger.get_block_ids("r"), ledger.get_blocks("r").get_block_ids(allow_none=True)
+    assert first == second == ([],)
+    assert first[0] is not second[0]

@@ -1,0 +1,211 @@
+"""Admission and preemption, with vLLM's real scheduler: nothing hangs, nothing overflows, counts are exact."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.engine.loads import Load, mixed, play, tight
+from tests.engine.simulation import PAGE, Setup, Simulation, make_request, make_scheduler, options_of
+from vllm_kvevict.engine.messages import Report
+
+ROWS = 32
+ASYNCHRONOUS = {"depth": 2, "asynchronous": True}
+PIPELINED = {"depth": 3}
+
+
+def server(full_sequences: float = 4.0, **changes: Any) -> Setup:
+    """One rank of 8 layers x 4 KV heads that holds so many whole sequences of 2048 + 256 tokens."""
+    pages = int(full_sequences * ROWS * 2304 / PAGE)
+    return Setup(**{"shapes": [(8, 4)], "pages": [pages], "max_model_len": 2304, **changes})
+
+
+def check_end(load: Load, simulation: Simulation) -> None:
+    """Every request got what it asked for, was evicted where it should, and left nothing behind."""
+    options = options_of(load.setup)
+    positions: dict[str, list[int]] = {}
+    for name, epoch, position in simulation.workers.evictions:
+        positions.setdefault(name, []).append(position)
+        assert 1 <= epoch <= simulation.preemptions[name] + 1
+    assert len({(name, epoch) for name, epoch, _ in simulation.workers.evictions}) == len(
+        simulation.workers.evictions
+    )
+    for ask in load.asks:
+        evict_at = options.plan(ask.name, 1, ask.prompt, ask.extra_args).evict_at
+        assert set(positions.get(ask.name, ())) <= {evict_at}
+        if ask.name not in load.aborted:
+            assert simulation.outputs[ask.name] == ask.output
+            assert evict_at is None or evict_at in positions[ask.name]
+    nothing = [0] * len(load.setup.shapes)
+    ledger = simulation.ledger
+    assert (ledger.used, ledger.promised, ledger.accounts, ledger._plans) == (nothing, nothing, {}, {})
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_mixed_loads(first: int) -> None:
+    work = ideal = steps = 0
+    for seed in range(first, first + 10):
+        load = mixed(seed)
+        simulation = play(load, seed)
+        check_end(load, simulation)
+        assert max(simulation.preemptions.values()) <= 4
+        assert simulation.prefilled <= 3 * load.ideal_work
+        work, ideal, steps = work + simulation.prefilled, ideal + load.ideal_work, steps + simulation.steps
+    assert steps > 2000
+    assert work <= 1.25 * ideal
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_tight_loads_preempt_less_than_vllm_does(first: int) -> None:
+    """Outputs far beyond the reserve must preempt; still less is computed twice than without eviction."""
+    ours, theirs = [], []
+    for seed in range(first, first + 8):
+        load = tight(seed)
+        simulation = play(load, seed)
+        check_end(load, simulation)
+        # Who was preempted is expected to double its output, so the wrong guesses are at most logarithmic.
+        assert max(simulation.preemptions.values()) <= 5
+        ours.append(simulation)
+        theirs.append(
+            play(dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=None)), seed)
+        )
+    assert sum(s.prefilled for s in ours) < sum(s.prefilled for s in theirs)
+    assert sum(s.steps for s in ours) < sum(s.steps for s in theirs)
+
+
+# The load that admission was designed for: 24 requests of 2048 tokens in and 256 out.
+
+
+def reference(setup: Setup) -> Simulation:
+    simulation = Simulation(setup)
+    for index in range(24):
+        simulation.add(make_request(f"r{index}", 2048, 256))
+    simulation.run(20_000)
+    assert set(simulation.outputs.values()) == {256}
+    return simulation
+
+
+@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@pytest.mark.parametrize("chunk", [512, 2048, 8192])
+@pytest.mark.parametrize("full_sequences", [4.0, 4 * 2048 / 2304], ids=["4 sequences", "4 prompts"])
+def test_three_times_as_many_run_at_once(full_sequences: float, chunk: int, flight: dict[str, Any]) -> None:
+    simulation = reference(server(full_sequences, max_num_batched_tokens=chunk, **flight))
+    assert simulation.most_running >= 12
+    assert sum(simulation.preemptions.values()) <= 2
+
+
+@pytest.mark.parametrize("chunk", [512, 2048, 8192])
+def test_the_same_memory_runs_four_without_eviction(chunk: int) -> None:
+    simulation = reference(server(max_num_batched_tokens=chunk, options=None))
+    assert simulation.most_running == 4
+
+
+@pytest.mark.parametrize("options", [{"policy": "full"}, {"policy": "ada-snapkv", "budget": 1.0}])
+def test_nothing_to_evict_runs_four(options: dict[str, Any]) -> None:
+    simulation = reference(server(options=options))
+    assert simulation.most_running == 4
+    assert not simulation.workers.evictions
+
+
+def test_half_the_ranks_memory_is_what_counts() -> None:
+    setup = server(shapes=[(8, 4), (8, 4)], pages=[4 * 72 * ROWS, 2 * 72 * ROWS])
+    assert reference(setup).most_running <= 7
+
+
+# Reports.
+
+
+def test_report_of_an_older_admission_is_dropped() -> None:
+    simulation = Simulation(server(**PIPELINED))
+    simulation.add(make_request("r", 2048, 16))
+    simulation.step()
+    simulation.scheduler.reset_prefix_cache(
+        reset_running_requests=True
+    )  # preempts it, its eviction in flight
+    assert not simulation.ledger.accounts
+    simulation.step()
+    account = simulation.ledger.accounts["r"]
+    assert account.plan.epoch == 2
+    simulation.deliver()
+    assert simulation.ledger.accounts["r"] is account
+    assert account.unreported == {0} and account.held == [ROWS * 64]
+    simulation.deliver()
+    assert not account.unreported and account.held[0] < ROWS * 64 / 4
+    simulation.run(100)
+    assert simulation.outputs["r"] == 16
+    assert simulation.workers.evictions == [("r", 1, 2048), ("r", 2, 2048)]
+
+
+def test_report_of_an_aborted_request_is_dropped() -> None:
+    simulation = Simulation(server(depth=2))
+    simulation.add(make_request("r", 2048, 16))
+    simulation.step()
+    simulation.abort("r")
+    simulation.deliver()
+    assert simulation.ledger.used == simulation.ledger.promised == [0]
+    simulation.run(10)
+    assert simulation.workers.evictions and not simulation.workers.live
+
+
+@pytest.mark.parametrize("leaves", ["reported", "aborted", "preempted"])
+def test_frees_are_pending_only_while_an_eviction_is_unreported(leaves: str) -> None:
+    simulation = Simulation(server(depth=3, max_num_batched_tokens=1024))
+    connector = simulation.scheduler.connector
+    simulation.add(make_request("r", 2048, 16))
+    assert not connector.has_pending_block_frees()
+    simulation.step()
+    assert not connector.has_pending_block_frees()  # the first chunk evicts nothing
+    simulation.step()
+    assert connector.has_pending_block_frees()
+    simulation.deliver()
+    assert connector.has_pending_block_frees()
+    if leaves == "reported":
+        simulation.deliver()
+    elif leaves == "aborted":
+        simulation.abort("r")
+    else:
+        simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not connector.has_pending_block_frees()
+    simulation.run(100)
+
+
+@pytest.mark.parametrize("change", ["pages", "residues"])
+def test_a_wrong_report_is_found(change: str) -> None:
+    """The check can fail: at once for a wrong count, within a page of tokens for wrong last pages."""
+
+    def falsify(report: Report) -> Report:
+        if change == "pages":
+            return dataclasses.replace(report, pages=report.pages + 1)
+        return dataclasses.replace(report, residues=[*report.residues[1:], report.residues[0]])
+
+    simulation = Simulation(server())
+    simulation.workers.tamper = falsify
+    simulation.add(make_request("r", 2048, 64))
+    with pytest.raises(RuntimeError, match="kv eviction check: rank 0 holds"):
+        simulation.run(PAGE + 2)
+
+
+# Eviction positions.
+
+
+@pytest.mark.parametrize("extra_args, position", [({}, 2000), ({"kv_prefix_len": 700}, 700)])
+def test_replay_is_cut_at_the_same_position(extra_args: dict[str, Any], position: int) -> None:
+    simulation = Simulation(server(max_num_batched_tokens=8192))
+    simulation.add(make_request("r", 2000, 64, extra_args))
+    for _ in range(20):
+        simulation.step()
+    simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    known = 2000 + simulation.outputs["r"]
+    assert simulation.step().num_scheduled_tokens == {"r": position}
+    assert simulation.step().num_scheduled_tokens == {"r": known - position}
+    simulation.run(100)
+    assert simulation.workers.evictions == [("r", 1, position), ("r", 2, position)]
+    assert simulation.outputs["r"] == 64
+
+
+def test_pool_too_small_for_one_sequence_is_refused() -> None:
+    make_scheduler(server(full_sequences=1))
+    with pytest.raises(
+        ValueError, match=r"^--max-model-len 2304 needs 2304 pages .* has 2303: lower --max-m"
+    ):
+        make_scheduler(server(pages=[2303]))
