@@ -86,12 +86,12 @@ def test_an_all_decode_batch_is_batch_by_heads():
     cache.verify()
 
 
-def test_block_table_lists_each_row_in_order():
+def test_block_tables_list_each_row_in_order():
     cache = make()
     slots = [cache.open() for _ in range(3)]
     step = cache.extend(slots, [100, 1, 64])
-    for layer in range(L):
-        table = cache.block_table(layer, step.slots, 7)
+    tables, subsets = cache.block_tables(step.slots, 7), cache.block_tables(step.slots[[2, 0]], 4)
+    for layer, (table, subset) in enumerate(zip(tables, subsets, strict=True)):
         assert table.shape == (3 * H, 7)
         assert table.dtype == torch.int32
         assert ((table >= 0) & (table < 400)).all()
@@ -99,7 +99,6 @@ def test_block_table_lists_each_row_in_order():
             own = cache.tables.region(slot)[layer * H : (layer + 1) * H]
             held = -(-step.max_lens[i] // PS)
             assert torch.equal(table[i * H : (i + 1) * H, :held], own[:, :held])
-        subset = cache.block_table(layer, step.slots[[2, 0]], 4)
         assert torch.equal(subset[:, :2], table[[4, 5, 0, 1], :2])
 
 

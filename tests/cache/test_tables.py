@@ -35,19 +35,19 @@ def test_regions_keep_their_content_while_others_come_and_go():
             want[slot] = fill(tables, slot, columns)
         for other, table in want.items():
             assert torch.equal(tables.region(other)[:, : table.shape[1]], table)
-            got = tables.block_table(torch.tensor([other]), 1, 2, table.shape[1])
-            assert torch.equal(got, table[1:])
+            got = tables.block_tables(torch.tensor([other]), 1, table.shape[1])
+            assert torch.equal(got[0], table)
 
 
-def test_block_table_of_several_requests_stays_inside_the_arena():
+def test_block_tables_of_several_requests_stays_inside_the_arena():
     tables = PageTables(3, 4, "cpu")
     for slot in range(3):
         grow(tables, slot, 5)
         fill(tables, slot, 5)
-    got = tables.block_table(torch.tensor([2, 0]), 2, 2, 50)
-    assert got.shape == (4, 50)
+    got = tables.block_tables(torch.tensor([2, 0]), 2, 50)
+    assert got.shape == (2, 4, 50)
     assert got.dtype == torch.int32
-    assert got[:, 3].tolist() == [2203, 2303, 203, 303]
+    assert got[1, :, 3].tolist() == [2203, 2303, 203, 303]
     assert set(got.flatten().tolist()) <= {0, *tables.arena.tolist()}
 
 
@@ -117,3 +117,10 @@ def test_tables_stay_below_three_percent_of_the_kv_bytes(step):
         tables.shrink(slot, int(pages[slot].max()))
     check()
     assert peak < 0.03
+
+
+def test_block_tables_of_one_request_with_one_head():
+    tables = PageTables(2, 3, "cpu")
+    grow(tables, 1, 5)
+    want = fill(tables, 1, 5)
+    assert torch.equal(tables.block_tables(torch.tensor([1]), 3, 5)[:, 0], want)

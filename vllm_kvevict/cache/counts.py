@@ -48,5 +48,5 @@ class PageCount:
 
     def at(self, tokens: int) -> int:
         """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""
-        full, more = divmod(tokens - self.tokens, len(self.gains))
-        return self.pages + self.rows * full + self.gains[more]
+        more, page_size = tokens - self.tokens, len(self.gains)
+        return self.pages + self.rows * (more // page_size) + self.gains[more % page_size]

@@ -168,18 +168,17 @@ class PagedKVCache:
         self.lengths.append(which, tokens, pages)
         return Step(batch, seq_lens.flatten(1), write_slots.flatten(1), max_lens.tolist())
 
-    def block_table(self, layer: int, slots: torch.Tensor, width: int) -> torch.Tensor:
-        """Pages of one layer's rows.
+    def block_tables(self, slots: torch.Tensor, width: int) -> torch.Tensor:
+        """Pages of all layers' rows: one pass a step, since a compaction only shortens rows.
 
         Args:
-            layer: the layer.
             slots: int64 [B] on the device: a step's slots or some of them.
             width: columns of the result.
 
         Returns:
-            int32 [B * H, width]. What follows a row's own pages is arbitrary, but valid page ids.
+            int32 [L, B * H, width]. What follows a row's own pages is arbitrary, but valid page ids.
         """
-        return self.tables.block_table(slots, layer * self.num_kv_heads, self.num_kv_heads, width)
+        return self.tables.block_tables(slots, self.num_layers, width)
 
     def read_keys(self, slot: int, layer: int, n: int) -> torch.Tensor:
         """The first ``n`` keys of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""

@@ -43,19 +43,19 @@ class PageTables:
         start, columns = int(self._starts[slot]), int(self._columns[slot])
         return self.arena[start : start + self.num_rows * columns].view(self.num_rows, columns)
 
-    def block_table(self, slots: torch.Tensor, first: int, count: int, width: int) -> torch.Tensor:
-        """Pages of rows ``first`` to ``first + count`` of ``slots`` (int64 [B]), int32 [B * count, width].
+    def block_tables(self, slots: torch.Tensor, layers: int, width: int) -> torch.Tensor:
+        """Pages of all rows of ``slots`` (int64 [B]), layer by layer, int32 [layers, B * num_rows / layers, width].
 
         What follows a row's own pages is arbitrary, but valid page ids.
         """
-        start = self.row_starts[:, first : first + count].index_select(0, slots)
-        place = start.view(-1, 1) + torch.arange(width, dtype=torch.int32, device=slots.device)
+        start = self.row_starts.index_select(0, slots).view(len(slots), layers, -1).transpose(0, 1)
+        place = start.reshape(layers, -1, 1) + torch.arange(width, dtype=torch.int32, device=slots.device)
         place.clamp_(max=self.arena.numel() - 1)
         return self.pages_at(place)
 
     def pages_at(self, place: torch.Tensor) -> torch.Tensor:
         """Page ids at some places (int32) of the arena, int32 of the same shape."""
-        return self.arena.index_select(0, place.view(-1)).view(place.shape)
+        return self.arena.index_select(0, place.flatten()).view(place.shape)
 
     def reserve(self, slots: IntArray, columns: IntArray) -> None:
         """Make room for at least ``columns`` (int64 [B]) pages a row of ``slots`` (int64 [B])."""

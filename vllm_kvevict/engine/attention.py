@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vllm_kvevict.engine.batch import Rows
+from vllm_kvevict.engine.batch import Call
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.runtime import StepState, get_runtime
 
@@ -94,60 +94,56 @@ class RaggedCPUImpl(AttentionImpl):
         """
         if attn_metadata is None:
             return output.zero_()
-        runtime = get_runtime()
-        batch, cache = attn_metadata.batch, runtime.cache
-        tokens, heads, group = batch.num_tokens, self.num_kv_heads, batch.group_size
+        runtime, batch = get_runtime(), attn_metadata.batch
         index = runtime.layer_index[layer.layer_name]
+        tokens, heads = batch.num_tokens, self.num_kv_heads
         runtime.write(
-            cache.storage,
+            runtime.cache.storage,
             key[:tokens].reshape(tokens * heads, self.head_size),
             value[:tokens].reshape(tokens * heads, self.head_size),
-            batch.step.write_slots[index],
+            batch.write_slots[index],
         )
-        # One row is the query group of one KV head; the op wants a request's rows head by head.
-        queries = query[:tokens].reshape(tokens * heads, group * self.head_size)
-        result = output[:tokens].view(tokens * heads, group * self.head_size)
-        for rows in batch.calls:
-            if rows.gather is None:
-                self._attend(index, rows, attn_metadata, queries, result)
+        # One row holds the query heads of one KV head; the op wants a request's rows head by head.
+        queries = query[:tokens].reshape(tokens * heads, -1)
+        result = output[:tokens].view(tokens * heads, -1)
+        for call in batch.calls:
+            if call.gather is None:
+                self._attend(index, call, queries, result)
             else:
-                part = torch.empty(rows.gather.shape[0], queries.shape[1], dtype=queries.dtype)
-                self._attend(index, rows, attn_metadata, queries.index_select(0, rows.gather), part)
-                result.index_copy_(0, rows.gather, part)
+                mine = queries.index_select(0, call.gather)
+                part = torch.empty_like(mine)
+                self._attend(index, call, mine, part)
+                result.index_copy_(0, call.gather, part)
         if attn_metadata.windows:
-            runtime.after_attention(layer.layer_name, attn_metadata, query, self.scale, self.softcap)
+            runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output
 
-    def _attend(self, layer: int, rows: Rows, state: StepState, queries: Tensor, result: Tensor) -> None:
+    def _attend(self, layer: int, call: Call, queries: Tensor, result: Tensor) -> None:
         runtime = get_runtime()
-        batch = state.batch
-        seq_lens = batch.step.seq_lens[layer]
-        if rows.requests is not None:
-            seq_lens = seq_lens.view(-1, self.num_kv_heads)[rows.requests].flatten()
-        shape = (-1, batch.group_size, self.head_size)
-        key_pages, value_pages = runtime.paged_views(runtime.cache.storage)
+        seq_lens = call.seq_lens[layer]
+        group = self.num_heads // self.num_kv_heads
         ops.cpu_attention_with_kv_cache(
-            query=queries.view(shape),
-            key_cache=key_pages,
-            value_cache=value_pages,
-            output=result.view(shape),
-            query_start_loc=rows.query_start_loc,
+            query=queries.view(-1, group, self.head_size),
+            key_cache=runtime.key_pages,
+            value_cache=runtime.value_pages,
+            output=result.view(-1, group, self.head_size),
+            query_start_loc=call.query_start_loc,
             seq_lens=seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=runtime.cache.block_table(layer, rows.slots, rows.width),
+            block_table=call.block_tables[layer],
             softcap=self.softcap,
             # Lengths differ from layer to layer, so this cannot be made once per step.
             scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=seq_lens.shape[0],
-                num_heads=batch.group_size,
+                num_heads=group,
                 num_kv_heads=1,
                 head_dim=self.head_size,
                 seq_lens=seq_lens,
                 dtype=queries.dtype,
-                query_start_loc=rows.query_start_loc,
+                query_start_loc=call.query_start_loc,
                 causal=True,
                 sliding_window_size=-1,
                 isa=runtime.isa,

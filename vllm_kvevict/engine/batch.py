@@ -3,107 +3,107 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache, Step
 
+IntArray = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
-class Rows:
-    """Requests that one attention call serves: tables of similar width.
+class Call:
+    """Requests that one attention call serves in every layer. R requests, H KV heads, L layers.
 
     Attributes:
-        requests: indices into the batch, or None for all of it.
-        slots: [R] cache slots.
-        width: columns of the block table.
-        query_start_loc: [R * Hkv + 1] int32, in rows of one KV head's query group.
-        gather: [rows] int64, for each row (request, head, token) its place (token, head) in the batch; None when
-            they coincide (one token per request, all requests).
+        seq_lens: [L, R * H] int32, entries of each sequence with this step's.
+        block_tables: [L, R * H, width] int32, pages of each sequence.
+        query_start_loc: [R * H + 1] int32, where each sequence's queries start.
+        gather: int64, for each query in the order (request, head, token) its place (token, head) in the batch;
+            None when the two orders are the same.
     """
 
-    requests: Tensor | None
-    slots: Tensor
-    width: int
+    seq_lens: Tensor
+    block_tables: Tensor
     query_start_loc: Tensor
     gather: Tensor | None
 
 
+@dataclass(frozen=True)
 class Batch:
     """Index tensors of a step, made once and used by every layer.
+
+    Attributes:
+        num_tokens: T, the step's tokens.
+        write_slots: [L, T * H] int64, where new entries go, in the order (token, head).
+        calls: one attention call each.
+    """
+
+    num_tokens: int
+    write_slots: Tensor
+    calls: list[Call]
+
+
+def lay_out(cache: PagedKVCache, step: Step, lengths: Sequence[int]) -> Batch:
+    """Lay out a step.
 
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
-        lengths: query tokens of each request.
-        group_size: query heads per KV head.
+        lengths: query tokens of each request, all positive.
     """
-
-    def __init__(self, cache: PagedKVCache, step: Step, lengths: Sequence[int], group_size: int):
-        self.cache = cache
-        self.step = step
-        self.num_tokens = sum(lengths)
-        self.group_size = group_size
-        heads, page_size = cache.num_kv_heads, cache.page_size
-        widths = [-(-length // page_size) for length in step.max_lens]
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        self.calls = [
-            self._rows(requests, len(lengths), starts, lengths, max(widths[i] for i in requests), heads)
-            for requests in split_by_width(widths)
-        ]
-
-    def _rows(
-        self,
-        requests: Sequence[int],
-        batch_size: int,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        width: int,
-        heads: int,
-    ) -> Rows:
-        device = self.step.slots.device
-        everyone = len(requests) == batch_size
-        mine = [lengths[i] for i in requests]
-        index = None if everyone else torch.tensor(requests, device=device)
-        slots = self.step.slots if index is None else self.step.slots[index]
-        per_row = torch.tensor(mine, dtype=torch.int32, device=device).repeat_interleave(heads)
-        query_start_loc = torch.zeros(len(mine) * heads + 1, dtype=torch.int32, device=device)
-        torch.cumsum(per_row, 0, out=query_start_loc[1:])
-        if everyone and max(mine) == 1:
-            return Rows(index, slots, width, query_start_loc, None)
-        head = torch.arange(heads, device=device)[:, None]
-        single = [i for i in requests if lengths[i] == 1]
-        parts: list[Tensor]
-        if len(single) == len(requests):
-            parts = [
-                (torch.tensor([starts[i] for i in single], device=device)[:, None] * heads + head.T).flatten()
-            ]
-        else:
-            parts = [
-                (torch.arange(starts[i], starts[i + 1], device=device)[None] * heads + head).flatten()
-                for i in requests
-            ]
-        return Rows(index, slots, width, query_start_loc, torch.cat(parts))
+    tokens = np.asarray(lengths, np.int64)
+    widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
+    calls = []
+    for requests in split_by_width(widths):
+        slots, seq_lens = step.slots, step.seq_lens
+        if len(requests) < len(tokens):
+            index = torch.from_numpy(requests).to(slots.device)
+            slots = slots[index]
+            seq_lens = seq_lens.unflatten(1, (len(tokens), -1))[:, index].flatten(1)
+        query_start_loc, gather = _query_order(tokens, requests, cache.num_kv_heads)
+        calls.append(
+            Call(
+                seq_lens=seq_lens,
+                block_tables=cache.block_tables(slots, int(widths[requests].max())),
+                query_start_loc=torch.from_numpy(query_start_loc).to(slots.device),
+                gather=None if gather is None else torch.from_numpy(gather).to(slots.device),
+            )
+        )
+    return Batch(int(tokens.sum()), step.write_slots, calls)
 
 
-def split_by_width(widths: Sequence[int]) -> list[list[int]]:
+def _query_order(
+    tokens: IntArray, requests: IntArray, heads: int
+) -> tuple[NDArray[np.int32], IntArray | None]:
+    """``query_start_loc`` and ``gather`` of a call that serves some requests of a batch."""
+    per_sequence = np.repeat(tokens[requests], heads)
+    ends = per_sequence.cumsum()
+    query_start_loc = np.concatenate([[0], ends]).astype(np.int32)
+    if len(requests) == len(tokens) == tokens.sum():
+        return query_start_loc, None
+    starts = (tokens.cumsum() - tokens)[requests]
+    first = (starts[:, None] * heads + np.arange(heads)).ravel()
+    token = np.arange(ends[-1]) - np.repeat(ends - per_sequence, per_sequence)
+    return query_start_loc, np.repeat(first, per_sequence) + token * heads
+
+
+def split_by_width(widths: IntArray) -> list[IntArray]:
     """Split a batch into at most two calls, so that narrow tables are not padded to the widest.
 
     Args:
         widths: pages of each request's longest row.
 
     Returns:
-        Indices of the requests of each call, ascending; one call where a second would not halve the padding.
+        Indices of the requests of each call, ascending; one call unless a second at least halves the tables.
     """
-    order = sorted(range(len(widths)), key=lambda i: -widths[i])
-    whole = widths[order[0]] * len(widths)
-    best, cut = whole, 0
-    for wide in range(1, len(widths)):
-        cells = widths[order[0]] * wide + widths[order[wide]] * (len(widths) - wide)
-        if cells < best:
-            best, cut = cells, wide
-    if 2 * best > whole:
-        return [list(range(len(widths)))]
-    return [sorted(order[:cut]), sorted(order[cut:])]
+    order = np.argsort(-widths, kind="stable")
+    falling = widths[order]
+    wide = np.arange(1, len(widths))
+    cells = falling[0] * wide + falling[1:] * (len(widths) - wide)
+    if not cells.size or 2 * cells.min() > falling[0] * len(widths):
+        return [np.arange(len(widths))]
+    cut = int(wide[cells.argmin()])
+    return [np.sort(order[:cut]), np.sort(order[cut:])]

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Batch
+from vllm_kvevict.engine.batch import Batch, lay_out
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, Plan
 from vllm_kvevict.engine.messages import RankMessage, Report
 from vllm_kvevict.engine.rows import batch_request_ids
@@ -106,7 +106,6 @@ class Runtime:
         storage.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
         self.isa = _get_attn_isa(view.dtype, page_size, first.head_size)
         self.head_size = first.head_size
-        self.group_size = first.num_heads // first.num_kv_heads
         self.layer_index = {name: index for index, name in enumerate(names)}
         self.cache = PagedKVCache(
             storage,
@@ -116,6 +115,7 @@ class Runtime:
             max_requests=self.vllm_config.scheduler_config.max_num_seqs,
             write=self.write,
         )
+        self.key_pages, self.value_pages = self.paged_views(storage)
         self.first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
             self.vllm_config.parallel_config
         )
@@ -187,17 +187,17 @@ class Runtime:
                 source = slice(start + low - before, start + length)
                 target = slice(low - first, live.tokens - first)
                 windows.append(QueryRows(live, source, target, evicts))
-        return StepState(Batch(self.cache, step, lengths, self.group_size), windows)
+        return StepState(lay_out(self.cache, step, lengths), windows)
 
     def after_attention(
-        self, layer_name: str, state: StepState, query: Tensor, scale: float, softcap: float
+        self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
     ) -> None:
         """Keep the window's queries; evict the requests whose last token before the position is computed.
 
         Args:
+            layer: index among the rank's layers.
             query: [tokens, Hq, d] of the step, after RoPE.
         """
-        layer = self.layer_index[layer_name]
         for rows in state.windows:
             live = rows.live
             evict_at = live.plan.evict_at
