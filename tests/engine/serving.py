@@ -25,7 +25,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_COLOR": "0",
 }
 # What the tests' own engines need is not what a user's process has.
-for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_LOGGING_LEVEL"):
+for name in (
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_KVEVICT_CHECK",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+):
     ENVIRONMENT.pop(name, None)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
+from vllm_kvevict.policies import available
+
 if TYPE_CHECKING:
     from vllm_kvevict.engine.config import Plan
     from vllm_kvevict.engine.messages import Report
@@ -160,6 +162,9 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         for labels in per_engine.values():
             for metric in (*self.counters.values(), *self.histograms.values()):
                 metric.labels(*labels)
+            for policy in available():
+                if policy != "full":
+                    self.evictions.labels(*labels, policy)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -125,6 +125,7 @@ def requested_options(args: Any) -> Options | None:
 def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, **kwargs: Any) -> Any:
     """Make the engine's configuration with our scheduler, worker and transport in it."""
     from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     from vllm_kvevict.engine import checks, requests
 
@@ -146,6 +147,8 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.{kind}"
     requests.install()
+    if isinstance(args, AsyncEngineArgs):
+        requests.install_in_server()
     if args.enable_prefix_caching is None:
         logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
     return vllm_config

@@ -1,13 +1,15 @@
 """Checks of single requests in the front-end, where a refusal becomes an HTTP 400."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
@@ -21,47 +23,79 @@ SESSION = "resumable sessions cannot be used while KV eviction is on: their KV o
 @functools.cache
 def install() -> None:
     """Check every request of this process before it reaches an engine that evicts. Others pass unchanged."""
-    check = InputProcessor.process_inputs
+    process_inputs = InputProcessor.process_inputs
 
-    @functools.wraps(check)
-    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = check(self, *args, **kwargs)
-        settings = _settings(self.vllm_config)
-        if settings is not None and request.sampling_params is not None:
+    @functools.wraps(process_inputs)
+    def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        if _options(self.vllm_config):
             if request.resumable:
                 raise VLLMValidationError(SESSION, parameter="resumable")
-            _check_fields(Options.parse(settings), request)
+            tokens = request.prompt_token_ids, request.prompt_embeds
+            _check(self.vllm_config, request.sampling_params, *tokens)
         return request
 
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
-    BeamSearchOnlineMixin.beam_search = _no_beam_search(  # type: ignore[method-assign]
-        BeamSearchOnlineMixin.beam_search, "engine_client"
-    )
-    BeamSearchOfflineMixin.beam_search = _no_beam_search(  # type: ignore[method-assign]
-        BeamSearchOfflineMixin.beam_search, "llm_engine"
-    )
+    InputProcessor.process_inputs = checked  # type: ignore[method-assign]
+    _before(BeamSearchOnlineMixin, "beam_search", _check_beam_search_online)
+    _before(BeamSearchOfflineMixin, "beam_search", _check_beam_search_offline)
+    # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
+    _before(AsyncLLM, "generate", _check_generate)
 
 
-def _settings(vllm_config: Any) -> dict[str, Any] | None:
-    config = vllm_config.additional_config
-    return config.get(KEY) if isinstance(config, dict) else None
+@functools.cache
+def install_in_server() -> None:
+    """The same for the one endpoint that calls ``AsyncLLM.generate`` only after its stream has begun."""
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
-def _no_beam_search(search: Callable, engine: str) -> Callable:
-    @functools.wraps(search)
-    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _settings(getattr(self, engine).vllm_config) is not None:
-            raise VLLMValidationError(BEAM_SEARCH, parameter="use_beam_search", value=True)
-        return search(self, *args, **kwargs)
+def _before(cls: type, name: str, check: Callable[..., None]) -> None:
+    """Call ``check`` with a method's arguments when it is called, even if it is an asynchronous generator."""
+    method = getattr(cls, name)
 
-    return beam_search
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    setattr(cls, name, checked)
 
 
-def _check_fields(options: Options, request: Any) -> None:
-    extra_args = request.sampling_params.extra_args
-    prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+def _check_beam_search_online(self: Any, *args: Any, **kwargs: Any) -> None:
+    if _options(self.engine_client.vllm_config):
+        raise VLLMValidationError(BEAM_SEARCH, parameter="use_beam_search", value=True)
+
+
+def _check_beam_search_offline(self: Any, *args: Any, **kwargs: Any) -> None:
+    if _options(self.llm_engine.vllm_config):
+        raise VLLMValidationError(BEAM_SEARCH)
+
+
+def _check_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(prompt, AsyncGenerator) and _options(self.vllm_config):
+        raise VLLMValidationError(SESSION)
+    if isinstance(prompt, dict):
+        tokens = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+        _check(self.vllm_config, sampling_params, *tokens)
+
+
+def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: Any, **kwargs: Any) -> None:
+    _check_generate(self.engine_client, engine_input, sampling_params)
+
+
+def _check(vllm_config: Any, params: Any, token_ids: Any, embeds: Any) -> None:
+    """Refuse fields that the scheduler could not follow."""
+    options = _options(vllm_config)
+    if options is None or not isinstance(params, SamplingParams) or (token_ids is None and embeds is None):
+        return
     try:
-        options.plan(request.request_id, 1, prompt_len, extra_args)
+        options.plan("", 1, length_from_prompt_token_ids_or_embeds(token_ids, embeds), params.extra_args)
     except KVEvictionError as error:
-        value = (extra_args or {}).get(error.field_name)
+        value = (params.extra_args or {}).get(error.field_name)
         raise VLLMValidationError(str(error), parameter=error.field_name, value=value) from None
+
+
+def _options(vllm_config: Any) -> Options | None:
+    config = vllm_config.additional_config
+    return Options.parse(config[KEY]) if isinstance(config, dict) and KEY in config else None

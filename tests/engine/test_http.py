@@ -1,0 +1,428 @@
+"""A real server and real clients: every endpoint, per-request settings, refusals, metrics, and a soak."""
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.serving import Server
+from vllm_kvevict.policies import available
+
+pytestmark = pytest.mark.engine
+
+ROWS = 4 * 2  # layers x KV heads of the model
+PAGE = 32
+EVICTING = [policy for policy in available() if policy != "full"]
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    flags = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2", "--kv-eviction-config.min_prompt", "0"]
+    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-logprobs", "-1"]
+    # 24 blocks of 128 tokens: little enough for the soak to run out of pages.
+    flags += ["--num-gpu-blocks-override", "24"]
+    env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_LOG_STATS_INTERVAL": "1"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server(models("llama"), log, *flags, env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+def words(length: int, seed: int = 0) -> str:
+    """A prompt of so many tokens."""
+    chooser = random.Random(seed * 10_000 + length)
+    return " ".join(f"w{chooser.randrange(8, 500)}" for _ in range(length))
+
+
+def complete(client, prompt, max_tokens=12, fields=None, **settings):
+    settings = {"temperature": 0, **settings}
+    extra = {"ignore_eos": True, "vllm_xargs": fields or {}, **settings.pop("extra_body", {})}
+    return client.completions.create(
+        model=client.models.list().data[0].id,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        extra_body=extra,
+        **settings,
+    )
+
+
+def text_of(*args, **settings) -> str:
+    return complete(*args, **settings).choices[0].text
+
+
+def eventually(condition, patience=30.0):
+    """Metrics follow the answer they belong to a step later."""
+    deadline = time.monotonic() + patience
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return result
+
+
+def idle(server) -> bool:
+    """Whether the server holds nothing."""
+    numbers = server.metrics()
+    usage = re.search(r"^vllm:kv_cache_usage_perc.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)
+    return (
+        numbers['physical_pages{rank="0"}'] == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
+    )
+
+
+# What is done, and what is reported of it.
+
+
+def test_start_up_and_request_lines(server, client):
+    line = re.search(r"KV eviction: policy ada-snapkv, budget 0.2, .*", server.log)
+    assert "page size 32 tokens" in line[0] and "(rank 0: 768)" in line[0]
+    assert len(re.findall("WARNING.*KV eviction turns prefix caching off", server.log)) == 1
+    answer = complete(client, words(300), fields={"kv_eviction": "streaming-llm"})
+    line = eventually(lambda: re.search(rf"DEBUG.*KV eviction: request {answer.id}.*", server.log))
+    assert "at 300 tokens by streaming-llm: kept 480/2400 entries, freed 64 pages" in line[0]
+    assert line[0].endswith("per layer 120/600 120/600 120/600 120/600")
+    assert eventually(
+        lambda: re.search(r"INFO.*evictions=\d+, mean kept ratio=0.2, freed pages=64", server.log)
+    )
+
+
+def test_metrics_are_exact(server, client):
+    before = server.metrics()
+    complete(client, words(300), fields={"kv_eviction": "streaming-llm", "kv_budget": 0.25})
+    complete(client, words(200), fields={"kv_eviction": "streaming-llm", "kv_budget": 40})
+    complete(client, words(250), fields={"kv_eviction": "full"})
+    complete(client, words(250), fields={"kv_budget": 1.0})
+    complete(client, words(40), fields={"kv_budget": 40})
+
+    def difference(name):
+        return server.metrics().get(name, 0.0) - before.get(name, 0.0)
+
+    assert eventually(lambda: difference("kept_ratio_count") == 2)
+    evicted = ROWS * (300 - 75 + 200 - 40)
+    freed = ROWS * sum(-(-n // PAGE) - -(-kept // PAGE) for n, kept in ((300, 75), (200, 40)))
+    assert difference("evicted_tokens_total") == evicted
+    assert difference("freed_pages_total") == freed > 0
+    assert difference('evictions_total{policy="streaming-llm"}') == 2
+    assert sum(difference(f'evictions_total{{policy="{policy}"}}') for policy in available()) == 2
+    assert difference("kept_ratio_sum") == pytest.approx(0.25 + 0.2)
+    for name in ("decision_seconds", "compaction_seconds"):
+        assert difference(f"{name}_count") == 2
+        assert 0 < difference(f"{name}_sum") < 60
+    assert eventually(lambda: idle(server))
+
+
+def test_gauges_show_what_a_running_request_holds(server, client):
+    settings = {
+        "fields": {"kv_eviction": "streaming-llm", "kv_budget": 60},
+        "max_tokens": 1500,
+        "stream": True,
+    }
+    with complete(client, words(300), **settings) as stream:
+        for _ in itertools.islice(stream, 5):
+            pass
+        numbers = server.metrics()
+    entries, pages = (numbers[f'{name}{{rank="0"}}'] for name in ("logical_kv_tokens", "physical_pages"))
+    assert entries % ROWS == 0 and entries / ROWS >= 60 + 4
+    assert pages == ROWS * -(-entries / ROWS // PAGE)
+    # The client went away: so do the pages.
+    assert eventually(lambda: idle(server))
+
+
+def test_a_client_that_goes_away_during_prefill_and_decode(server, client):
+    for events in (0, 1, 3):
+        streams = [complete(client, words(900, seed), max_tokens=1000, stream=True) for seed in range(4)]
+        for stream in streams:
+            for _ in itertools.islice(stream, events):
+                pass
+            stream.close()
+        assert eventually(lambda: idle(server))
+
+
+def test_every_evicting_policy_has_its_series(server):
+    names = server.metrics()
+    for policy in EVICTING:
+        assert f'evictions_total{{policy="{policy}"}}' in names
+
+
+# Settings of single requests.
+
+
+def test_budgets_matter_and_full_means_everything(client):
+    prompt = words(600)
+    full = text_of(client, prompt, 32, {"kv_eviction": "full"})
+    assert text_of(client, prompt, 32, {"kv_budget": 1.0}) == full
+    assert text_of(client, prompt, 32, {"kv_budget": 600}) == full
+    evicted = text_of(client, prompt, 32)
+    assert evicted != full
+    assert text_of(client, prompt, 32, {"kv_budget": 0.2}) == evicted
+    assert text_of(client, prompt, 32, {"kv_budget": 120}) == evicted
+    assert text_of(client, prompt, 32, {"kv_budget": 120.0}) == evicted
+    assert text_of(client, prompt, 32, {"kv_budget": "0.2"}) == evicted
+    assert text_of(client, prompt, 32, {"kv_eviction": "ada-snapkv"}) == evicted
+    assert text_of(client, prompt, 32, {"kv_prefix_len": 600}) == evicted
+
+
+def test_fields_are_followed(server, client):
+    answer = complete(
+        client, words(500), fields={"kv_eviction": "snapkv", "kv_budget": 64, "kv_prefix_len": 400}
+    )
+    line = eventually(lambda: re.search(rf"KV eviction: request {answer.id}.*", server.log))
+    assert f"at 400 tokens by snapkv: kept {ROWS * 64}/{ROWS * 400} entries" in line[0]
+
+
+def chat(client, fields, stream=False):
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": words(400)}],
+        max_tokens=12,
+        temperature=0,
+        stream=stream,
+        extra_body={"ignore_eos": True, "vllm_xargs": fields},
+    )
+    if not stream:
+        return answer.choices[0].message.content
+    return "".join(event.choices[0].delta.content or "" for event in answer if event.choices)
+
+
+def responses(client, fields, stream=False):
+    answer = client.responses.create(
+        model=client.models.list().data[0].id,
+        input=words(400),
+        max_output_tokens=12,
+        temperature=0,
+        stream=stream,
+        extra_body={"ignore_eos": True, "vllm_xargs": fields},
+    )
+    if not stream:
+        return answer.output_text
+    return "".join(event.delta for event in answer if event.type == "response.output_text.delta")
+
+
+def messages(client, fields, stream=False):
+    body = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": words(400)}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": stream,
+        "vllm_xargs": fields,
+    }
+    answer = httpx.post(f"{str(client.base_url).rstrip('/')}/messages", json=body, timeout=120)
+    if answer.status_code != 200:
+        raise openai.BadRequestError(answer.json()["error"]["message"], response=answer, body=answer.json())
+    if not stream:
+        return answer.json()["content"][0]["text"]
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(
+        event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"
+    )
+
+
+def completions(client, fields, stream=False):
+    answer = complete(client, words(400), fields=fields, stream=stream)
+    if not stream:
+        return answer.choices[0].text
+    return "".join(event.choices[0].text for event in answer if event.choices)
+
+
+ENDPOINTS = [completions, chat, responses, messages]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_endpoints(endpoint, server, client):
+    before = server.metrics()
+    full = endpoint(client, {"kv_eviction": "full"})
+    assert endpoint(client, {"kv_eviction": "full"}, stream=True) == full != ""
+    evicted = endpoint(client, {"kv_eviction": "snapkv", "kv_budget": 64, "kv_prefix_len": 300})
+    assert (
+        endpoint(client, {"kv_eviction": "snapkv", "kv_budget": 64, "kv_prefix_len": 300}, stream=True)
+        == evicted
+    )
+    assert evicted != full
+
+    def count():
+        name = 'evictions_total{policy="snapkv"}'
+        return server.metrics()[name] - before[name]
+
+    assert eventually(lambda: count() == 2)
+
+
+BAD = [
+    ({"kv_eviction": "nope"}, "kv_eviction"),
+    ({"kv_eviction": 3}, "kv_eviction"),
+    ({"kv_eviction": ["snapkv"]}, "kv_eviction"),
+    ({"kv_budget": 0}, "kv_budget"),
+    ({"kv_budget": 2.5}, "kv_budget"),
+    ({"kv_budget": -1}, "kv_budget"),
+    ({"kv_budget": "much"}, "kv_budget"),
+    ({"kv_budget": "nan"}, "kv_budget"),
+    ({"kv_budget": [0.5]}, "kv_budget"),
+    ({"kv_budget": 32}, "kv_budget"),  # no more than the window
+    ({"kv_prefix_len": 0}, "kv_prefix_len"),
+    ({"kv_prefix_len": -5}, "kv_prefix_len"),
+    ({"kv_prefix_len": 1.5}, "kv_prefix_len"),
+    ({"kv_prefix_len": "10"}, "kv_prefix_len"),
+    ({"kv_prefix_len": 1500}, "kv_prefix_len"),
+    ({"kv_evictions": "snapkv"}, "kv_evictions"),
+    ({"kv_window": 16}, "kv_window"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_bad_fields_get_400(endpoint, stream, client):
+    for fields, named in BAD:
+        with pytest.raises(openai.BadRequestError) as error:
+            endpoint(client, fields, stream)
+        assert error.value.status_code == 400
+        assert error.value.message.count(named) and "Traceback" not in error.value.message
+    assert endpoint(client, {"kv_eviction": "full"})
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "null", "{}", '{"a": 1}', "1e999"])
+def test_values_that_clients_cannot_send_properly(value, server):
+    body = (
+        f'{{"model": {json.dumps(server.model)}, "prompt": "w1 w2", "vllm_xargs": {{"kv_budget": {value}}}}}'
+    )
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert "kv_budget" in answer.json()["error"]["message"]
+
+
+def test_beam_search_gets_400(client):
+    model = client.models.list().data[0].id
+    beams = {"n": 2, "max_tokens": 4, "extra_body": {"use_beam_search": True}}
+    with pytest.raises(openai.BadRequestError, match="beam search cannot be used while KV eviction is on"):
+        client.completions.create(model=model, prompt=words(50), **beams)
+    with pytest.raises(openai.BadRequestError, match="beam search cannot be used while KV eviction is on"):
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": words(50)}], **beams
+        )
+
+
+# Together with vLLM's other features.
+
+
+def test_several_answers_to_one_prompt(server, client):
+    before = server.metrics()
+    answer = complete(client, words(300), n=3, temperature=1.0, seed=1)
+    assert len({choice.text for choice in answer.choices}) == 3
+    name = 'evictions_total{policy="ada-snapkv"}'
+    assert eventually(lambda: server.metrics()[name] - before[name] == 3)
+
+
+def test_several_prompts_in_one_request(client):
+    prompts = [words(300, seed) for seed in range(3)]
+    answer = complete(client, prompts)
+    assert [choice.text for choice in answer.choices] == [text_of(client, prompt) for prompt in prompts]
+
+
+def test_logprobs(client):
+    answer = complete(client, words(300), logprobs=2)
+    full = complete(client, words(300), logprobs=2, fields={"kv_eviction": "full"})
+    assert len(answer.choices[0].logprobs.token_logprobs) == 12
+    # The first token is chosen before anything is evicted.
+    first, first_full = (a.choices[0].logprobs.token_logprobs[0] for a in (answer, full))
+    assert first == pytest.approx(first_full, abs=1e-4)
+    assert answer.choices[0].logprobs.token_logprobs[1:] != full.choices[0].logprobs.token_logprobs[1:]
+
+
+def test_logprobs_of_the_prompt_are_those_of_the_whole_prompt(client):
+    def logprobs(fields):
+        answer = complete(client, words(300), fields=fields, extra_body={"prompt_logprobs": 0})
+        rows = answer.choices[0].model_extra["prompt_logprobs"]
+        return [next(iter(row.values()))["logprob"] for row in rows[1:]]
+
+    expected = logprobs({"kv_eviction": "full"})
+    assert len(expected) == 299
+    assert logprobs({}) == pytest.approx(expected, abs=1e-4)
+    # Rows behind the prefix see its evicted form.
+    prefix = logprobs({"kv_prefix_len": 200})
+    assert prefix[:199] == pytest.approx(expected[:199], abs=1e-4)
+    assert prefix[200:] != pytest.approx(expected[200:], abs=1e-2)
+
+
+# Every word is a token, and no grammar here leaves a prefix that no token continues.
+@pytest.mark.parametrize("constraint", [{"regex": "w6(w7|w8)+"}, {"choice": ["w6w7w6", "w8w9"]}])
+def test_structured_output(constraint, client):
+    answer = complete(
+        client, words(300), 8, extra_body={"structured_outputs": constraint, "ignore_eos": False}
+    )
+    text = answer.choices[0].text.replace(" ", "")  # words are joined with spaces
+    assert re.fullmatch(constraint.get("regex") or "|".join(constraint["choice"]), text)
+
+
+def test_policies_share_a_batch(server, client):
+    asks = [(policy, budget) for policy in EVICTING for budget in (0.2, 0.5, 100)] + [("full", 0.2)] * 3
+    prompts = [words(200 + 7 * index, index) for index in range(len(asks))]
+
+    def ask(index):
+        policy, budget = asks[index]
+        return text_of(client, prompts[index], 24, {"kv_eviction": policy, "kv_budget": budget})
+
+    alone = [ask(index) for index in range(len(asks))]
+    with ThreadPoolExecutor(len(asks)) as threads:
+        assert list(threads.map(ask, range(len(asks)))) == alone
+    assert eventually(lambda: idle(server))
+
+
+# Soak.
+
+
+def test_soak(server):
+    """200 random requests, some of them broken off, in a pool too small for all: nothing is lost, nothing breaks."""
+    chooser = random.Random(7)
+    kinds = [
+        {
+            "prompt": words(chooser.randrange(1, 300), seed),
+            "max_tokens": chooser.randrange(1, 40),
+            "vllm_xargs": {
+                "kv_eviction": chooser.choice(available()),
+                "kv_budget": chooser.choice([0.1, 0.2, 0.5, 1.0, 64, 100]),
+            },
+        }
+        for seed in range(40)
+    ]
+    log_before = len(server.log)
+    answers: dict[int, set[str]] = {}
+
+    async def ask(client, slots, kind, events):
+        body = {"model": server.model, "temperature": 0, "ignore_eos": True, "stream": True, **kinds[kind]}
+        async with slots, client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            text = ""
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event
+                    text += event["choices"][0]["text"]
+                    events -= 1
+                    if events == 0:
+                        return
+        answers.setdefault(kind, set()).add(text)
+
+    async def soak():
+        slots = asyncio.Semaphore(24)
+        limits = httpx.Limits(max_connections=24)
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+            await asyncio.gather(
+                *(ask(client, slots, chooser.randrange(40), chooser.choice([0, 0, 1, 5])) for _ in range(200))
+            )
+
+    asyncio.run(soak())
+    assert eventually(lambda: idle(server))
+    assert len(answers) > 20
+    assert [kind for kind, texts in answers.items() if len(texts) > 1] == []
+    log = server.log[log_before:]
+    assert [line for line in log.splitlines() if "ERROR" in line or "Traceback" in line] == []
+    assert httpx.get(f"{server.url}/health").status_code == 200
