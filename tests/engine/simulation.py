@@ -225,7 +225,7 @@ class Workers:
         reports = []
         for rank, part in enumerate(np.split(kept, np.cumsum(sizes)[:-1])):
             rows = resident.kv_len[rank]
-            stored, before = rows.sum(axis=1), self.pages(rows)
+            before = self.pages(rows)
             rows[:] = part.reshape(rows.shape)
             pages = self.pages(rows)
             reports.append(
@@ -236,8 +236,8 @@ class Workers:
                     freed_pages=before - pages,
                     residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
                     first_layer=0,
-                    kept=rows.sum(axis=1).tolist(),
-                    stored=stored.tolist(),
+                    first_head=0,
+                    kept=rows.tolist(),
                     decision_seconds=0.0,
                     compaction_seconds=0.0,
                 )

@@ -32,7 +32,7 @@ class RowLengths:
     @property
     def total_entries(self) -> int:
         """Sum of all row lengths."""
-        return int((self._tokens * self._offset[0].size + self._offset_sum).sum())
+        return int(self._tokens.sum()) * self._offset[0].size + int(self._offset_sum.sum())
 
     def clear(self, slot: int) -> None:
         """Set all rows of a request to length 0."""

@@ -97,8 +97,7 @@ class RaggedCPUImpl(AttentionImpl):
         runtime, batch = get_runtime(), attn_metadata.batch
         index = runtime.layer_index[layer.layer_name]
         tokens, heads = batch.num_tokens, self.num_kv_heads
-        runtime.write(
-            runtime.cache.storage,
+        runtime.append(
             key[:tokens].reshape(tokens * heads, self.head_size),
             value[:tokens].reshape(tokens * heads, self.head_size),
             batch.write_slots[index],

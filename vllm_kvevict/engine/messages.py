@@ -46,8 +46,8 @@ class Report:
         freed_pages: pages returned to the pool.
         residues: [page_size], rows by kv_len modulo page_size.
         first_layer: the rank's first layer in the model.
-        kept: entries kept in each of the rank's layers, summed over its KV heads.
-        stored: entries stored in each of them before.
+        first_head: the rank's first KV head in the model.
+        kept: [layers][KV heads] of the rank, entries kept of ``tokens`` stored.
         decision_seconds, compaction_seconds: spent on choosing and on moving.
     """
 
@@ -57,8 +57,8 @@ class Report:
     freed_pages: int
     residues: Sequence[int]
     first_layer: int
-    kept: Sequence[int]
-    stored: Sequence[int]
+    first_head: int
+    kept: Sequence[Sequence[int]]
     decision_seconds: float
     compaction_seconds: float
 

@@ -50,8 +50,8 @@ class EvictionStats(KVConnectorStats):
             plan: the request's plan.
             reports: by rank, all of this admission.
         """
-        kept = sum(sum(report.kept) for report in reports.values())
-        stored = sum(sum(report.stored) for report in reports.values())
+        rows = [count for report in reports.values() for layer in report.kept for count in layer]
+        kept, stored = sum(rows), len(rows) * next(iter(reports.values())).tokens
         freed = sum(report.freed_pages for report in reports.values())
         self._add("evicted_tokens", stored - kept)
         self._add("freed_pages", freed)
@@ -113,17 +113,19 @@ class _EvictionLine:
     freed: int
 
     def __str__(self) -> str:
-        layers: dict[int, list[int]] = {}
+        layers: dict[int, dict[int, int]] = {}
         for report in self.reports.values():
-            for layer, pair in enumerate(zip(report.kept, report.stored, strict=True), report.first_layer):
-                both = layers.setdefault(layer, [0, 0])
-                both[0] += pair[0]
-                both[1] += pair[1]
-        per_layer = " ".join(f"{layers[layer][0]}/{layers[layer][1]}" for layer in sorted(layers))
+            for layer, heads in enumerate(report.kept, report.first_layer):
+                layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
+        per_layer = "; ".join(
+            f"layer {layer}: {sum(heads.values())}/{len(heads) * (self.plan.evict_at or 0)} "
+            f"({' '.join(str(heads[head]) for head in sorted(heads))})"
+            for layer, heads in sorted(layers.items())
+        )
         return (
             f"KV eviction: request {self.plan.request_id} at {self.plan.evict_at} tokens by "
             f"{self.plan.config.policy}: kept {self.kept}/{self.stored} entries, freed {self.freed} pages; "
-            f"per layer {per_layer}"
+            f"kept per layer (per KV head): {per_layer}"
         )
 
 

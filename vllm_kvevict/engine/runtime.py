@@ -145,7 +145,15 @@ class Runtime:
             keys, values: [N, head_size].
             slots: [N] int64, page * page_size + offset.
         """
-        key_pages, value_pages = self.paged_views(storage)
+        self._write(*self.paged_views(storage), keys, values, slots)
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write entries into the pool; arguments as of :meth:`write`."""
+        self._write(self.key_pages, self.value_pages, keys, values, slots)
+
+    def _write(
+        self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
         ops.cpu_attn_reshape_and_cache(
             keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, slots, self.isa
         )
@@ -237,10 +245,10 @@ class Runtime:
             tokens=n,
             pages=pages,
             freed_pages=rows * -(-n // self.options.page_size) - pages,
-            residues=[int(count) for count in residues],
+            residues=residues.tolist(),
             first_layer=self.first_layer,
-            kept=[int(count) for count in kept.sum(axis=1)],
-            stored=[n * self.cache.num_kv_heads] * self.cache.num_layers,
+            first_head=self.comm.local_heads.start if self.comm else 0,
+            kept=kept.tolist(),
             decision_seconds=live.decision_seconds,
             compaction_seconds=live.compaction_seconds,
         )
