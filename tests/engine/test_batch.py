@@ -1,0 +1,76 @@
+"""Index tensors of a step against loops."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cache.writers import writer
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.batch import lay_out, split_by_width
+from vllm_kvevict.engine.rows import batch_request_ids
+
+LAYERS, HEADS, PAGE, DIM = 2, 3, 32, 32
+
+
+def _cache():
+    storage = torch.zeros(2000, 2 * PAGE * DIM)
+    return PagedKVCache(
+        storage, num_layers=LAYERS, num_kv_heads=HEADS, page_size=PAGE, max_requests=8, write=writer(PAGE)
+    )
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5], [1, 40, 1, 7], [1, 1, 600], [300, 1]])
+def test_calls_cover_the_batch_in_head_order(lengths):
+    cache = _cache()
+    slots = [cache.open() for _ in lengths]
+    history = [10 * (i + 1) for i in range(len(lengths))]
+    cache.extend(slots, history)
+    batch = lay_out(cache, cache.extend(slots, lengths), lengths)
+    starts = np.cumsum([0, *lengths])
+    assert batch.num_tokens == sum(lengths)
+    seen = []
+    for call in batch.calls:
+        order = call.gather.tolist() if call.gather is not None else list(range(sum(lengths) * HEADS))
+        sequences = call.query_start_loc.tolist()
+        assert len(sequences) - 1 == call.seq_lens.shape[1] == call.block_tables.shape[1]
+        for sequence, (start, stop) in enumerate(zip(sequences, sequences[1:], strict=False)):
+            places = order[start:stop]
+            request = int(np.searchsorted(starts, places[0] // HEADS, side="right")) - 1
+            head = places[0] % HEADS
+            assert sequence % HEADS == head
+            assert places == [token * HEADS + head for token in range(starts[request], starts[request + 1])]
+            for layer in range(LAYERS):
+                total = history[request] + lengths[request]
+                assert call.seq_lens[layer, sequence] == total
+                pages = cache.tables.region(slots[request])[layer * HEADS + head, : -(-total // PAGE)]
+                assert torch.equal(call.block_tables[layer, sequence, : len(pages)], pages)
+            seen += places
+    assert sorted(seen) == list(range(sum(lengths) * HEADS))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
+def test_a_second_call_halves_the_tables_or_is_not_made(widths):
+    widths = np.array(widths)
+    calls = split_by_width(widths)
+    assert sorted(np.concatenate(calls).tolist()) == list(range(len(widths)))
+    assert all((np.diff(call) > 0).all() for call in calls)
+    whole = widths.max() * len(widths)
+    best = min(
+        widths.max() * k + np.sort(widths)[::-1][k] * (len(widths) - k) if k else whole
+        for k in range(len(widths))
+    )
+    cells = sum(widths[call].max() * len(call) for call in calls)
+    assert cells == (best if 2 * best <= whole else whole)
+
+
+def test_rows_of_both_model_runners():
+    v1 = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
+    assert batch_request_ids(v1, SimpleNamespace(num_reqs=2)) == ["a", "b"]
+    v2 = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={0: "x", 4: "y", 7: "z"}))
+    common = SimpleNamespace(num_reqs=2, req_idx=np.array([7, 0, 4]))
+    assert batch_request_ids(v2, common) == ["z", "x"]
