@@ -1,5 +1,6 @@
 """Index tensors of a step against loops."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,7 @@ def test_calls_cover_the_batch_in_head_order(lengths):
         order = call.gather.tolist() if call.gather is not None else list(range(sum(lengths) * HEADS))
         sequences = call.query_start_loc.tolist()
         assert len(sequences) - 1 == call.seq_lens.shape[1] == call.block_tables.shape[1]
-        for sequence, (start, stop) in enumerate(zip(sequences, sequences[1:], strict=False)):
+        for sequence, (start, stop) in enumerate(itertools.pairwise(sequences)):
             places = order[start:stop]
             request = int(np.searchsorted(starts, places[0] // HEADS, side="right")) - 1
             head = places[0] % HEADS

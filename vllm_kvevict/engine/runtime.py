@@ -12,6 +12,7 @@ from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
@@ -85,7 +86,7 @@ class Runtime:
         Raises:
             KVEvictionError: when the pages do not fit the engine's blocks or layers.
         """
-        names = list(kv_caches)
+        names = sorted(kv_caches, key=extract_layer_index)
         layers = {name: self.vllm_config.compilation_config.static_forward_context[name] for name in names}
         first: Attention = layers[names[0]]
         shape = {(layer.num_kv_heads, layer.head_size, layer.num_heads) for layer in layers.values()}
