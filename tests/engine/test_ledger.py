@@ -34,7 +34,7 @@ def report(epoch: int, tokens: int, lengths: Sequence[int]) -> Report:
     pages = sum(-(-length // PAGE) for length in lengths)
     residues = [sum(length % PAGE == residue for length in lengths) for residue in range(PAGE)]
     freed = len(lengths) * -(-tokens // PAGE) - pages
-    return Report(epoch, tokens, pages, freed, residues, 0, [sum(lengths)], [tokens * len(lengths)], 0.0, 0.0)
+    return Report(epoch, tokens, pages, freed, residues, 0, 0, [list(lengths)], 0.0, 0.0)
 
 
 def replayed(name: str, prompt: int, outputs: int, max_tokens: int = 300) -> Request:
@@ -168,10 +168,19 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
     """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
     ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
     request = replayed("r", 600, outputs, max_tokens)
-    replay = ledger._open(request)
-    assert ledger._held_finally(replay, 0) == 4 * -(-(600 + expected) // PAGE)
+    assert ledger._expected_end(ledger._open(request)) == 600 + expected
     assert grow(ledger, request, 600 + outputs)
-    assert ledger._held_finally(ledger.accounts["r"], 0) == 4 * -(-(600 + expected) // PAGE)
+    assert ledger._expected_end(ledger.accounts["r"]) == 600 + expected
+
+
+def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
+    ledger = make_ledger([1000])
+    request = make_request("r", 320, 100)
+    assert grow(ledger, request, 320)
+    account = ledger.accounts["r"]
+    assert ledger._held_finally(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
+    ledger.on_report(0, "r", report(1, 320, [1, 127, 64, 64]))
+    assert ledger._held_finally(account, 0, 420) == 4 + 8 + 6 + 6
 
 
 def test_usage_is_that_of_the_fullest_rank() -> None:

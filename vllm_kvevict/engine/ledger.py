@@ -7,6 +7,7 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
@@ -100,14 +101,8 @@ class PageLedger(KVCacheManager):
         # A prefill grows into what it was promised, a decode into what nobody was.
         held = [count.at(tokens) for count in account.counts]
         promise = account.promised_at(tokens, held)
-        for rank, room in enumerate(self.capacity):
-            grows = held[rank] - account.held[rank]
-            more = grows + promise[rank] - account.promise[rank]
-            if more > 0 and self.used[rank] + self.promised[rank] + more > room.pages:
-                return None
-            # A rank that kept more than its share of a replay is promised more than there was room for.
-            if self.used[rank] + grows > room.pages:
-                return None
+        if not self._fits(account, held, promise):
+            return None
         if admitted is None:
             self.accounts[request.request_id] = account
             self.admitted.append(account.plan)
@@ -117,6 +112,18 @@ class PageLedger(KVCacheManager):
         if evict_at is not None and tokens >= evict_at and account.counts[0].tokens < evict_at:
             account.unreported = account.unreported or set(range(len(self.ranks)))
         return self.empty_kv_cache_blocks
+
+    def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
+        """Whether every rank has room for the account to hold and be promised this much."""
+        for rank, room in enumerate(self.capacity):
+            used = self.used[rank] + held[rank] - account.held[rank]
+            # A rank that kept more than its share of a replay is promised more than there was room for.
+            if used > room.pages:
+                return False
+            more = held[rank] + promise[rank] - account.held[rank] - account.promise[rank]
+            if more > 0 and used + self.promised[rank] + promise[rank] - account.promise[rank] > room.pages:
+                return False
+        return True
 
     def plan(self, request: "Request") -> Plan:
         """What will happen to the request in its present or next admission."""
@@ -161,12 +168,12 @@ class PageLedger(KVCacheManager):
         steps = cdiv(
             new.prefill_len + sum(a.prefill_len - a.tokens for a in prefills), self.max_num_batched_tokens
         )
+        everyone = [*self.accounts.values(), new]
+        ends = [self._expected_end(account) for account in everyone]
         for rank, room in enumerate(self.capacity):
-            soon = new.peak[rank] + self._held_soon(rank, steps)
-            if soon > room.pages:
+            if new.peak[rank] + self._held_soon(rank, steps) > room.pages:
                 return False
-            finally_held = sum(self._held_finally(a, rank) for a in self.accounts.values())
-            if finally_held + self._held_finally(new, rank) > room.pages:
+            if sum(map(self._held_finally, everyone, repeat(rank), ends)) > room.pages:
                 return False
         return True
 
@@ -179,14 +186,17 @@ class PageLedger(KVCacheManager):
             for a in self.accounts.values()
         )
 
-    def _held_finally(self, account: Account, rank: int) -> int:
-        """Pages an account is expected to hold at its end: exact once evicted, else from its budget."""
-        count, evict_at = account.counts[rank], account.plan.evict_at
+    def _expected_end(self, account: Account) -> int:
+        """Tokens an account is expected to have at its end."""
         produced = max(account.tokens, account.prefill_len) - account.prompt_len
         # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
         reserve = max(self.options.decode_reserve, 2 * produced)
         end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
-        end = min(end, self.max_model_len)
+        return min(end, self.max_model_len)
+
+    def _held_finally(self, account: Account, rank: int, end: int) -> int:
+        """Pages an account is expected to hold at ``end`` tokens: exact once evicted, else from its budget."""
+        count, evict_at = account.counts[rank], account.plan.evict_at
         if evict_at is None or count.tokens >= evict_at:
             return count.at(end)
         kept = account.plan.config.budget_for(evict_at) + end - evict_at
@@ -194,10 +204,9 @@ class PageLedger(KVCacheManager):
         return count.rows * (2 * kept + self.options.page_size) // (2 * self.options.page_size)
 
     def _hold(self, account: Account, held: list[int], promise: list[int]) -> None:
-        self.used = [u + new - old for u, new, old in zip(self.used, held, account.held, strict=True)]
-        self.promised = [
-            p + new - old for p, new, old in zip(self.promised, promise, account.promise, strict=True)
-        ]
+        for rank, pages in enumerate(held):
+            self.used[rank] += pages - account.held[rank]
+            self.promised[rank] += promise[rank] - account.promise[rank]
         account.held, account.promise = held, promise
 
     # What the workers say.
