@@ -135,6 +135,11 @@ def test_prefix_caching_is_turned_off_with_one_warning(given, warnings, model, m
     args = EngineArgs(model=model, kv_eviction="snapkv", enable_prefix_caching=given)
     assert args.create_engine_config().cache_config.enable_prefix_caching is False
     assert len(lines) == warnings and all("prefix caching off" in line for line in lines)
+    # Of several API servers none repeats it.
+    args._api_process_count = 2
+    for args._api_process_rank in (-1, 0, 1):
+        args.create_engine_config()
+    assert len(lines) == 2 * warnings
 
 
 # Models.

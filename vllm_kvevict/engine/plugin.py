@@ -149,7 +149,8 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     requests.install()
     if isinstance(args, AsyncEngineArgs):
         requests.install_in_server()
-    if args.enable_prefix_caching is None:
+    # Several API servers repeat what the process that starts them has said.
+    if args.enable_prefix_caching is None and (args._api_process_count == 1 or args._api_process_rank < 0):
         logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
     return vllm_config
 
