@@ -189,7 +189,7 @@ def _add_flags(parser: Any) -> None:
         default=None,
         metavar="X",
         help="KV to keep of each prompt: a ratio in (0, 1], or above 1 a whole number of tokens per KV head, on "
-        f"average over heads and layers and with the window included (default: {DEFAULT_BUDGET}).",
+        f"average over heads and layers and with the window included; {DEFAULT_BUDGET} when not given.",
     )
     group.add_argument(
         "--kv-eviction-config",

@@ -84,7 +84,7 @@ class Runtime:
             kv_caches: vLLM's views by layer name, all over one allocation.
 
         Raises:
-            KVEvictionError: when the pages do not fit the engine's blocks or layers.
+            KVEvictionError: when layers differ in their heads.
         """
         names = sorted(kv_caches, key=extract_layer_index)
         layers = {name: self.vllm_config.compilation_config.static_forward_context[name] for name in names}
@@ -94,11 +94,7 @@ class Runtime:
             raise KVEvictionError(
                 "--kv-eviction needs the same heads and head size in every layer of the model"
             )
-        page_size, block_size = self.options.page_size, self.vllm_config.cache_config.block_size
-        if block_size % page_size:
-            raise KVEvictionError(
-                f"--kv-eviction-config.page_size {page_size} must divide the block size {block_size} (--block-size)"
-            )
+        page_size = self.options.page_size
         view = kv_caches[names[0]]
         raw = view.untyped_storage()
         page_elements = 2 * page_size * first.head_size
