@@ -95,7 +95,7 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
                 length = choose.randrange(1, 2 * PROMPT // 5)
                 residues[length % PAGE] += 1
                 pages += -(-length // PAGE)
-            report = Report(1, PROMPT, pages, 0, residues, 0, 0, [], 0.0, 0.0)
+            report = Report("snapkv", 1, PROMPT, pages, 0, residues, 0, 0, [], 0.0, 0.0)
             started = time.perf_counter()
             ledger.on_report(rank, request.request_id, report)
             seconds.append(time.perf_counter() - started)

@@ -230,6 +230,7 @@ class Workers:
             pages = self.pages(rows)
             reports.append(
                 Report(
+                    policy=plan.config.policy,
                     epoch=plan.epoch,
                     tokens=plan.evict_at,
                     pages=pages,

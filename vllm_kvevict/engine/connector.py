@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import Handshake, RankCapacity, StepPlans, WorkerMessages
+from vllm_kvevict.engine.messages import Handshake, RankCapacity, Report, StepPlans, WorkerMessages
 from vllm_kvevict.engine.runtime import get_runtime
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = Options.parse(vllm_config.additional_config[KEY])
         self.ledger: PageLedger
         self.statistics = metrics.EvictionStats()
+        self.incomplete: dict[tuple[str, int], list[Report]] = {}
 
     # Worker side.
 
@@ -112,12 +113,19 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for rank, message in messages.by_rank.items():
             for request_id, report in message.reports.items():
-                account = self.ledger.on_report(rank, request_id, report)
-                if account is not None:
-                    self.statistics.on_eviction(account.plan, account.reports)
+                self.ledger.on_report(rank, request_id, report)
+                self._count(request_id, report)
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)
+
+    def _count(self, request_id: str, report: Report) -> None:
+        # Not the ledger's business: a request may have finished with the very step that evicted it.
+        reports = self.incomplete.setdefault((request_id, report.epoch), [])
+        reports.append(report)
+        if len(reports) == len(self.ledger.ranks):
+            self.statistics.on_eviction(request_id, reports)
+            del self.incomplete[request_id, report.epoch]
 
     def get_kv_connector_stats(self) -> metrics.EvictionStats | None:
         # vLLM asks on both sides; only the scheduler has seen every rank's reports.

@@ -43,7 +43,6 @@ class Account:
     peak: list[int] = field(default_factory=list)
     promise: list[int] = field(default_factory=list)
     unreported: set[int] = field(default_factory=set)
-    reports: dict[int, Report] = field(default_factory=dict)
 
     def promised_at(self, tokens: int, held: list[int]) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -211,26 +210,20 @@ class PageLedger(KVCacheManager):
 
     # What the workers say.
 
-    def on_report(self, rank: int, request_id: str, report: Report) -> Account | None:
-        """Take over a rank's counts after an eviction.
-
-        Returns:
-            The account once every rank has reported; None before, and for reports of older admissions.
-        """
+    def on_report(self, rank: int, request_id: str, report: Report) -> None:
+        """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         account = self.accounts.get(request_id)
         if account is None or account.plan.epoch != report.epoch:
-            return None
+            return
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
         account.counts[index] = count
         account.unreported.discard(index)
-        account.reports[rank] = report
         # The rest of a replay is promised in exact pages from here on.
         account.peak[index] = count.at(max(account.prefill_len, account.tokens))
         held = list(account.held)
         held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
         self._hold(account, held, account.promised_at(account.tokens, held))
-        return None if account.unreported else account
 
     @property
     def awaits_reports(self) -> bool:

@@ -40,7 +40,8 @@ class Report:
     """What a rank says of one request after its eviction.
 
     Attributes:
-        epoch: admission the report belongs to; a report of an older one is dropped.
+        policy: name of the policy that chose.
+        epoch: admission the report belongs to; the ledger drops a report of an older one.
         tokens: the request's token count when it was evicted.
         pages: pages held on the rank afterwards.
         freed_pages: pages returned to the pool.
@@ -51,6 +52,7 @@ class Report:
         decision_seconds, compaction_seconds: spent on choosing and on moving.
     """
 
+    policy: str
     epoch: int
     tokens: int
     pages: int

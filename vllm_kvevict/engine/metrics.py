@@ -1,6 +1,7 @@
 """What operators see: Prometheus metrics, one summary in the periodic log line, one debug line per eviction."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from vllm.logger import init_logger
 from vllm_kvevict.policies import available
 
 if TYPE_CHECKING:
-    from vllm_kvevict.engine.config import Plan
     from vllm_kvevict.engine.messages import Report
 
 logger = init_logger("vllm.kv_eviction")
@@ -43,25 +43,31 @@ class EvictionStats(KVConnectorStats):
 
     data: dict[str, Any] = field(default_factory=dict)
 
-    def on_eviction(self, plan: "Plan", reports: Mapping[int, "Report"]) -> None:
-        """Record a request that every rank has evicted.
-
-        Args:
-            plan: the request's plan.
-            reports: by rank, all of this admission.
-        """
-        rows = [count for report in reports.values() for layer in report.kept for count in layer]
-        kept, stored = sum(rows), len(rows) * next(iter(reports.values())).tokens
-        freed = sum(report.freed_pages for report in reports.values())
+    def on_eviction(self, request_id: str, reports: Sequence["Report"]) -> None:
+        """Record a request that every rank has evicted; ``reports`` has one of each."""
+        first = reports[0]
+        rows = [count for report in reports for layer in report.kept for count in layer]
+        kept, stored = sum(rows), len(rows) * first.tokens
+        freed = sum(report.freed_pages for report in reports)
         self._add("evicted_tokens", stored - kept)
         self._add("freed_pages", freed)
         policies = self.data.setdefault("evictions", {})
-        policies[plan.config.policy] = policies.get(plan.config.policy, 0) + 1
+        policies[first.policy] = policies.get(first.policy, 0) + 1
         self.data.setdefault("kept_ratio", []).append(kept / stored)
         for name in ("decision_seconds", "compaction_seconds"):
-            slowest = max(getattr(report, name) for report in reports.values())
-            self.data.setdefault(name, []).append(slowest)
-        logger.debug("%s", _EvictionLine(plan, reports, kept, stored, freed))
+            self.data.setdefault(name, []).append(max(getattr(report, name) for report in reports))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "KV eviction: request %s at %d tokens by %s: kept %d/%d entries, freed %d pages; "
+                "kept per layer (per KV head): %s",
+                request_id,
+                first.tokens,
+                first.policy,
+                kept,
+                stored,
+                freed,
+                _per_layer(reports),
+            )
 
     def on_gauges(self, rank: int, physical_pages: int, logical_kv_tokens: int) -> None:
         """Record what a rank holds at the end of a step."""
@@ -102,31 +108,16 @@ class EvictionStats(KVConnectorStats):
         self.data = {}
 
 
-@dataclass
-class _EvictionLine:
-    """Formats only when the line is really logged."""
-
-    plan: "Plan"
-    reports: Mapping[int, "Report"]
-    kept: int
-    stored: int
-    freed: int
-
-    def __str__(self) -> str:
-        layers: dict[int, dict[int, int]] = {}
-        for report in self.reports.values():
-            for layer, heads in enumerate(report.kept, report.first_layer):
-                layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
-        per_layer = "; ".join(
-            f"layer {layer}: {sum(heads.values())}/{len(heads) * (self.plan.evict_at or 0)} "
-            f"({' '.join(str(heads[head]) for head in sorted(heads))})"
-            for layer, heads in sorted(layers.items())
-        )
-        return (
-            f"KV eviction: request {self.plan.request_id} at {self.plan.evict_at} tokens by "
-            f"{self.plan.config.policy}: kept {self.kept}/{self.stored} entries, freed {self.freed} pages; "
-            f"kept per layer (per KV head): {per_layer}"
-        )
+def _per_layer(reports: Sequence["Report"]) -> str:
+    layers: dict[int, dict[int, int]] = {}
+    for report in reports:
+        for layer, heads in enumerate(report.kept, report.first_layer):
+            layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
+    return "; ".join(
+        f"layer {layer}: {sum(heads.values())}/{len(heads) * reports[0].tokens} "
+        f"({' '.join(str(heads[head]) for head in sorted(heads))})"
+        for layer, heads in sorted(layers.items())
+    )
 
 
 class EvictionPromMetrics(KVConnectorPromMetrics):

@@ -238,6 +238,7 @@ class Runtime:
         rows = self.cache.num_layers * self.cache.num_kv_heads
         live.window = None
         self.reports[live.plan.request_id] = Report(
+            policy=live.plan.config.policy,
             epoch=live.plan.epoch,
             tokens=n,
             pages=pages,
