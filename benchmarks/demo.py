@@ -1,0 +1,261 @@
+"""Show what eviction does: the real server without and with it, on a small model made on the spot."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from openai import AsyncOpenAI, OpenAIError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from benchmarks.kept import Run, comparison_table, kept_table, parse_evictions
+from benchmarks.server import Server, ServerError, Snapshot, tail
+from vllm_kvevict.policies import available
+
+SCRATCH = Path(".demo")
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 8, 4, 64, 512
+FIRST_WORD = 8  # tokens below are special
+BLOCK = PAGE = 32
+TOKEN_BYTES = LAYERS * KV_HEADS * 2 * HEAD_DIM * 2
+PROMPTS_IN_POOL = 4
+POLL_SECONDS = 0.2
+
+console = Console()
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    policies = [policy for policy in available() if policy != "full"]
+    parser.add_argument("--policy", choices=policies, default="ada-snapkv", help="default: %(default)s")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default=0.2,
+        metavar="X",
+        help="ratio of the prompt, or above 1 tokens per KV head (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=16, metavar="N", help="sent at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=2048, metavar="N", help="tokens of each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=int, default=256, metavar="N", help="tokens of each answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        metavar="N",
+        help="threads of the model; one core is left to the rest of the server (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="of the servers (default: a free one)")
+    parser.add_argument(
+        "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"
+    )
+    arguments = parser.parse_args(argv)
+    for name, least in {"requests": 1, "prompt": 256, "output": 1, "threads": 1}.items():
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    return arguments
+
+
+def _budget(text: str) -> float:
+    value = float(text)
+    if not (0 < value <= 1 or (value > 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
+    return value
+
+
+def make_demo_model(length: int) -> Path:
+    """A random Llama in the scratch folder."""
+    # Imported late: it takes seconds, in which the reader already knows what is coming.
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from benchmarks.models import make_model
+
+    disable_progress_bar()
+    return make_model(
+        SCRATCH / "model",
+        hidden=HIDDEN,
+        layers=LAYERS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab=VOCAB,
+        max_len=max(4096, length),
+        dtype=torch.bfloat16,
+    )
+
+
+def pool_bytes(prompt: int, output: int) -> int:
+    """KV memory for PROMPTS_IN_POOL full requests and the block that vLLM keeps for itself."""
+    blocks = PROMPTS_IN_POOL * -(-(prompt + output) // BLOCK) + 1
+    return blocks * BLOCK * TOKEN_BYTES
+
+
+async def run_server(name: str, flags: Sequence[str], model: Path, arguments: argparse.Namespace) -> Run:
+    """Start a server, let it answer all requests, end it."""
+    length = arguments.prompt + arguments.output
+    common = [
+        *("--max-model-len", str(length), "--block-size", str(BLOCK)),
+        *("--kv-cache-memory-bytes", str(pool_bytes(arguments.prompt, arguments.output))),
+    ]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(arguments.threads),
+    }
+    if not arguments.compile:
+        common.append("--enforce-eager")
+        env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
+    log = SCRATCH / f"{'stock' if not flags else 'eviction'}.log"
+    server = Server(model, log, [*common, *flags], env, arguments.port)
+    with progress() as bar:
+        task = bar.add_task(f"{name}: starting the server", total=None, state="")
+        async with server:
+            bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
+            run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
+            bar.update(task, description=f"{name}: stopping the server", state="")
+        bar.update(task, description=f"{name}: done")
+    return run
+
+
+async def measure(
+    name: str, server: Server, arguments: argparse.Namespace, on_progress: Callable[[Snapshot], None]
+) -> Run:
+    """Send all requests at once and watch ``/metrics`` until they are answered."""
+    choose = random.Random(0)
+    prompts = [
+        [choose.randrange(FIRST_WORD, VOCAB) for _ in range(arguments.prompt)]
+        for _ in range(arguments.requests)
+    ]
+    seen = [Snapshot()]
+    started = time.perf_counter()
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+
+        async def ask(prompt: list[int]) -> int:
+            answer = await client.completions.create(
+                model=server.model,
+                prompt=prompt,
+                max_tokens=arguments.output,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            return answer.usage.completion_tokens if answer.usage else 0
+
+        tasks = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+        try:
+            while any(not task.done() for task in tasks):
+                done, _ = await asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                server.check()
+                for task in done:
+                    task.result()
+                seen.append(await server.snapshot())
+                on_progress(seen[-1])
+            seconds = time.perf_counter() - started
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    tokens = sum(task.result() for task in tasks)
+    return Run(
+        name=name,
+        requests=arguments.requests,
+        prompt_tokens=arguments.prompt,
+        output_tokens=tokens,
+        seconds=seconds,
+        peak=max(seen, key=lambda snapshot: snapshot.running),
+        peak_usage=max(snapshot.kv_usage for snapshot in seen),
+        final=await server.snapshot(),
+    )
+
+
+def progress() -> Progress:
+    """A line with a bar and what is going on."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _advance(bar: Progress, task: TaskID, seen: Snapshot) -> None:
+    state = f"{seen.running} running, {seen.waiting} waiting, KV memory {seen.kv_usage:.0%} used"
+    bar.update(task, completed=seen.output_tokens, state=state)
+
+
+async def show(arguments: argparse.Namespace) -> None:
+    """Run both servers and print what they showed."""
+    SCRATCH.mkdir(exist_ok=True)
+    memory = pool_bytes(arguments.prompt, arguments.output)
+    console.print(
+        f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
+        f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
+        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}.\n"
+        "The model has random weights for now: the text it writes is meaningless, the numbers about memory are real."
+    )
+    with console.status("making a small model"):
+        model = make_demo_model(arguments.prompt + arguments.output)
+    eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
+    runs = [
+        await run_server("stock vLLM", [], model, arguments),
+        await run_server(f"{arguments.policy} {arguments.budget:g}", eviction, model, arguments),
+    ]
+    console.print()
+    console.print(comparison_table(runs, memory, LAYERS * KV_HEADS, PAGE))
+    evictions = parse_evictions((SCRATCH / "eviction.log").read_text(errors="replace"))
+    if evictions:
+        console.print(kept_table(evictions[0]))
+    console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the demo like Ctrl-C, so that it ends its servers."""
+    before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> int:
+    """Run the demo; the exit code."""
+    arguments = parse_arguments()
+    try:
+        with _ended_by_sigterm():
+            asyncio.run(show(arguments))
+    except KeyboardInterrupt:
+        console.print("interrupted; the servers were ended")
+        return 130
+    except ServerError as error:
+        console.print("The demo failed:", style="red")
+        console.print(str(error), highlight=False, markup=False)
+        return 1
+    except OpenAIError as error:
+        console.print("A request failed:", style="red")
+        console.print(str(error), highlight=False, markup=False)
+        for log in sorted(SCRATCH.glob("*.log")):
+            console.print(f"the end of {log}:\n{tail(log)}", highlight=False, markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What an eviction kept, read from the server's debug line, and the demo's tables."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.server import Snapshot
+
+_LINE = re.compile(
+    r"KV eviction: request (?P<request>\S+) at (?P<tokens>\d+) tokens by (?P<policy>[\w-]+): "
+    r"kept (?P<kept>\d+)/(?P<stored>\d+) entries, freed (?P<freed>\d+) pages"
+)
+_LAYER = re.compile(r"layer (?P<layer>\d+): (?P<kept>\d+)/(?P<stored>\d+) \((?P<heads>[\d ]+)\)")
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One request's eviction.
+
+    Attributes:
+        tokens: of the prompt.
+        policy: that chose.
+        kept, stored: entries after and before, over all layers and KV heads.
+        freed_pages: given back.
+        heads: [layers][KV heads], entries kept.
+    """
+
+    tokens: int
+    policy: str
+    kept: int
+    stored: int
+    freed_pages: int
+    heads: tuple[tuple[int, ...], ...]
+
+
+def parse_evictions(log: str) -> list[Eviction]:
+    """Find the evictions in a server's log."""
+    found = []
+    for line in log.splitlines():
+        match = _LINE.search(line)
+        if match is None:
+            continue
+        layers = sorted(_LAYER.finditer(line, match.end()), key=lambda layer: int(layer["layer"]))
+        found.append(
+            Eviction(
+                tokens=int(match["tokens"]),
+                policy=match["policy"],
+                kept=int(match["kept"]),
+                stored=int(match["stored"]),
+                freed_pages=int(match["freed"]),
+                heads=tuple(tuple(int(head) for head in layer["heads"].split()) for layer in layers),
+            )
+        )
+    return found
+
+
+def kept_table(eviction: Eviction) -> Table:
+    """Entries kept by each layer and KV head of one request."""
+    table = Table(
+        title=f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})",
+        caption=f"{eviction.kept:,} of {eviction.stored:,} entries; {eviction.freed_pages:,} pages freed",
+    )
+    table.add_column("layer", justify="right")
+    for head in range(max((len(heads) for heads in eviction.heads), default=0)):
+        table.add_column(f"KV head {head}", justify="right")
+    table.add_column("layer kept", justify="right")
+    most = max((max(heads) for heads in eviction.heads), default=1)
+    for layer, heads in enumerate(eviction.heads):
+        share = sum(heads) / (eviction.tokens * len(heads))
+        table.add_row(str(layer), *(_cell(kept, most) for kept in heads), f"{share:.1%}")
+    return table
+
+
+def _cell(kept: int, most: int) -> Text:
+    """A count and a small bar, full at the largest count."""
+    blocks = "▏▎▍▌▋▊▉█"
+    eighths = round(kept / most * 32)
+    bar = "█" * (eighths // 8) + (blocks[eighths % 8 - 1] if eighths % 8 else "")
+    return Text.assemble(f"{kept:,} ", (f"{bar:<4}", "cyan"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one server showed.
+
+    Attributes:
+        name: of the server.
+        requests, prompt_tokens, output_tokens: answered; tokens of one prompt; tokens of all answers.
+        seconds: from the first request to the last answer.
+        peak: the moment with the most running requests.
+        peak_usage: highest share of the KV memory in use.
+        final: counters at the end.
+    """
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    peak: Snapshot
+    peak_usage: float
+    final: Snapshot
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+
+def pages_of_prompt(run: Run, rows: int, page_size: int) -> float:
+    """Pages that a prompt holds once it has been read, on average."""
+    freed = run.final.freed_pages / run.final.evictions if run.final.evictions else 0.0
+    return rows * -(-run.prompt_tokens // page_size) - freed
+
+
+def comparison_table(runs: Sequence[Run], pool_bytes: int, rows: int, page_size: int) -> Table:
+    """The servers side by side.
+
+    Args:
+        runs: the first one is the reference.
+        pool_bytes: KV memory of each server.
+        rows: layers x KV heads of the model.
+        page_size: tokens of one KV head in a page.
+    """
+    mib = pool_bytes / 2**20
+    table = Table(
+        title=f"The same {runs[0].requests} requests in the same {mib:.0f} MiB of KV memory",
+        caption=f"a page: {page_size} tokens of one KV head (stock's blocks counted in pages); memory: at the peak",
+    )
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    table.add_column("", justify="right")
+
+    def row(label: str, values: Sequence[float], form: str, ratio: bool = True) -> None:
+        first, last = values[0], values[-1]
+        change = f"{last / first:.1f}x" if ratio and first else ""
+        table.add_row(label, *(form.format(value) for value in values), change)
+
+    pages = [pages_of_prompt(run, rows, page_size) for run in runs]
+    row("pages per prompt, after reading it", pages, "{:,.0f}")
+    held = [run.peak.kv_usage * mib / max(run.peak.running, 1) for run in runs]
+    row("KV memory per running request, MiB", held, "{:.1f}")
+    row("most requests running at once", [run.peak.running for run in runs], "{:.0f}")
+    row("most KV memory in use", [100 * run.peak_usage for run in runs], "{:.0f} %", ratio=False)
+    row("preemptions", [run.final.preemptions for run in runs], "{:.0f}", ratio=False)
+    row("seconds until all were answered", [run.seconds for run in runs], "{:.1f}")
+    row("output tokens per second", [run.speed for run in runs], "{:.1f}")
+    return table

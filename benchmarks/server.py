@@ -1,0 +1,193 @@
+"""A ``vllm serve`` process with its log and its metrics."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+LOG_TAIL = 25
+START_PATIENCE = 240.0
+LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(levelname)s %(asctime)s %(name)s: %(message)s"}},
+    "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain"}},
+    "loggers": {
+        "vllm": {"handlers": ["out"], "level": "INFO", "propagate": False},
+        # One line for each eviction.
+        "vllm.kv_eviction": {"level": "DEBUG"},
+    },
+}
+
+
+class ServerError(RuntimeError):
+    """The server did not start or ended; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What ``/metrics`` said at one moment; counters count from the start of the server.
+
+    Attributes:
+        running, waiting: requests.
+        kv_usage: share of the KV memory in use.
+        preemptions, output_tokens: counters.
+        evictions, evicted_entries, freed_pages: counters, 0 without eviction; an entry is one token in one
+            layer and KV head.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    output_tokens: int = 0
+    evictions: int = 0
+    evicted_entries: int = 0
+    freed_pages: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Snapshot":
+        """Read the text of ``/metrics``; series that differ in labels are added up."""
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+
+        def count(name: str) -> int:
+            return int(totals.get(f"vllm:{name}", 0))
+
+        return cls(
+            running=count("num_requests_running"),
+            waiting=count("num_requests_waiting"),
+            kv_usage=totals.get("vllm:kv_cache_usage_perc", 0.0),
+            preemptions=count("num_preemptions_total"),
+            output_tokens=count("generation_tokens_total"),
+            evictions=count("kv_eviction_evictions_total"),
+            evicted_entries=count("kv_eviction_evicted_tokens_total"),
+            freed_pages=count("kv_eviction_freed_pages_total"),
+        )
+
+
+class Server:
+    """An asynchronous context manager: waits until the server answers, and ends all its processes.
+
+    Args:
+        model: folder of the model; requests call it by this name.
+        log: file for everything the server writes.
+        flags: further arguments of ``vllm serve``.
+        env: environment variables on top of this process's.
+        port: where to listen; a free one by default.
+    """
+
+    def __init__(
+        self, model: Path, log: Path, flags: Sequence[str], env: Mapping[str, str], port: int | None = None
+    ):
+        self.model, self.log = str(model), log
+        self.port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        vllm = Path(sys.executable).with_name("vllm")
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.command = [str(vllm), "serve", self.model, *address, *flags]
+        self._env = {**os.environ, **env}
+        self._process: subprocess.Popen | None = None
+
+    async def __aenter__(self) -> "Server":
+        _require_port(self.port)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        logging = self.log.with_suffix(".logging.json")
+        logging.write_text(json.dumps(LOGGING))
+        self._env["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=60)
+        try:
+            with self.log.open("w") as out:
+                self._process = subprocess.Popen(
+                    self.command,
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # its workers join its process group and are ended with it
+                )
+            await self._answering()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            if self._process is not None:
+                end(self._process)
+        finally:
+            await self._client.aclose()
+
+    def check(self) -> None:
+        """Raise ServerError if the server has ended."""
+        if self._process is None or self._process.poll() is not None:
+            code = "" if self._process is None else f" with exit code {self._process.returncode}"
+            raise ServerError(f"vllm serve ended{code}; the end of {self.log}:\n{tail(self.log)}")
+
+    async def snapshot(self) -> Snapshot:
+        """Read ``/metrics``."""
+        response = await self._client.get("/metrics")
+        response.raise_for_status()
+        return Snapshot.parse(response.text)
+
+    async def _answering(self) -> None:
+        deadline = time.monotonic() + START_PATIENCE
+        while time.monotonic() < deadline:
+            self.check()
+            with contextlib.suppress(httpx.TransportError):
+                if (await self._client.get("/health", timeout=5)).status_code == 200:
+                    return
+            await asyncio.sleep(0.2)
+        raise ServerError(
+            f"vllm serve did not answer within {START_PATIENCE:.0f} s; the end of {self.log}:\n{tail(self.log)}"
+        )
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process that leads a process group, and whoever is left in the group."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+    finally:  # also when a second Ctrl-C interrupts the waiting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def tail(path: Path, lines: int = LOG_TAIL) -> str:
+    """The last lines of a file."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _require_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} cannot be used ({error.strerror}): choose another --port"
+            ) from None
