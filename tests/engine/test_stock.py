@@ -38,6 +38,14 @@ def test_budget_one_and_full(model, stock):
 
 
 @pytest.mark.engine
+def test_an_engine_without_the_flag_in_the_same_process(model, stock):
+    with evicting_engine(model, eviction={"policy": "snapkv", "budget": 0.2}) as llm:
+        run(llm, _asks("snapkv", 0.2))
+    with engine(model) as plain:
+        assert _tokens(run(plain, _asks(), recorded=False)) == stock
+
+
+@pytest.mark.engine
 def test_preempted_and_chunked(model, stock):
     blocks = 2048 // 128 + 1
     settings = {"num_gpu_blocks_override": blocks, "max_num_seqs": 16, "max_num_batched_tokens": 96}

@@ -12,13 +12,15 @@ class _EvictionMixin:
     """Installs the attention backend and hands each step's message to the runtime."""
 
     def init_device(self) -> None:
-        # The CPU platform knows one backend only, so that one is replaced, and only in this process.
+        # The CPU platform knows one backend only, so that one is replaced while this worker's layers are made.
         register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.engine.attention.RaggedCPUBackend")
         super().init_device()  # type: ignore[misc]
         start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        # Without worker processes of their own, further engines of this process must find vLLM's backend again.
+        AttentionBackendEnum.CPU_ATTN.clear_override()
         # An eager CPU worker skips the dummy run, the only place where vLLM makes this buffer; later pipeline
         # stages then fail on their first step.
         runner: Any = self.model_runner  # type: ignore[attr-defined]
