@@ -1,0 +1,80 @@
+"""What every measurement shares: intervals, the record of machine and versions, results on disk."""
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Median of the values, with the percentile interval of the medians of 10,000 resamples.
+
+    Raises:
+        ValueError: without values.
+    """
+    if not values:
+        raise ValueError("an estimate needs at least one value")
+    resampled = np.random.default_rng(seed).choice(np.asarray(values), (SAMPLES, len(values)))
+    low, high = np.percentile(np.median(resampled, axis=1), [2.5, 97.5])
+    return Estimate(statistics.median(values), float(low), float(high))
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Estimate of ours / theirs, pair by pair: what both sides of a pair suffered cancels."""
+    return estimate([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux gives it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def record(module: str, results: Any) -> dict[str, Any]:
+    """The results with the command, machine, versions and date that made them."""
+    packages = ("vllm-kvevict", "vllm", "torch", "numpy")
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": f"{cpu_model()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
+        "results": results,
+    }
+
+
+def save(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write a record as JSON and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
