@@ -1,0 +1,138 @@
+"""The demo's reading of /metrics and of the log, and its tables; no server is started."""
+
+import asyncio
+import io
+import logging
+import socket
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from benchmarks.demo import TOKEN_BYTES, parse_arguments, pool_bytes
+from benchmarks.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
+from benchmarks.server import Server, ServerError, Snapshot, end, tail
+from vllm_kvevict.engine.messages import Report
+from vllm_kvevict.engine.metrics import EvictionStats
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 13.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 2.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 128.0
+# TYPE vllm:kv_eviction_evictions_total counter
+vllm:kv_eviction_evictions_total{engine="0",model_name="m",policy="ada-snapkv"} 3.0
+vllm:kv_eviction_evictions_total{engine="0",model_name="m",policy="snapkv"} 1.0
+# TYPE vllm:kv_eviction_freed_pages_total counter
+vllm:kv_eviction_freed_pages_total{engine="0",model_name="m"} 40.0
+# TYPE vllm:kv_eviction_evicted_tokens_total counter
+vllm:kv_eviction_evicted_tokens_total{engine="0",model_name="m"} 1600.0
+"""
+
+
+def rendered(table) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_metrics_of_an_evicting_server():
+    assert Snapshot.parse(METRICS) == Snapshot(13, 3, 0.75, 2, 128, 4, 1600, 40)
+
+
+def test_metrics_of_a_stock_server():
+    stock = "\n".join(line for line in METRICS.splitlines() if "kv_eviction" not in line) + "\n"
+    assert Snapshot.parse(stock) == Snapshot(13, 3, 0.75, 2, 128)
+
+
+@pytest.fixture
+def line(caplog) -> str:
+    """The line as the engine writes it, with two ranks of two layers and one head each."""
+    reports = [
+        Report(
+            policy="snapkv",
+            epoch=1,
+            tokens=500,
+            pages=14,
+            freed_pages=50,
+            residues=[0] * 32,
+            first_layer=0,
+            first_head=rank,
+            kept=kept,
+            decision_seconds=0.0,
+            compaction_seconds=0.0,
+        )
+        for rank, kept in enumerate(([[100], [120]], [[90], [80]]))
+    ]
+    logger = logging.getLogger("vllm.kv_eviction")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.DEBUG, logger.name):
+        EvictionStats().on_eviction("cmpl-7", reports)
+    logger.removeHandler(caplog.handler)
+    return caplog.messages[-1]
+
+
+def test_evictions_in_the_log(line):
+    log = f"INFO something else\nDEBUG 2026-01-01 vllm.kv_eviction: {line}\nINFO KV eviction: policy snapkv\n"
+    (found,) = parse_evictions(log)
+    assert (found.tokens, found.policy, found.kept, found.stored, found.freed_pages) == (
+        500,
+        "snapkv",
+        390,
+        2000,
+        100,
+    )
+    assert found.heads == ((100, 90), (120, 80))
+    text = rendered(kept_table(found))
+    for part in ("KV head 1", "100", "80", "19.0%", "20.0%", "390 of 2,000"):
+        assert part in text
+
+
+def test_comparison():
+    stock = Run("stock", 8, 2048, 800, 10.0, Snapshot(running=4, kv_usage=1.0), 1.0, Snapshot(preemptions=1))
+    final = Snapshot(evictions=8, freed_pages=8 * 400)
+    ours = Run("ours", 8, 2048, 800, 5.0, Snapshot(running=8, kv_usage=0.5), 0.6, final)
+    assert pages_of_prompt(stock, rows=8, page_size=32) == 512
+    assert pages_of_prompt(ours, rows=8, page_size=32) == 112
+    text = rendered(comparison_table([stock, ours], 64 * 2**20, rows=8, page_size=32))
+    for part in ("64 MiB", "512", "112", "16.0", "4.0", "2.0x", "80.0", "160.0", "60 %"):
+        assert part in text
+
+
+def test_arguments():
+    assert parse_arguments([]).threads >= 1
+    for wrong in (["--budget", "7.5"], ["--budget", "0"], ["--requests", "0"], ["--policy", "full"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(wrong)
+    assert pool_bytes(2048, 256) == (4 * 72 + 1) * 32 * TOKEN_BYTES
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    async def start(port: int) -> None:
+        async with Server(tmp_path, tmp_path / "server.log", [], {}, port):
+            pass
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} cannot be used"):
+            asyncio.run(start(port))
+
+
+def test_ending_a_process_ends_its_group(tmp_path):
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    end(process)
+    assert process.returncode is not None
+    log = tmp_path / "log"
+    log.write_text("\n".join(str(number) for number in range(100)))
+    assert tail(log, 3) == "97\n98\n99"
