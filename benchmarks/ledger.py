@@ -5,25 +5,20 @@ in every step, which is when admission counts most. Times are per running reques
 """
 
 import argparse
-import json
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from benchmarks.measure import Estimate, estimate, record, save
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.messages import RankCapacity, Report
@@ -32,7 +27,6 @@ LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
 STEPS = 32
 """Steps in a round: every row takes one page."""
-RESULTS = Path(__file__).parent / "results" / "ledger.json"
 
 
 @dataclass
@@ -41,10 +35,8 @@ class Result:
 
     ranks: int
     requests: int
-    ledger: float
-    ledger_interval: tuple[float, float]
-    stock: float
-    stock_interval: tuple[float, float]
+    ledger: Estimate
+    stock: Estimate
     report: float
     """Microseconds to take over one rank's report of one request."""
 
@@ -147,23 +139,8 @@ def measure(ranks: int, requests: int, rounds: int, seed: int) -> Result:
             seconds = decode_round(manager, every[:-1], every[-1])
             if number:  # the first round warms up
                 times.append(seconds * 1e6)
-    (stock, stock_interval), (ledger, ledger_interval) = (median(times, seed) for _, _, times in sides)
-    return Result(ranks, requests, ledger, ledger_interval, stock, stock_interval, report * 1e6)
-
-
-def median(values: Sequence[float], seed: int) -> tuple[float, tuple[float, float]]:
-    """Median, and its 95 % interval from 2000 bootstrap samples."""
-    choose = random.Random(seed)
-    samples = sorted(statistics.median(choose.choices(values, k=len(values))) for _ in range(2000))
-    return statistics.median(values), (samples[49], samples[1949])
-
-
-def cpu_model() -> str:
-    """The processor's name, as Linux gives it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    stock, ledger = (estimate(times, seed) for _, _, times in sides)
+    return Result(ranks, requests, ledger, stock, report * 1e6)
 
 
 def main() -> None:
@@ -176,7 +153,6 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of row lengths and bootstrap (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON to write (default: %(default)s)")
     args = parser.parse_args()
     if not 1 <= args.rounds < OUTPUT // STEPS:
         parser.error(f"--rounds must be from 1 to {OUTPUT // STEPS - 1}")
@@ -187,35 +163,19 @@ def main() -> None:
         for requests in (64, 256):
             result = measure(ranks, requests, args.rounds, args.seed)
             results.append(result)
-            cells = [
-                f"{value:6.2f} [{low:.2f}, {high:.2f}]"
-                for value, (low, high) in (
-                    (result.ledger, result.ledger_interval),
-                    (result.stock, result.stock_interval),
-                )
-            ]
-            print(f"{ranks:5} {requests:8}   {cells[0]:24}{cells[1]:24}{result.report:.1f}", flush=True)
-    record = {
-        "command": " ".join(["python -m benchmarks.ledger", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_model(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "vllm": vllm.__version__,
-        },
-        "settings": {
-            "layers": LAYERS,
-            "kv_heads": KV_HEADS,
-            "page_size": PAGE,
-            "prompt": PROMPT,
-            "rounds": args.rounds,
-        },
-        "results": [asdict(result) for result in results],
+            print(
+                f"{ranks:5} {requests:8}   {result.ledger!s:24}{result.stock!s:24}{result.report:.1f}",
+                flush=True,
+            )
+    content = {
+        "layers": LAYERS,
+        "kv_heads": KV_HEADS,
+        "page_size": PAGE,
+        "prompt": PROMPT,
+        "rounds": args.rounds,
+        "cells": [asdict(result) for result in results],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {args.output}")
+    print(f"written to {save('ledger', record('ledger', content))}")
 
 
 if __name__ == "__main__":
