@@ -6,7 +6,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # tests send functions into workers
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several workers on one NUMA node
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Run requests through a real engine and bring back tokens, logits, and what every layer and head kept."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from vllm import LLM, SamplingParams
 import vllm_kvevict.engine.attention  # noqa: F401
 
 VOCAB = 512
+KV_BYTES = 1 << 27
 
 
 @dataclass
@@ -72,7 +74,13 @@ class Answer:
 @contextlib.contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     """An engine that is shut down at the end."""
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, **settings}
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": KV_BYTES,
+    }
+    settings = {**defaults, **settings}
     # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
     with torch._dynamo.config.patch(disable=settings["enforce_eager"]):
         llm = LLM(
@@ -82,6 +90,8 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()  # engines refer to themselves, and each holds its KV memory
 
 
 @contextlib.contextmanager

@@ -275,6 +275,12 @@ def start_runtime(vllm_config: VllmConfig, runner: Any) -> None:
     _runtime = Runtime(vllm_config, runner)
 
 
+def stop_runtime() -> None:
+    """Let go of the pool when the worker ends; its process may live on."""
+    global _runtime
+    _runtime = None
+
+
 def get_runtime() -> Runtime:
     """The runtime of this worker process; vLLM builds attention layers and connectors without passing it."""
     assert _runtime is not None, "the KV eviction worker has not started"

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_kvevict.engine.runtime import get_runtime, start_runtime
+from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
 
 
 class _EvictionMixin:
@@ -28,6 +28,10 @@ class _EvictionMixin:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    def shutdown(self) -> None:
+        super().shutdown()  # type: ignore[misc]
+        stop_runtime()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         get_runtime().begin_step(scheduler_output)
