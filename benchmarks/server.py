@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-LOG_TAIL = 25
+LOG_TAIL, LOG_WIDTH = 25, 300
 START_PATIENCE = 240.0
 LOGGING: dict[str, Any] = {
     "version": 1,
@@ -172,8 +172,8 @@ def end(process: subprocess.Popen) -> None:
 
 
 def tail(path: Path, lines: int = LOG_TAIL) -> str:
-    """The last lines of a file."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    """The last lines of a file; vLLM prints its whole configuration in one."""
+    return "\n".join(line[:LOG_WIDTH] for line in path.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _free_port() -> int:
