@@ -7,7 +7,6 @@ prefill against the one without eviction, pair by pair.
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -15,8 +14,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import estimate, paired_ratio, record, save
-from benchmarks.models import make_model
-from benchmarks.sides import VOCAB, Outcome, Side, Workload, running
+from benchmarks.sides import Outcome, Side, Workload, running
+from benchmarks.throughput import TOKEN_BYTES, model
 from vllm_kvevict.policies import available
 
 TARGET = 0.03
@@ -30,28 +29,14 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.2, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each policy (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
-    parser.add_argument(
-        "--model", type=Path, default=Path(".demo/benchmark-model-long"), help="scratch folder"
-    )
     args = parser.parse_args()
-    model = make_model(
-        args.model,
-        hidden=512,
-        layers=8,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        vocab=VOCAB,
-        max_len=args.length + 64,
-        dtype=torch.bfloat16,
-    )
     side = Side(
         "eviction",
-        model,
+        model(args.length + 64),
         args.threads,
         dtype="bfloat16",
         max_model_len=args.length + 64,
-        kv_cache_memory_bytes=2 * (args.length + 256) * 8 * 4 * 64 * 2 * 2,
+        kv_cache_memory_bytes=2 * (args.length + 256) * TOKEN_BYTES,
         kv_eviction="full",
         kv_budget=args.budget,
     )
@@ -96,8 +81,7 @@ def main() -> None:
         }
     Console(width=120).print(table)
     print(f"share: of the prefill; target: at most {TARGET:.0%}")
-    settings = {name: value for name, value in vars(args).items() if name != "model"}
-    content = {"settings": settings, "full_prefill_seconds": full, "policies": results}
+    content = {"settings": vars(args), "full_prefill_seconds": full, "policies": results}
     print(f"written to {save('eviction', record('eviction', content))}")
 
 
