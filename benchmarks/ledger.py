@@ -72,6 +72,7 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
         enable_caching=False,
         options=options,
         max_num_batched_tokens=8192,
+        num_stages=1,
     )
     rows = LAYERS * KV_HEADS // ranks
     plenty = RankCapacity(rows * len(requests) * (PROMPT + OUTPUT), rows)

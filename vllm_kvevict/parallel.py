@@ -41,7 +41,7 @@ class TensorComm:
         return torch.cat(self._gather(local)[:: self.replicas])
 
     def gather_group_rows(self, rows: Tensor) -> Tensor:
-        """[local query heads, m] of this rank's KV head -> [all its query heads, m], in head order.
+        """[local query heads, ...] of this rank's KV head -> [all its query heads, ...], in head order.
 
         Communicates only where KV heads are replicated. Then all ranks take part, although only replicas
         exchange: subgroups would be one more thing to create in step on every rank.
@@ -50,6 +50,13 @@ class TensorComm:
             return rows
         first = self.rank // self.replicas * self.replicas
         return torch.cat(self._gather(rows)[first : first + self.replicas])
+
+    def sum_counts(self, local: Tensor) -> Tensor:
+        """Elementwise sum of int64 counts over the ranks; of replicas, only the first one's count."""
+        total = local.clone() if self.rank % self.replicas == 0 else torch.zeros_like(local)
+        if self.size > 1:
+            dist.all_reduce(total, group=self.group)
+        return total
 
     def _gather(self, local: Tensor) -> list[Tensor]:
         if self.size == 1:

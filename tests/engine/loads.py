@@ -1,5 +1,6 @@
 """Random servers and random requests for the scheduler simulation."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,27 @@ def mixed(seed: int) -> Load:
         requests=choose.randrange(8, 30),
         aborts=choose.random() < 0.5,
     )
+
+
+def staged(seed: int) -> Load:
+    """A mixed load on pipeline stages whose layer budgets are decided by the scheduler."""
+    choose = random.Random(seed)
+    load = mixed(seed)
+    shapes = choose.choice(([(2, 2), (2, 2)], [(1, 4), (3, 4)], [(2, 1), (1, 1), (2, 1)]))
+    longest = load.setup.max_model_len
+    times = choose.choice((1.1, 1.5, 2.5, 4.0))
+    setup = dataclasses.replace(
+        load.setup,
+        shapes=shapes,
+        pages=[int(times * -(-longest // PAGE) * layers * heads) for layers, heads in shapes],
+        pipeline=True,
+        depth=choose.choice((1, len(shapes))),
+        options={
+            **(load.setup.options or {}),
+            "policy": choose.choice(("lava", "cake", "lava-uniform-head")),
+        },
+    )
+    return dataclasses.replace(load, setup=setup)
 
 
 def tight(seed: int) -> Load:

@@ -1,10 +1,12 @@
-"""The model as Hugging Face defines it, in fp32, with evicted entries masked out of its attention."""
+"""The model as Hugging Face defines it, in fp32: what its attention sees, and what it says without evicted entries."""
 
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vllm_kvevict.policies import LayerInputs
 
 
 def masked_logits(
@@ -41,3 +43,27 @@ def masked_logits(
     with torch.inference_mode():
         logits = network(torch.tensor([prompt + generated]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].float()
+
+
+def layer_inputs(model: Path, prompt: list[int]) -> list[LayerInputs]:
+    """What policies may read of each layer when the prompt has been computed."""
+    seen = []
+
+    def attention(module, query, key, value, attention_mask, scaling, **_):
+        seen.append((query[0], key[0], value[0], scaling))
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, scale=scaling, is_causal=True
+        )
+        return result.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("watched", attention)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="watched")
+    with torch.inference_mode():
+        network(torch.tensor([prompt]), use_cache=False)
+    inputs = []
+    for layer, (query, key, value, scaling) in zip(network.model.layers, seen, strict=True):
+        w_o = layer.self_attn.o_proj.weight.T.unflatten(0, (query.shape[0], -1))
+        inputs.append(LayerInputs(query, key, value, scale=scaling, q_all=query, w_o=w_o.detach()))
+    return inputs

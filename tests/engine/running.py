@@ -127,26 +127,26 @@ def num_preemptions(llm: LLM) -> int:
 
 def _record(worker: Any) -> None:
     """In the worker: remember scores and kept entries of every eviction."""
-    from vllm_kvevict.engine import runtime as module
+    from vllm_kvevict.engine.runtime import get_runtime
 
-    runtime = module.get_runtime()
-    compact, score_layer = runtime.cache.compact, module.score_layer
+    runtime = get_runtime()
+    evictor, compact, score = runtime.evictor, runtime.cache.compact, runtime.evictor._score
     runtime.decisions = []
+    scored = {}
 
-    def recording_scores(config, inputs, layer, num_layers, comm=None):
-        scores = score_layer(config, inputs, layer, num_layers, comm)
-        runtime.last_scores = scores.scores
-        return scores
+    def recording_score(layer, live, *args):
+        result = score(layer, live, *args)
+        scored[live.slot, layer] = None if result.scores is None else result.scores.clone()
+        return result
 
     def recording_compact(slot, layer, kept):
         name = next(name for name, live in runtime.live.items() if live.slot == slot)
-        heads = runtime.comm.local_heads.start if runtime.comm else 0
-        scores = None if runtime.last_scores is None else runtime.last_scores.clone()
+        head = evictor.comm.local_heads.start if evictor.comm else 0
         entries = [entries.tolist() for entries in kept]
-        runtime.decisions.append((name, runtime.first_layer + layer, heads, entries, scores))
+        runtime.decisions.append((name, evictor.first_layer + layer, head, entries, scored[slot, layer]))
         compact(slot, layer, kept)
 
-    runtime.cache.compact, module.score_layer = recording_compact, recording_scores
+    runtime.cache.compact, evictor._score = recording_compact, recording_score
 
 
 def _decisions(worker: Any) -> list[tuple]:

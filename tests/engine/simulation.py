@@ -28,7 +28,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.models import make_model
 from vllm_kvevict.engine.config import KEY, Options, Plan
 from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import Handshake, RankCapacity, RankMessage, Report, WorkerMessages
+from vllm_kvevict.engine.messages import (
+    Handshake,
+    LayerWeights,
+    RankCapacity,
+    RankMessage,
+    Report,
+    WorkerMessages,
+)
 from vllm_kvevict.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 PAGE = 32
@@ -47,6 +54,7 @@ class Setup:
         shapes: (layers, KV heads) of each rank.
         pages: of each rank's pool.
         depth: steps in flight; above 1 as under pipeline parallelism or asynchronous scheduling.
+        pipeline: whether each rank is a stage with layers of its own; else all hold the same layers.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -57,6 +65,7 @@ class Setup:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     depth: int = 1
+    pipeline: bool = False
     asynchronous: bool = False
     priority: bool = False
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
@@ -85,6 +94,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.max_num_seqs = setup.max_num_seqs
     config.scheduler_config.policy = "priority" if setup.priority else "fcfs"
     config.scheduler_config.async_scheduling = setup.asynchronous
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.pipeline_parallel_size = len(setup.shapes) if setup.pipeline else 1
     config.model_config.max_model_len = setup.max_model_len
     layers, heads = setup.shapes[0]
     # The block that vLLM's manager always keeps aside comes on top.
@@ -131,12 +142,13 @@ def make_request(
 
 @dataclass
 class Resident:
-    """A request on the workers: its admission, and the length of each of its rows by rank."""
+    """A request on the workers: its admission, the length of each of its rows by rank, whether it waits for budgets."""
 
     plan: Plan
     kv_len: list[np.ndarray]
     tokens: int = 0
     evictions: int = 0
+    waits: bool = False
 
 
 class Workers:
@@ -173,6 +185,17 @@ class Workers:
         plans = output.kv_connector_metadata.plans
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
+        trimmed: list[Resident] = []
+        for name, decided in output.kv_connector_metadata.layer_budgets.items():
+            resident = self.live.get(name)
+            if resident is not None and resident.plan.epoch == decided.epoch:
+                assert resident.waits
+                resident.waits = False
+                trimmed.append(resident)
+        reports = [
+            self._trim(resident, output.kv_connector_metadata.layer_budgets[resident.plan.request_id].budgets)
+            for resident in trimmed
+        ]
         for plan in plans:
             assert plan.request_id not in self.live, f"{plan.request_id} was admitted while it was running"
             rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
@@ -180,6 +203,7 @@ class Workers:
         leaving: list[Resident] = []
         for name, count in output.num_scheduled_tokens.items():
             resident = self.live[name]
+            assert not resident.waits, f"{name} goes on before its layer budgets are known"
             before, resident.tokens = resident.tokens, resident.tokens + count
             for rows in resident.kv_len:
                 rows += count
@@ -194,14 +218,19 @@ class Workers:
             held = self.held(rank)
             assert held <= pages, f"rank {rank} would hold {held} of {pages} pages"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
-        reports = [self._evict(resident) for resident in leaving]
+        waiting = [r for r in leaving if self.setup.pipeline and not r.plan.config.layer_local]
+        for resident in waiting:
+            resident.waits = True
+        leaving = [resident for resident in leaving if not resident.waits]
+        reports += [self._evict(resident) for resident in leaving]
         return WorkerMessages(
             {
                 rank: RankMessage(
                     {
                         resident.plan.request_id: self.tamper(by_rank[rank])
-                        for resident, by_rank in zip(leaving, reports, strict=True)
+                        for resident, by_rank in zip(trimmed + leaving, reports, strict=True)
                     },
+                    {resident.plan.request_id: self._weights(resident, rank) for resident in waiting},
                     physical_pages=self.held(rank),
                     logical_tokens=sum(int(r.kv_len[rank].sum()) for r in self.live.values()),
                     holdings={
@@ -213,24 +242,50 @@ class Workers:
             }
         )
 
+    def _weights(self, resident: Resident, rank: int) -> LayerWeights:
+        """What a stage says of its layers."""
+        first = sum(layers for layers, _ in self.setup.shapes[:rank])
+        weights = self.random.gamma(1.0, size=self.setup.shapes[rank][0])
+        return LayerWeights(resident.plan.epoch, first, weights.tolist())
+
     def _evict(self, resident: Resident) -> list[Report]:
         """Keep ragged counts whose total over all rows of all ranks is the policy's."""
+        plan = resident.plan
+        assert plan.evict_at is not None
+        sizes = [layers * heads for layers, heads in self.setup.shapes]
+        total = sum(sizes) * plan.config.budget_for(plan.evict_at)
+        kept = split(total, sum(sizes), plan.evict_at, self.random)
+        return self._keep(resident, np.split(kept, np.cumsum(sizes)[:-1]))
+
+    def _trim(self, resident: Resident, budgets: Sequence[int]) -> list[Report]:
+        """Keep ragged counts whose total in each layer is what the scheduler decided for it."""
+        plan = resident.plan
+        assert plan.evict_at is not None
+        window = plan.config.window_for(plan.evict_at)
+        past = plan.config.budget_for(plan.evict_at) - window
+        assert sum(budgets) == sum(layers for layers, _ in self.setup.shapes) * past
+        parts, first = [], 0
+        for layers, heads in self.setup.shapes:
+            totals = [heads * (window + b) for b in budgets[first : first + layers]]
+            parts.append(np.concatenate([split(t, heads, plan.evict_at, self.random) for t in totals]))
+            first += layers
+        return self._keep(resident, parts)
+
+    def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
+        """Shorten the rows of each rank to these lengths and report it."""
         plan = resident.plan
         assert plan.evict_at is not None and resident.evictions == 0
         resident.evictions += 1
         self.evictions.append((plan.request_id, plan.epoch, plan.evict_at))
-        sizes = [layers * heads for layers, heads in self.setup.shapes]
-        total = sum(sizes) * plan.config.budget_for(plan.evict_at)
-        kept = split(total, sum(sizes), plan.evict_at, self.random)
         reports = []
-        for rank, part in enumerate(np.split(kept, np.cumsum(sizes)[:-1])):
+        for rank, part in enumerate(parts):
             rows = resident.kv_len[rank]
             before = self.pages(rows)
             rows[:] = part.reshape(rows.shape)
             pages = self.pages(rows)
             reports.append(
                 Report(
-                    policy=plan.config.policy,
+                    policy=plan.config.label,
                     epoch=plan.epoch,
                     tokens=plan.evict_at,
                     pages=pages,
@@ -305,8 +360,9 @@ class Simulation:
         for name in output.preempted_req_ids or ():
             self.preemptions[name] += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
-        # Under priorities a step may do nothing but preempt; then the next one must go on.
-        if not (output.total_num_scheduled_tokens or output.preempted_req_ids or self.in_flight):
+        # Under priorities a step may do nothing but preempt, and one may only carry budgets; then the next must go on.
+        sends = output.preempted_req_ids or getattr(output.kv_connector_metadata, "layer_budgets", None)
+        if not (output.total_num_scheduled_tokens or sends or self.in_flight):
             unfinished = self.scheduler.get_num_unfinished_requests()
             assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
         self.in_flight.append((output, self._execute(output)))

@@ -1,5 +1,6 @@
 """What users ask for: the server's options, one request's fields, and the plan that follows from both."""
 
+import copy
 import json
 
 import pytest
@@ -89,6 +90,9 @@ def test_defaults():
         ({"policy": "snapkv", "page_size": 48}, ["--kv-eviction-config.page_size", "multiple of 32", "48"]),
         ({"policy": "snapkv", "page_size": 0}, ["--kv-eviction-config.page_size", "at least 1"]),
         ({"policy": "snapkv", "check": "no"}, ["--kv-eviction-config.check", "'no'"]),
+        ({"policy": "snapkv", "scope": "question"}, ["--kv-eviction-config.scope", "prompt or prefix", "'question'"]),
+        ({"policy": "snapkv", "scope": None}, ["--kv-eviction-config.scope", "prompt or prefix", "None"]),
+        ({"policy": "snapkv", "scope": ["prefix"]}, ["--kv-eviction-config.scope", "prompt or prefix", "['prefix']"]),
     ],
 )  # fmt: skip
 def test_bad_options(raw, words):
@@ -106,10 +110,17 @@ def test_whole_numbers_may_be_floats():
 @pytest.mark.parametrize("policy", available())
 @pytest.mark.parametrize("budget", [0.3, 1.0, 100.0])
 def test_options_survive_json(policy, budget):
-    raw = {"policy": policy, "budget": budget, "min_prompt": 7, "page_size": 64, "check": True}
+    raw = {
+        "policy": policy,
+        "budget": budget,
+        "min_prompt": 7,
+        "page_size": 64,
+        "check": True,
+        "scope": "prefix",
+    }
     options = Options.parse(raw | parameters(policy))
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
-    assert options.check and options.params == parameters(policy)
+    assert options.check and options.scope == "prefix" and options.params == parameters(policy)
 
 
 def test_checking_is_switched_by_the_environment(monkeypatch):
@@ -212,6 +223,54 @@ def test_a_prompt_within_the_budget_is_not_evicted(policy):
     server = Options.parse({"policy": policy, "budget": 200, "min_prompt": 0})
     assert server.plan("r", 1, 200, None).evict_at is None
     assert server.plan("r", 1, 201, None).evict_at == 201
+
+
+# The scope of the server.
+
+PREFIXES = Options.parse({"policy": "snapkv", "budget": 0.25, "min_prompt": 100, "scope": "prefix"})
+
+
+def test_the_whole_prompt_is_the_scope_of_others():
+    for fields in (None, {}, {"kv_budget": 0.5}, {"kv_prefix_len": 300}):
+        for prefix_len in (None, 0, 200):
+            assert SERVER.fields_in_scope(1000, prefix_len, fields) == fields
+
+
+@pytest.mark.parametrize("prefix_len, evict_at", [(0, None), (1, None), (99, None), (100, 100), (999, 999)])
+def test_a_chat_is_evicted_before_its_question(prefix_len, evict_at):
+    for fields in (None, {}, {"kv_budget": 0.5, "somebody_elses": 1}):
+        before = copy.deepcopy(fields)
+        in_scope = PREFIXES.fields_in_scope(1000, prefix_len, fields)
+        assert PREFIXES.plan("r", 1, 1000, in_scope).evict_at == evict_at
+        assert fields == before and (fields or {}).items() <= in_scope.items()
+
+
+def test_the_requests_own_prefix_wins():
+    for prefix_len in (None, 0, 200):
+        fields = PREFIXES.fields_in_scope(1000, prefix_len, {"kv_prefix_len": 300})
+        assert PREFIXES.plan("r", 1, 1000, fields).evict_at == 300
+
+
+def test_a_prompt_that_does_not_say_where_its_prefix_ends():
+    for fields in (None, {"kv_budget": 0.5}, {"kv_eviction": "pyramidkv"}, {"kv_prefix_len": None}):
+        with pytest.raises(KVEvictionError) as error:
+            PREFIXES.fields_in_scope(1000, None, fields)
+        assert one_sentence(error, "--kv-eviction-config.scope prefix").startswith("kv_prefix_len")
+        assert error.value.field_name == "kv_prefix_len"
+
+
+@pytest.mark.parametrize(
+    "length, fields", [(99, None), (1000, {"kv_eviction": "full"}), (1000, {"kv_budget": 1000})]
+)
+def test_a_prompt_that_is_kept_whole_needs_no_prefix(length, fields):
+    for prefix_len in (None, 0, 50):
+        assert PREFIXES.fields_in_scope(length, prefix_len, fields) == fields
+
+
+@given(st.none() | st.integers(0, 1000), st.sampled_from(["nope", "", 3]))
+def test_the_scope_hides_no_bad_field(prefix_len, policy):
+    with pytest.raises(KVEvictionError, match="kv_eviction: unknown policy"):
+        PREFIXES.fields_in_scope(1000, prefix_len, {"kv_eviction": policy})
 
 
 # A name with a line break in it would be quoted as it is.

@@ -94,6 +94,15 @@ def test_dotted_options_and_json_add_up(model):
         assert options.params == {"window": 16, "gqa": "max"}
 
 
+def test_scope(model):
+    for words in (["--kv-eviction-config.scope", "prefix"], ["--kv-eviction-config", '{"scope": "prefix"}']):
+        args = parse("--model", model, "--kv-eviction", "snapkv", *words)
+        assert options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config()).scope == "prefix"
+    for settings in ({"policy": "snapkv", "scope": "prefix"}, {"policy": "snapkv"}):
+        vllm_config = EngineArgs(model=model, additional_config={KEY: settings}).create_engine_config()
+        assert options_of(vllm_config).scope == settings.get("scope", "prompt")
+
+
 def test_parsing_twice_leaves_no_trace_of_the_first_time():
     parser = serve_parser()
     parser.parse_args(["--kv-eviction-config.window", "16"])
@@ -231,6 +240,10 @@ MALFORMED = {
     "page size": (
         ["--kv-eviction", "snapkv", "--kv-eviction-config.page_size", "33"],
         ["--kv-eviction-config.page_size", "33", "32"],
+    ),
+    "scope": (
+        ["--kv-eviction", "snapkv", "--kv-eviction-config.scope", "question"],
+        ["--kv-eviction-config.scope", "prompt or prefix", "'question'"],
     ),
     "policy in the wrong place": (
         ["--kv-eviction", "snapkv", "--kv-eviction-config.policy", "full"],

@@ -55,6 +55,14 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
     assert [plan.request_id for plan in ledger.admitted] == ["r"]
 
 
+@pytest.mark.parametrize("policy", ["criticalkv", "defensivekv", "lava"])
+def test_without_output_projections_policies_that_read_them_keep_everything(policy: str) -> None:
+    ledger = make_ledger([1000], policy="full")
+    ledger.has_w_o = False
+    request = make_request("r", 640, 10, {"kv_eviction": policy})
+    assert ledger.plan(request).evict_at == (640 if policy == "lava" else None)
+
+
 def test_a_decode_does_not_take_what_is_promised() -> None:
     ledger = make_ledger([4 * 33], budget=1.0)
     decode, prefill = make_request("decode", 320, 30), make_request("prefill", 640, 1)

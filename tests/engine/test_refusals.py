@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
-from vllm_kvevict.engine import checks, plugin
+from vllm_kvevict.engine import checks, plugin, requests
 from vllm_kvevict.engine.config import KVEvictionError
 
 LLAMA = {
@@ -52,6 +52,29 @@ def refusal(model: str, **settings) -> str:
     assert "\n" not in sentence and ". " not in sentence
     assert any(f"{advice} " in sentence for advice in ("drop", "leave", "unset", "install", "change", "set"))
     return sentence
+
+
+def test_a_policy_that_compares_all_layers_is_refused_on_pipeline_stages(model):
+    sentence = refusal(model, kv_eviction="layer-defensivekv", pipeline_parallel_size=2)
+    assert sentence.startswith(
+        "--kv-eviction layer-defensivekv cannot be combined with --pipeline-parallel-size"
+    )
+
+
+def test_such_a_policy_is_refused_for_one_request(model):
+    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
+    staged = SimpleNamespace(vllm_config=config.create_engine_config())
+    prompt = {"prompt_token_ids": [1] * 600}
+    with pytest.raises(
+        VLLMValidationError, match=r"^kv_eviction layer-defensivekv cannot be combined"
+    ) as error:
+        requests._check_generate(staged, prompt, asking("layer-defensivekv"))
+    assert error.value.parameter == "kv_eviction"
+    requests._check_generate(staged, prompt, asking("cake"))
+
+
+def asking(policy: str) -> SamplingParams:
+    return SamplingParams(extra_args={"kv_eviction": policy})
 
 
 def test_a_plain_model_is_accepted(model):

@@ -1,13 +1,13 @@
 """Slow second implementation of every policy: float64, plain loops, fractions. Shares no code with the package.
 
+This file holds budgets, orders and splits; reference_scores.py scores, reference_select.py selects.
 Scores are lists of lists, scores[kv_head][position]; what is kept is kept[kv_head] = ascending positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from fractions import Fraction
-
-import numpy as np
+from typing import Any
 
 Scores = list[list[float]]
 
@@ -24,56 +24,29 @@ def shrunk(fixed: int, b: int, smallest: int) -> int:
     return fixed if b > fixed else max(smallest, b // 2)
 
 
-def attention_row(query: np.ndarray, keys: np.ndarray, scale: float, cap: float | None) -> list[float]:
-    """Softmax of one query over keys [visible, d]."""
-    logits = []
-    for key in keys:
-        z = sum(float(a) * float(b) for a, b in zip(query, key, strict=True)) * scale
-        logits.append(cap * math.tanh(z / cap) if cap else z)
-    top = max(logits)
-    powers = [math.exp(z - top) for z in logits]
-    total = math.fsum(powers)
-    return [p / total for p in powers]
-
-
-def pooled(row: list[float], how: str, kernel: int) -> list[float]:
-    """Pooling with the window cut off at both ends; an average always divides by the kernel."""
-    if how == "none":
-        return row
-    out = []
-    for i in range(len(row)):
-        near = [row[j] for j in range(i - kernel // 2, i + kernel // 2 + 1) if 0 <= j < len(row)]
-        out.append(max(near) if how == "max" else math.fsum(near) / kernel)
-    return out
-
-
-def snapkv_scores(
-    q: np.ndarray, k: np.ndarray, window: int, scale: float | None, cap: float | None, p: dict
-) -> Scores:
-    """Scores of the tokens before the window. q [Hq, rows, d] ends with the window, k [Hkv, n, d]."""
-    kv_heads, n, size = k.shape
-    group = q.shape[0] // kv_heads
-    scale = 1 / math.sqrt(size) if scale is None else scale
-    result = []
-    for head in range(kv_heads):
-        per_query_head = []
-        for hq in range(head * group, head * group + group):
-            mean = [0.0] * (n - window)
-            for r in range(window):
-                row = attention_row(q[hq, q.shape[1] - window + r], k[head, : n - window + r + 1], scale, cap)
-                for i in range(n - window):
-                    mean[i] += row[i] / window
-            per_query_head.append(mean)
-        columns = list(zip(*per_query_head, strict=True))
-        reduced = [max(c) if p["gqa"] == "max" else math.fsum(c) / group for c in columns]
-        result.append(pooled(reduced, p["pooling"], p["kernel"]))
-    return result
+def always_kept(policy: str, b: int, p: dict[str, Any]) -> tuple[int, int]:
+    """(window, sinks) of a prompt that is evicted down to b tokens per head."""
+    if policy == "full":
+        return 0, 0
+    if policy == "streaming-llm":
+        return 0, shrunk(p["sinks"], b, 0)
+    window = shrunk(1 if policy == "tova" else p["window"], b, 1)
+    sinks = p.get("sinks", 0)
+    if b <= p.get("window", 1):
+        return window, min(sinks, b // 2)
+    return window, min(sinks, b - window)
 
 
 def ranking(scores: Scores) -> list[tuple[int, int]]:
     """All (position, head) of a layer, best first."""
     entries = [(-s, i, h) for h, row in enumerate(scores) for i, s in enumerate(row)]
     return [(i, h) for _, i, h in sorted(entries)]
+
+
+def best(row: Sequence[float], count: int, among: Sequence[int] | None = None) -> list[int]:
+    """The `count` best positions of one head, ascending."""
+    candidates = range(len(row)) if among is None else among
+    return sorted(sorted(candidates, key=lambda i: (-row[i], i))[:count])
 
 
 def largest_remainder(ideal: list[Fraction], total: int) -> list[int]:
@@ -101,6 +74,30 @@ def pyramid(b: int, m: int, layers: int, beta: int, rounding: str) -> list[int]:
     return largest_remainder(line, layers * b)
 
 
+def water_fill(weights: Sequence[float], total: int, m: int) -> list[Fraction]:
+    """total in proportion to the weights, at most m each; exact."""
+    plain = [Fraction(w) if math.isfinite(w) else Fraction(0) for w in weights]
+    shares = [Fraction(m)] * len(plain)
+    open_ = list(range(len(plain)))
+    while open_:
+        left = total - m * (len(plain) - len(open_))
+        mass = sum(plain[i] for i in open_)
+        ideal = {i: left * plain[i] / mass if mass else Fraction(left, len(open_)) for i in open_}
+        full = [i for i in open_ if ideal[i] >= m]
+        if not full:
+            for i in open_:
+                shares[i] = ideal[i]
+            break
+        open_ = [i for i in open_ if i not in full]
+    return shares
+
+
+def dynamic(weights: Sequence[float], b: int, m: int) -> list[int]:
+    """Budgets without the window from the weights of all layers."""
+    total = len(weights) * min(b, m)
+    return largest_remainder(water_fill(weights, total, m), total)
+
+
 def ada_counts(scores: Scores, b: int, alpha: float, rule: str) -> list[int]:
     """Tokens besides the window of each head of a layer."""
     heads = len(scores)
@@ -118,64 +115,15 @@ def ada_counts(scores: Scores, b: int, alpha: float, rule: str) -> list[int]:
         for _, h in rest[: heads * b - heads * own]:
             counts[h] += 1
         return counts
-    best = [sum(1 for _, h in order[: heads * b] if h == head) for head in range(heads)]
+    top = [sum(1 for _, h in order[: heads * b] if h == head) for head in range(heads)]
     if rule == "paper":
         a = 1 - a
-    return largest_remainder([(1 - a) * f + a * b for f in best], heads * b)
+    return largest_remainder([(1 - a) * f + a * b for f in top], heads * b)
 
 
-def keep(scores: Scores, counts: list[int], n: int, window: int) -> list[list[int]]:
-    """Best counts[h] of each head, then the window."""
-    kept = []
-    for row, count in zip(scores, counts, strict=True):
-        order = sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))
-        kept.append(sorted(order[:count]) + list(range(n - window, n)))
-    return kept
-
-
-# Per policy: (scores, layer, num_layers, n, B, window, parameters, KV heads) -> kept of one layer.
-
-
-def _full(scores, layer, layers, n, b, window, p, heads):
-    return [list(range(n))] * heads
-
-
-def _streaming(scores, layer, layers, n, b, window, p, heads):
-    sinks = shrunk(p["sinks"], b, 0)
-    return [[i for i in range(n) if i < sinks or i >= n - (b - sinks)]] * heads
-
-
-def _snapkv(scores, layer, layers, n, b, window, p, heads):
-    return keep(scores, [b - window] * heads, n, window)
-
-
-def _pyramidkv(scores, layer, layers, n, b, window, p, heads):
-    past = pyramid(b - window, n - window, layers, p["beta"], p["pyramid_rounding"])[layer]
-    return keep(scores, [past] * heads, n, window)
-
-
-def _ada_snapkv(scores, layer, layers, n, b, window, p, heads):
-    return keep(scores, ada_counts(scores, b - window, p["alpha"], p["ada_safeguard"]), n, window)
-
-
-def _ada_pyramid(scores, layer, layers, n, b, window, p, heads):
-    past = pyramid(b - window, n - window, layers, p["beta"], p["pyramid_rounding"])[layer]
-    return keep(scores, ada_counts(scores, past, p["alpha"], p["ada_safeguard"]), n, window)
-
-
-SELECT: dict[str, Callable[..., list[list[int]]]] = {
-    "full": _full,
-    "streaming-llm": _streaming,
-    "snapkv": _snapkv,
-    "pyramidkv": _pyramidkv,
-    "ada-snapkv": _ada_snapkv,
-    "ada-pyramid": _ada_pyramid,
-}
-SCORE: dict[str, Callable[..., Scores] | None] = {
-    "full": None,
-    "streaming-llm": None,
-    "snapkv": snapkv_scores,
-    "pyramidkv": snapkv_scores,
-    "ada-snapkv": snapkv_scores,
-    "ada-pyramid": snapkv_scores,
-}
+def keep(scores: Scores, counts: list[int], n: int, window: int, sinks: int = 0) -> list[list[int]]:
+    """The sinks, the best counts[h] candidates of each head behind them, then the window."""
+    return [
+        [*range(sinks), *best(row, count, range(sinks, len(row))), *range(n - window, n)]
+        for row, count in zip(scores, counts, strict=True)
+    ]

@@ -37,15 +37,14 @@ def test_budget_window_and_no_op():
     assert EvictionConfig("streaming-llm", budget=100).window_for(500) == 0
 
 
-def test_what_the_caller_must_provide():
-    queries = {
-        p: EvictionConfig(p, **({} if p == "full" else {"keep_ratio": 0.2})).needs_queries
-        for p in available()
-    }
-    assert (
-        not queries["full"] and not queries["streaming-llm"] and queries["snapkv"] and queries["ada-pyramid"]
-    )
-    assert EvictionConfig("pyramidkv", keep_ratio=0.2).layer_local
+def test_window_and_sinks_of_small_ratios():
+    for policy in ("h2o", "knorm", "keydiff"):
+        cfg = EvictionConfig(policy, keep_ratio=0.2, window=0)
+        assert [cfg.window_for(n) for n in (1, 5, 500)] == [0, 0, 0]
+    for cfg in (EvictionConfig("tova", keep_ratio=0.2), EvictionConfig("tova", budget=2)):
+        assert [cfg.window_for(n) for n in (1, 4, 9, 500)] == [1, 1, 1, 1]
+    cfg = EvictionConfig("vatp-snapkv", keep_ratio=0.2, sinks=4)
+    assert [cfg.window_for(n) for n in (5, 50, 160, 165)] == [1, 5, 16, 32]
 
 
 @pytest.mark.parametrize("policy", available())
@@ -108,6 +107,24 @@ NAN = float("nan")
             for x in (-0.1, 1.01, NAN, True, "0.2", None)
         ],
         ("ada-pyramid", {"ada_safeguard": "on"}, ["ada_safeguard", "interp, paper, guarantee", "'on'"]),
+        ("vatp-snapkv", {"budget": 36, "sinks": 4}, ["budget=36", "window=32", "sinks=4"]),
+        ("tova", {"budget": 1}, ["budget", "1"]),
+        ("tova", {"budget": 9, "window": 1}, ["window does not apply", "tova", "tova_heads"]),
+        ("h2o", {"budget": 32}, ["budget=32", "window=32"]),
+        ("h2o", {"window": -1}, ["window", ">= 0", "-1"]),
+        ("h2o", {"budget": 64, "kernel": 5}, ["kernel does not apply", "h2o", "h2o_norm"]),
+        ("h2o", {"budget": 64, "h2o_norm": "max"}, ["h2o_norm", "sum, mean", "'max'"]),
+        ("lava-uniform-head", {"budget": 64, "alpha": 0.1}, ["alpha does not apply", "lava-uniform-head"]),
+        ("lava", {"budget": 64, "lava_vnorm": "l1"}, ["lava_vnorm", "all, past", "'l1'"]),
+        *[("lava", {"tp_local": x}, ["tp_local", "0 or 1", repr(x)]) for x in (2, -1, "1", 0.5)],
+        *[("cake", {"budget": 64, "gamma": x}, ["gamma", repr(x)]) for x in (-1, NAN, "1", None)],
+        *[("cake", {"budget": 64, "tau1": x}, ["tau1", repr(x)]) for x in (0, -1, NAN, "1")],
+        *[("cake", {"budget": 64, "tau2": x}, ["tau2", repr(x)]) for x in (0, float("inf"))],
+        *[("knorm", {"budget": 64, "skip_layers": x}, ["skip_layers", ">= 0", repr(x)]) for x in (-1, 0.5)],
+        *[("criticalkv", {"budget": 64, "first": x}, ["first", "[0, 1]", repr(x)]) for x in (-0.1, 2, NAN)],
+        *[("defensivekv", {"budget": 64, "mass": x}, ["mass", "[0, 1]", repr(x)]) for x in (-0.1, 1.5)],
+        ("defensivekv", {"budget": 64, "norm_axis": "rows"}, ["norm_axis", "heads, tokens", "'rows'"]),
+        ("layer-defensivekv", {"budget": 64, "tp_local": 1}, ["tp_local does not apply"]),
     ],
 )
 def test_errors_name_the_parameter(policy, settings, words):
@@ -117,6 +134,16 @@ def test_errors_name_the_parameter(policy, settings, words):
         EvictionConfig(policy, **settings)
     message = str(caught.value)
     assert all(word in message for word in words) and "\n" not in message
+
+
+def test_zero_is_a_window_where_scores_need_no_queries():
+    for policy in available():
+        if "window" in parameters(policy):
+            if policy in ("h2o", "knorm", "keydiff"):
+                assert EvictionConfig(policy, budget=1, window=0).params["window"] == 0
+            else:
+                with pytest.raises(ValueError, match="window"):
+                    EvictionConfig(policy, budget=8, window=0)
 
 
 def test_from_dict_without_policy():
@@ -136,6 +163,32 @@ def test_parameters_are_those_of_the_policy():
         "pyramid_rounding": "exact",
         "alpha": 0.2,
         "ada_safeguard": "interp",
+        "tp_local": 0,
     }
+    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean"}
+    critical = {**snapkv, "first": 0.5}
+    ada = {"alpha": 0.2, "ada_safeguard": "interp", "tp_local": 0}
+    lava_head = {**snapkv, "gqa": "max", "lava_vnorm": "all"}
+    lava = {**lava_head, "alpha": 0.0, "tp_local": 0}
+    defensive = {"window": 32, "kernel": 5, "mass": 0.9, "norm_axis": "heads"}
+    wanted = {
+        "snapkv": snapkv,
+        "ada-snapkv": snapkv | ada,
+        "h2o": {"window": 32, "h2o_norm": "sum"},
+        "lava": lava,
+        "lava-uniform": lava,
+        "lava-pyramid": {**lava, "beta": 20, "pyramid_rounding": "exact"},
+        "lava-uniform-head": lava_head,
+        "cake": {**snapkv, "kernel": 5, "pooling": "avg", "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
+        "vatp-snapkv": {**snapkv, "sinks": 0},
+        "tova": {"tova_heads": "all"},
+        "knorm": {"window": 32, "skip_layers": 0},
+        "keydiff": {"window": 32},
+        "criticalkv": critical,
+        "ada-criticalkv": critical | ada,
+        "defensivekv": {**defensive, "tp_local": 0},
+        "layer-defensivekv": defensive,
+    }
+    assert {policy: parameters(policy) for policy in wanted} == wanted
     with pytest.raises(ValueError, match="policy"):
         parameters("nothing")

@@ -1,26 +1,56 @@
-"""Policies that must coincide, and Ada-KV's optimality."""
+"""Policies that must coincide, settings that must not, Ada-KV's optimality, NaN."""
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, LayerScores, decide, select
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    LayerInputs,
+    LayerScores,
+    available,
+    decide,
+    parameters,
+    score_layer,
+    select,
+)
 
-N, WINDOW = 100, 8
+from . import reference_select
+from .reference_scores import SCORE
+
+N, WINDOW, LAYERS = 100, 8, 4
+SCORED = [policy for policy in available() if SCORE[policy]]
 
 
-def inputs(seed: int, num_layers: int = 4) -> list[LayerInputs]:
+def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[LayerInputs]:
+    """Three KV heads; the largest values of the first one lie in the window."""
     g = torch.Generator().manual_seed(seed)
-    return [
-        LayerInputs(torch.randn(6, WINDOW, 8, generator=g) * 2, torch.randn(3, N, 8, generator=g) * 2)
-        for _ in range(num_layers)
-    ]
+    result = []
+    for _ in range(num_layers):
+        q_all, k = torch.randn(6, N, 8, generator=g) * 2, torch.randn(3, N, 8, generator=g) * 2
+        v, w_o = torch.randn(3, N, 8, generator=g), torch.randn(6, 8, 16, generator=g)
+        v[0, -WINDOW:] *= 3
+        if values == "unit":
+            v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
+        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o))
+    return result
 
 
-def kept(policy: str, seed: int, **params) -> list:
-    cfg = EvictionConfig(policy, budget=30, window=WINDOW, **params)
-    return [[head.tolist() for head in layer] for layer in decide(cfg, inputs(seed))]
+def config(policy: str, **params) -> EvictionConfig:
+    if "window" in parameters(policy):
+        params = {"window": WINDOW} | params
+    return EvictionConfig(policy, budget=30, **params)
+
+
+def as_lists(kept) -> list:
+    return [[head.tolist() for head in layer] for layer in kept]
+
+
+def kept(policy: str, seed: int, *, layers: list[LayerInputs] | None = None, **params) -> list:
+    return as_lists(decide(config(policy, **params), layers or inputs(seed)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -34,45 +64,152 @@ def test_limits_of_the_parameters(seed):
     assert kept("ada-pyramid", seed, beta=1) == kept("ada-snapkv", seed)
     assert kept("ada-snapkv", seed, alpha=0, ada_safeguard="guarantee") == kept("ada-snapkv", seed, alpha=0)
     assert kept("snapkv", seed, pooling="max", kernel=1) == kept("snapkv", seed, pooling="none")
+    assert kept("lava", seed, alpha=1) == kept("lava-uniform-head", seed)
+    assert kept("lava-uniform", seed, alpha=1) == kept("snapkv", seed, gqa="max")
+    assert kept("lava-pyramid", seed, beta=1) == kept("lava-uniform", seed)
+    assert kept("lava-pyramid", seed, alpha=1) == kept("pyramidkv", seed, gqa="max")
+    assert kept("criticalkv", seed, first=1) == snapkv
+    assert kept("ada-criticalkv", seed, first=1) == kept("ada-snapkv", seed)
+    assert kept("ada-criticalkv", seed, alpha=1) == kept("criticalkv", seed)
+    tova = kept("tova", seed, tova_heads="kv")
+    assert tova == kept("snapkv", seed, window=1, pooling="none")
+    assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
+    assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
+    assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_layer_has_the_whole_budget(seed):
+    one = inputs(seed, 1)
+    assert kept("lava", seed, layers=one) == kept("lava-uniform", seed, layers=one)
+    assert kept("lava-uniform-head", seed, layers=one) == kept("snapkv", seed, layers=one, gqa="max")
+    assert kept("cake", seed, layers=one, gamma=0, pooling="none") == kept(
+        "snapkv", seed, layers=one, pooling="none"
+    )
+    assert kept("layer-defensivekv", seed, layers=one) == kept("defensivekv", seed, layers=one)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_layers_get_equal_budgets(seed):
+    equal = inputs(seed, 1) * LAYERS
+    assert kept("lava", seed, layers=equal) == kept("lava-uniform", seed, layers=equal)
+    assert kept("lava-uniform-head", seed, layers=equal) == kept("snapkv", seed, layers=equal, gqa="max")
+    assert all(len(head) == 30 for layer in kept("cake", seed, layers=equal) for head in layer)
+    # Lifted tokens are equal among heads as well, and ties go to a layer before they go to a head.
+    distinct = {"layers": equal, "mass": 0}
+    assert kept("layer-defensivekv", seed, **distinct) == kept("defensivekv", seed, **distinct)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unit_value_norms_change_nothing(seed):
+    unit = inputs(seed, values="unit")
+    assert kept("vatp-snapkv", seed, layers=unit) == kept("snapkv", seed, layers=unit)
+    assert kept("lava-uniform", seed, layers=unit) == kept(
+        "ada-snapkv", seed, layers=unit, gqa="max", alpha=0
+    )
+    assert kept("lava-uniform", seed, layers=unit, gqa="mean", pooling="none", alpha=0.2) == kept(
+        "ada-snapkv", seed, layers=unit, pooling="none"
+    )
+    doubled = [
+        LayerScores(i, LAYERS, 3, x, second=2 * x) for i, x in enumerate(torch.rand(LAYERS, 3, N - WINDOW))
+    ]
+    assert as_lists(select(config("criticalkv"), doubled, N)) == as_lists(
+        select(config("snapkv"), doubled, N)
+    )
+
+
+def test_keydiff_sees_directions_alone_and_knorm_lengths_alone():
+    (x,) = inputs(3, 1)
+    sizes = 2.0 ** torch.randint(-2, 3, (3, N, 1), generator=torch.Generator().manual_seed(3))
+    scaled, turned = LayerInputs(None, x.keys * sizes), LayerInputs(None, -x.keys.flip(2))
+    plain = LayerInputs(None, x.keys)
+    assert kept("keydiff", 3, layers=[scaled]) == kept("keydiff", 3, layers=[plain])
+    assert kept("knorm", 3, layers=[scaled]) != kept("knorm", 3, layers=[plain])
+    wanted = score_layer(config("knorm"), plain, 0, 1).scores
+    torch.testing.assert_close(score_layer(config("knorm"), turned, 0, 1).scores, wanted)
+
+
+def test_no_token_is_lifted_without_mass():
+    """Lifted tokens are the only ones that share the highest score."""
+    for norm_axis in ("heads", "tokens"):
+        for mass, at_least, at_most in ((0.0, 1, 1), (1.0, 3, 1 + 3 * 22)):
+            cfg = config("defensivekv", mass=mass, norm_axis=norm_axis)
+            for x in inputs(1):
+                scores = score_layer(cfg, x, 0, 1).scores
+                assert at_least <= int((scores == scores.max()).sum()) <= at_most
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-pyramid"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-pyramid", "ada-criticalkv"])
 def test_paper_safeguard_is_interp_with_the_weights_swapped(policy, alpha):
     assert kept(policy, 1, alpha=alpha, ada_safeguard="paper") == kept(policy, 1, alpha=1 - alpha)
 
 
-def test_policies_and_settings_differ():
-    """Guards against parameters that are accepted and ignored."""
-    variants = [
-        kept("snapkv", 2),
-        kept("snapkv", 2, pooling="avg"),
-        kept("snapkv", 2, pooling="none"),
-        kept("snapkv", 2, kernel=3),
-        kept("snapkv", 2, gqa="max"),
-        kept("pyramidkv", 2),
-        kept("pyramidkv", 2, beta=2),
-        kept("pyramidkv", 2, beta=9, pyramid_rounding="official"),
-        kept("ada-snapkv", 2),
-        kept("ada-snapkv", 2, alpha=0.9),
-        kept("ada-snapkv", 2, ada_safeguard="paper"),
-        kept("ada-snapkv", 2, ada_safeguard="guarantee"),
-        kept("ada-pyramid", 2),
-    ]
-    assert len({str(v) for v in variants}) == len(variants)
+# Another value for every parameter; tp_local changes nothing on one device.
+OTHER = {
+    "window": 5,
+    "kernel": 3,
+    "pooling": "none",
+    "gqa": None,
+    "sinks": 3,
+    "beta": 2,
+    "pyramid_rounding": "official",
+    "alpha": 0.9,
+    "ada_safeguard": "guarantee",
+    "h2o_norm": "mean",
+    "lava_vnorm": "past",
+    "gamma": 0.0,
+    "tau1": 0.2,
+    "tau2": 4.0,
+    "tova_heads": "kv",
+    "skip_layers": 1,
+    "first": 0.1,
+    "mass": 0.3,
+    "norm_axis": "tokens",
+}
+BASE = {"pyramid_rounding": {"beta": 9}, "beta": {"beta": 9}}
 
 
-def test_equal_scores_give_uniform_heads():
-    cfg = EvictionConfig("ada-snapkv", budget=30, window=WINDOW, alpha=0)
-    (layer,) = select(cfg, [LayerScores(0, 1, 4, torch.full((4, N - WINDOW), 0.5))], N)
+@pytest.mark.parametrize("policy", SCORED)
+def test_every_parameter_matters(policy):
+    for name, default in parameters(policy).items():
+        if name == "tp_local":
+            assert kept(policy, 2, tp_local=1) == kept(policy, 2)
+            continue
+        base = BASE.get(name, {})
+        other = ("max" if default == "mean" else "mean") if name == "gqa" else OTHER[name]
+        assert any(kept(policy, s, **base) != kept(policy, s, **{**base, name: other}) for s in (1, 2, 3)), (
+            name
+        )
+
+
+def test_policies_differ():
+    variants = {policy: str(kept(policy, 2)) for policy in SCORED}
+    variants["streaming-llm"] = str(kept("streaming-llm", 2))
+    variants["paper"] = str(kept("ada-snapkv", 2, ada_safeguard="paper"))
+    assert len(set(variants.values())) == len(variants)
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava-uniform", "defensivekv"])
+def test_equal_scores_give_uniform_heads(policy):
+    alpha = {"alpha": 0} if "alpha" in parameters(policy) else {}
+    scores = LayerScores(0, 1, 4, torch.full((4, N - WINDOW), 0.5))
+    (layer,) = select(config(policy, **alpha), [scores], N)
     assert all(head.tolist() == [*range(22), *range(N - WINDOW, N)] for head in layer)
 
 
-def test_a_head_may_keep_only_its_window():
+def test_equal_scores_of_all_layers_give_uniform_layers():
+    layers = [LayerScores(i, LAYERS, 4, torch.full((4, N - WINDOW), 0.5)) for i in range(LAYERS)]
+    kept = select(config("layer-defensivekv"), layers, N)
+    assert all(x.tolist() == [*range(22), *range(N - WINDOW, N)] for layer in kept for x in layer)
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "defensivekv"])
+def test_a_head_may_keep_only_its_window(policy):
     scores = torch.zeros(2, N - WINDOW)
     scores[1] = 1
-    cfg = EvictionConfig("ada-snapkv", budget=30, window=WINDOW, alpha=0)
-    (layer,) = select(cfg, [LayerScores(0, 1, 2, scores)], N)
+    alpha = {"alpha": 0} if "alpha" in parameters(policy) else {}
+    (layer,) = select(config(policy, **alpha), [LayerScores(0, 1, 2, scores, weight=1.0)], N)
     assert layer[0].tolist() == list(range(N - WINDOW, N))
     assert len(layer[1]) == 2 * 22 + WINDOW
 
@@ -86,23 +223,61 @@ def test_retained_score(seed, alpha):
     layer = [LayerScores(0, 1, 4, scores)]
 
     def retained(policy: str, **params) -> float:
-        (heads,) = select(EvictionConfig(policy, budget=30, window=WINDOW, **params), layer, N)
+        (heads,) = select(config(policy, **params), layer, N)
         return sum(scores[h, x[x < m]].double().sum().item() for h, x in enumerate(heads))
 
     best = scores.flatten().double().sort(descending=True).values[: 4 * b].sum().item()
     uniform = retained("snapkv")
-    assert retained("ada-snapkv", alpha=0) == pytest.approx(best, rel=1e-12)
+    for policy in ("ada-snapkv", "lava-uniform"):
+        assert retained(policy, alpha=0) == pytest.approx(best, rel=1e-12)
+        assert retained(policy, alpha=alpha) >= uniform * (1 - 1e-12)
     for rule in ("interp", "paper", "guarantee"):
         assert retained("ada-snapkv", alpha=alpha, ada_safeguard=rule) >= uniform * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid"])
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=5, max_size=5), min_size=2, max_size=3), st.integers(1, 4)
+)
+def test_no_allocation_retains_more(scores, b):
+    """Theorem 3.3 against every way to share the layer's tokens between its heads."""
+    heads, m = len(scores), 5
+    ranked = [sorted(row, reverse=True) for row in scores]
+    best = max(
+        sum(sum(row[:count]) for row, count in zip(ranked, counts, strict=True))
+        for counts in itertools.product(range(m + 1), repeat=heads)
+        if sum(counts) == heads * b
+    )
+    cfg = EvictionConfig("ada-snapkv", budget=b + 1, window=1, alpha=0)
+    (layer,) = select(cfg, [LayerScores(0, 1, heads, torch.tensor(scores, dtype=torch.float32))], m + 1)
+    assert sum(scores[h][i] for h, x in enumerate(layer) for i in x.tolist() if i < m) == best
+
+
+@pytest.mark.parametrize("policy", SCORED)
 def test_nan_scores_are_the_lowest(policy):
-    scores = torch.rand(2, N - WINDOW)
-    scores[:, :20] = torch.nan
-    cfg = EvictionConfig(policy, budget=30, window=WINDOW)
-    (layer,) = select(cfg, [LayerScores(0, 1, 2, scores)], N)
-    assert sum(map(len, layer)) == 60
-    assert all(int(head[0]) >= 20 for head in layer)
-    (layer,) = decide(cfg, [LayerInputs(torch.randn(4, WINDOW, 8), torch.full((2, N, 8), torch.nan))])
-    assert [len(head) for head in layer] == [30, 30]
+    m = N - (1 if policy == "tova" else WINDOW)
+    scores = torch.rand(LAYERS, 2, m)
+    scores[:, :, :20] = torch.nan
+    layers = [LayerScores(i, LAYERS, 2, x, weight=1.0, second=x) for i, x in enumerate(scores)]
+    kept = select(config(policy), layers, N)
+    assert sum(len(head) for layer in kept for head in layer) == LAYERS * 60
+    assert all(int(head[0]) >= 20 for layer in kept for head in layer)
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_nan_inputs_leave_the_budgets_alone(policy):
+    nan = [
+        LayerInputs(x.q_window, torch.full_like(x.keys, torch.nan), x.values, q_all=x.q_all, w_o=x.w_o)
+        for x in inputs(0)
+    ]
+    kept = decide(config(policy, **({"beta": 1} if "beta" in parameters(policy) else {})), nan)
+    assert [[len(head) for head in layer] for layer in kept] == [[30] * 3] * LAYERS
+
+
+def test_one_layer_of_nan_gets_nothing_beyond_its_window():
+    layers = inputs(0)
+    layers[1] = LayerInputs(layers[1].q_window, layers[1].keys * torch.nan, layers[1].values)
+    for policy in reference_select.DYNAMIC:
+        kept = decide(config(policy), layers)
+        assert [len(head) for head in kept[1]] == [WINDOW] * 3
+        assert sum(len(head) for layer in kept for head in layer) == LAYERS * 3 * 30

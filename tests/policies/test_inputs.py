@@ -1,20 +1,58 @@
 """Tensors in: what is required, which shapes fit, which dtypes and layouts give the same answer."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, LayerScores, decide, score_layer, select
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    LayerInputs,
+    LayerScores,
+    available,
+    decide,
+    parameters,
+    score_layer,
+    select,
+)
 from vllm_kvevict.policies.registry import Policy, register
 
+from .reference_scores import SCORE
+
 CFG = EvictionConfig("snapkv", budget=20, window=8)
+SCORED = [policy for policy in available() if SCORE[policy]]
+TENSORS = ("q_window", "keys", "values", "q_all", "w_o")
 
 
 def tensors(n: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(n)
     return torch.randn(4, 8, 6, generator=g), torch.randn(2, n, 6, generator=g)
+
+
+def config(policy: str) -> EvictionConfig:
+    return EvictionConfig(policy, budget=20, **({"window": 8} if "window" in parameters(policy) else {}))
+
+
+def everything() -> LayerInputs:
+    q, k = tensors()
+    g = torch.Generator().manual_seed(1)
+    v, q_all, w_o = (torch.randn(*dims, generator=g) for dims in ((2, 50, 6), (4, 50, 6), (4, 6, 10)))
+    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o)
+
+
+def needed(policy: str) -> set[str]:
+    """The fields that the policy names, with the queries for the column sums, which it takes as well."""
+    return {"q_all" if name == "col_sums" else name for name in config(policy).needs}
+
+
+def equal_scores(policy: str, x: LayerInputs, y: LayerInputs) -> bool:
+    a, b = (score_layer(config(policy), inputs, 0, 1) for inputs in (x, y))
+    return all(
+        s is t is None or torch.equal(torch.as_tensor(s), torch.as_tensor(t))
+        for s, t in ((a.scores, b.scores), (a.second, b.second), (a.weight, b.weight))
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,6 +76,70 @@ def test_unusable_inputs_are_named(change, words):
     assert all(word in str(caught.value) for word in words)
 
 
+NEEDS = {
+    "": ("streaming-llm", "knorm", "keydiff"),
+    "q_window": ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramid", "cake", "tova"),
+    "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
+    "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
+    "col_sums": ("h2o",),
+}
+
+
+@pytest.mark.parametrize("policy", [p for p in available() if p != "full"])
+def test_a_policy_reads_what_it_says(policy):
+    cfg, x = config(policy), everything()
+    assert cfg.needs == next(set(names.split()) for names, policies in NEEDS.items() if policy in policies)
+    unread = {name: None for name in TENSORS if name not in needed(policy) | {"keys"}}
+    assert equal_scores(policy, dataclasses.replace(x, **unread), x)
+    for name in needed(policy):
+        missing = "col_sums" if name == "q_all" else name
+        with pytest.raises(ValueError, match=missing):
+            score_layer(cfg, dataclasses.replace(x, **{name: None}), 0, 1)
+    assert EvictionConfig("full").needs == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "change"),
+    [
+        (policy, name, change)
+        for policy in SCORED
+        for name, changes in {
+            "q_window": (lambda x: x[:3], lambda x: x[..., :5], lambda x: x[0]),
+            "values": (lambda x: x[:, 1:], lambda x: x[:1], lambda x: x[0]),
+            "w_o": (lambda x: x[:3], lambda x: x[:, :5], lambda x: x[0], lambda x: x[:0]),
+            "q_all": (lambda x: x[:3], lambda x: x[:, 1:], lambda x: x[..., :5], lambda x: x[0]),
+        }.items()
+        if name in needed(policy)
+        for change in changes
+    ],
+)
+def test_wrong_shapes_are_named(policy, name, change):
+    x = everything()
+    wrong = dataclasses.replace(x, **{name: change(getattr(x, name))})
+    with pytest.raises(ValueError, match=name):
+        score_layer(config(policy), wrong, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 49), (3, 50), (50,), (0, 50)])
+def test_wrong_column_sums_are_named(shape):
+    x = LayerInputs(None, tensors()[1], col_sums=torch.rand(shape))
+    with pytest.raises(ValueError, match="col_sums"):
+        score_layer(config("h2o"), x, 0, 1)
+
+
+@pytest.mark.parametrize("norm", ["sum", "mean"])
+def test_column_sums_stand_for_the_queries_of_all_tokens(norm):
+    x = everything()
+    keys = x.keys.repeat_interleave(2, 0)
+    logits = (x.q_all @ keys.mT / 6**0.5).masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf)
+    sums = logits.double().softmax(-1).sum(1).float()
+    cfg = EvictionConfig("h2o", budget=20, window=8, h2o_norm=norm)
+    given = score_layer(cfg, LayerInputs(None, x.keys, col_sums=sums), 0, 1).scores
+    torch.testing.assert_close(given, score_layer(cfg, x, 0, 1).scores)
+    head_means = sums.view(2, 2, 50).mean(1)[:, :42]
+    torch.testing.assert_close(given, head_means / torch.arange(50, 8, -1) if norm == "mean" else head_means)
+
+
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_layer_out_of_range(layer):
     with pytest.raises(ValueError, match="layer must be in"):
@@ -48,6 +150,21 @@ def test_layer_out_of_range(layer):
 def test_scores_that_do_not_fit(scores):
     with pytest.raises(ValueError, match=r"scores of layer 0 must be \[2, 42\]"):
         select(CFG, [LayerScores(0, 1, 2, scores)], 50)
+
+
+@pytest.mark.parametrize("second", [None, torch.rand(2, 41), torch.rand(3, 42)])
+def test_second_scores_that_do_not_fit(second):
+    scores = LayerScores(0, 1, 2, torch.rand(2, 42), second=second)
+    with pytest.raises(ValueError, match=r"second.* \[2, 42\]"):
+        select(config("criticalkv"), [scores], 50)
+
+
+@pytest.mark.parametrize("policy", ["lava", "lava-uniform-head", "cake"])
+def test_weights_are_required_where_layers_share(policy):
+    with pytest.raises(ValueError, match="weight"):
+        select(config(policy), [LayerScores(0, 1, 2, torch.rand(2, 42))], 50)
+    kept = select(config(policy), [LayerScores(3, 9, 2, torch.rand(2, 42), budget=5)], 50)
+    assert sum(map(len, kept[0])) == 26
 
 
 def test_layers_of_different_length():
@@ -80,29 +197,39 @@ def test_more_query_rows_than_the_window():
     )
 
 
-def test_layout_and_grad_do_not_matter():
-    q, k = tensors()
-    wanted = score_layer(CFG, LayerInputs(q, k), 0, 1).scores
-    q = q.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    k = k.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    result = score_layer(CFG, LayerInputs(q, k), 0, 1).scores
-    assert not result.requires_grad
-    assert torch.equal(result, wanted)
+@pytest.mark.parametrize("policy", SCORED)
+def test_layout_and_grad_do_not_matter(policy):
+    x = everything()
+    changed = {
+        name: getattr(x, name).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        for name in TENSORS
+    }
+    y = dataclasses.replace(x, **changed)
+    result = score_layer(config(policy), y, 0, 1)
+    assert not result.scores.requires_grad
+    assert equal_scores(policy, x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_inputs_are_scored_in_fp32(dtype):
-    q, k = (x.to(dtype) for x in tensors())
-    result = score_layer(CFG, LayerInputs(q, k), 0, 1).scores
-    assert result.dtype == torch.float32
-    assert torch.equal(result, score_layer(CFG, LayerInputs(q.float(), k.float()), 0, 1).scores)
+@pytest.mark.parametrize("policy", SCORED)
+def test_half_precision_inputs_are_scored_in_fp32(policy, dtype):
+    x = everything()
+    half = dataclasses.replace(x, **{name: getattr(x, name).to(dtype) for name in TENSORS})
+    full = dataclasses.replace(x, **{name: getattr(half, name).float() for name in TENSORS})
+    assert score_layer(config(policy), half, 0, 1).scores.dtype == torch.float32
+    assert equal_scores(policy, half, full)
 
 
-def test_inputs_are_left_alone():
-    q, k = tensors()
-    before = q.clone(), k.clone()
-    decide(CFG, [LayerInputs(q, k, logit_softcap=5.0)])
-    assert torch.equal(q, before[0]) and torch.equal(k, before[1])
+@pytest.mark.parametrize("policy", SCORED)
+def test_inputs_are_left_alone(policy):
+    x = dataclasses.replace(everything(), logit_softcap=5.0)
+    before = {name: getattr(x, name).clone() for name in TENSORS}
+    (scores,) = [score_layer(config(policy), x, 0, 1)]
+    tables = [t.clone() for t in (scores.scores, scores.second) if t is not None]
+    select(config(policy), [scores], 50)
+    assert all(torch.equal(getattr(x, name), old) for name, old in before.items())
+    after = [t for t in (scores.scores, scores.second) if t is not None]
+    assert all(torch.equal(s, t) for s, t in zip(tables, after, strict=True))
 
 
 def test_zero_softcap_is_off():
@@ -115,7 +242,7 @@ def test_zero_softcap_is_off():
 
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="snapkv"):
-        register(Policy("snapkv", None, None))
+        register(Policy("snapkv", "", "", None, None))
 
 
 def test_policies_need_torch_alone():

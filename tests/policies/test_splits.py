@@ -1,13 +1,20 @@
 """Exact splits: sums, bounds, order."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.policies.budgets import guaranteed_tokens, pyramid_budgets, safeguard, split_exact
+from vllm_kvevict.policies.budgets import (
+    dynamic_layer_budgets,
+    guaranteed_tokens,
+    pyramid_budgets,
+    safeguard,
+    split_exact,
+)
 
 from . import reference
 
@@ -108,3 +115,76 @@ def test_guaranteed_tokens_are_exact(millionths, b):
 def test_guaranteed_tokens_where_floats_fail():
     assert int(0.29 * 100) == 28
     assert guaranteed_tokens(0.29, 100) == 29
+
+
+@st.composite
+def layer_weights(draw):
+    """(weights, b, m), with weights that saturate, vanish, repeat or are no numbers."""
+    m = draw(st.integers(1, 3000))
+    odd = st.sampled_from([0.0, 1.0, 0.5, 1e-9, 1e9, math.nan, math.inf, -math.inf])
+    weights = st.one_of(st.floats(1e-6, 1e6), odd)
+    return draw(st.lists(weights, min_size=1, max_size=40)), draw(st.integers(0, m)), m
+
+
+@given(layer_weights())
+def test_dynamic_budgets_are_the_capped_shares_rounded(case):
+    weights, b, m = case
+    total = len(weights) * b
+    budgets = dynamic_layer_budgets(weights, b, m)
+    assert sum(budgets) == total and all(type(x) is int and 0 <= x <= m for x in budgets)
+    ideal = reference.water_fill(weights, total, m)
+    assert all(abs(x - y) < 1 + 1e-9 for x, y in zip(budgets, ideal, strict=True))
+    up = [y - math.floor(y) for x, y in zip(budgets, ideal, strict=True) if x > y]
+    down = [y - math.floor(y) for x, y in zip(budgets, ideal, strict=True) if x < y]
+    # Equal up to the float64 rounding of a share, which may turn a whole number into the one below.
+    if up and down:
+        assert min(up) >= max(down) - 1e-6 or max(down) > 1 - 1e-6
+    plain = [w if math.isfinite(w) else 0.0 for w in weights]
+    for (w1, x1), (w2, x2) in itertools.pairwise(sorted(zip(plain, budgets, strict=True))):
+        assert x1 <= x2 + (w1 == w2)
+
+
+@given(layer_weights(), st.integers(-20, 20))
+def test_only_proportions_of_weights_count(case, power):
+    weights, b, m = case
+    assert dynamic_layer_budgets([w * 2.0**power for w in weights], b, m) == dynamic_layer_budgets(
+        weights, b, m
+    )
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=30), st.integers(1, 500), st.data())
+def test_more_weight_is_never_a_smaller_budget(weights, b, data):
+    layer = data.draw(st.integers(0, len(weights) - 1))
+    more = list(weights)
+    more[layer] *= data.draw(st.floats(1, 100))
+    m = data.draw(st.integers(b, 10 * b))
+    before, after = dynamic_layer_budgets(weights, b, m), dynamic_layer_budgets(more, b, m)
+    assert after[layer] >= before[layer] - 1  # a remainder may win or lose the last token
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 500))
+def test_dynamic_budgets_where_every_layer_is_full(weights, m):
+    assert dynamic_layer_budgets(weights, m, m) == [m] * len(weights)
+    assert dynamic_layer_budgets(weights, m + 5, m) == [m] * len(weights)
+
+
+@pytest.mark.parametrize("weights", [[0.7] * 7, [0.0] * 7, [math.nan] * 7, [1e-30] * 7])
+def test_equal_weights_are_uniform(weights):
+    assert dynamic_layer_budgets(weights, 123, 1000) == [123] * 7
+
+
+@pytest.mark.parametrize(
+    ("weights", "b", "m", "budgets"),
+    [
+        ([1, 2, 3], 4, 100, [2, 4, 6]),
+        ([1, 1, 2], 1, 100, [1, 1, 1]),
+        ([3, 1, 0], 10, 20, [20, 10, 0]),
+        ([8, 1, 0], 10, 12, [12, 12, 6]),
+        ([6, 3, 1], 10, 16, [16, 11, 3]),
+        ([100, 10, 1], 10, 15, [15, 14, 1]),
+        ([1, math.nan, 1, math.inf], 5, 100, [10, 0, 10, 0]),
+        ([5], 7, 9, [7]),
+    ],
+)
+def test_dynamic_budgets_by_hand(weights, b, m, budgets):
+    assert dynamic_layer_budgets(weights, b, m) == budgets == reference.dynamic(weights, b, m)

@@ -1,25 +1,66 @@
 """Decisions across real gloo processes equal those of one device; pipeline stages equal the whole."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, LayerScores, score_layer, select
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    LayerInputs,
+    LayerScores,
+    available,
+    layer_budgets,
+    parameters,
+    score_layer,
+    select,
+)
+
+from . import reference_select
 
 WORLD, N, NUM_LAYERS, WINDOW = 4, 120, 3, 8
+
+
+def config(policy: str, **params) -> EvictionConfig:
+    size = {"window": WINDOW} if "window" in parameters(policy) else {}
+    return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size, **params)
+
+
 CONFIGS = [
-    EvictionConfig("streaming-llm", budget=30),
-    EvictionConfig("snapkv", budget=30, window=WINDOW),
-    EvictionConfig("snapkv", budget=30, window=WINDOW, gqa="max", pooling="avg", kernel=5),
-    EvictionConfig("pyramidkv", budget=30, window=WINDOW),
-    EvictionConfig("ada-snapkv", budget=30, window=WINDOW),
-    EvictionConfig("ada-snapkv", keep_ratio=0.3, window=WINDOW, alpha=0),
-    EvictionConfig("ada-snapkv", budget=30, window=WINDOW, ada_safeguard="guarantee"),
-    EvictionConfig("ada-pyramid", budget=30, window=WINDOW),
+    *[config(policy) for policy in available() if policy != "full"],
+    config("snapkv", gqa="max", pooling="avg", kernel=5),
+    config("ada-snapkv", keep_ratio=0.3, alpha=0),
+    config("ada-snapkv", ada_safeguard="guarantee"),
     EvictionConfig("snapkv", budget=N, window=WINDOW),
+    EvictionConfig("h2o", budget=30, window=0, h2o_norm="mean"),
+    config("lava", alpha=0.3, gqa="mean", pooling="avg", lava_vnorm="past"),
+    config("lava-uniform", keep_ratio=0.3, pooling="none"),
+    config("lava-uniform-head", gqa="mean"),
+    config("cake", gqa="max", pooling="max", kernel=7, gamma=3.0, tau1=1.6, tau2=0.4),
+    config("vatp-snapkv", sinks=4, gqa="max"),
+    EvictionConfig("tova", keep_ratio=0.2, tova_heads="kv"),
+    config("knorm", skip_layers=1),
+    config("criticalkv", first=0.2, gqa="max", pooling="none"),
+    config("ada-criticalkv", alpha=0, ada_safeguard="guarantee"),
+    config("defensivekv", norm_axis="tokens", mass=0.8),
+    config("layer-defensivekv", norm_axis="tokens", kernel=3),
 ]
+# Policies whose scores, and whose choices, concern one KV head at a time.
+QUIET_SCORES = (
+    "streaming-llm",
+    "snapkv",
+    "h2o",
+    "pyramidkv",
+    "vatp-snapkv",
+    "knorm",
+    "keydiff",
+    "criticalkv",
+)
+QUIET_CHOICES = (*QUIET_SCORES, "tova", "lava-uniform-head", "cake")
+LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
 
 
 def same(kept: list, wanted: list) -> bool:
@@ -29,34 +70,108 @@ def same(kept: list, wanted: list) -> bool:
     )
 
 
+def equal(mine: torch.Tensor | None, wanted: torch.Tensor | None, heads: slice) -> bool:
+    return mine is wanted is None or torch.equal(mine, wanted[heads])
+
+
+def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
+    g = torch.Generator().manual_seed(kv_heads)
+    result = []
+    for _ in range(NUM_LAYERS):
+        q_all = torch.randn(query_heads, N, 16, generator=g)
+        k, v = torch.randn(kv_heads, N, 16, generator=g), torch.randn(kv_heads, N, 16, generator=g)
+        w_o = torch.randn(query_heads, 16, 24, generator=g)
+        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o))
+    return result
+
+
+def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:
+    """What a rank holds: its query heads with their slices of the output projection, its KV heads."""
+    return LayerInputs(
+        x.q_window[queries], x.keys[heads], x.values[heads], q_all=x.q_all[queries], w_o=x.w_o[queries]
+    )
+
+
+def given_scores(cfg: EvictionConfig, kv_heads: int, generator: torch.Generator) -> list[LayerScores]:
+    """Layers full of ties."""
+    shape = (2, NUM_LAYERS, kv_heads, N - cfg.window_for(N))
+    ties = torch.randint(0, 4, shape, generator=generator).float()
+    return [
+        LayerScores(i, NUM_LAYERS, kv_heads, ties[0, i], weight=0.3 + i, second=ties[1, i])
+        for i in range(NUM_LAYERS)
+    ]
+
+
+def slice_of(x: LayerScores, heads: slice) -> LayerScores:
+    return dataclasses.replace(
+        x, num_kv_heads=heads.stop - heads.start, scores=x.scores[heads], second=x.second[heads]
+    )
+
+
+def with_budgets(cfg: EvictionConfig, layers: list[LayerScores]) -> list[LayerScores]:
+    budgets = layer_budgets(cfg, [float(x.weight) for x in layers], N)
+    return [dataclasses.replace(x, budget=b) for x, b in zip(layers, budgets, strict=True)]
+
+
+class SilentComm(TensorComm):
+    """Lets only the replicas of a KV head exchange the rows of its query heads."""
+
+    def gather_heads(self, local: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("gather_heads where every rank can decide alone")
+
+    def sum_counts(self, local: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("sum_counts where every rank can decide alone")
+
+
 def check_rank(rank: int, size: int, group: dist.ProcessGroup, kv_heads: int, query_heads: int) -> None:
     """One rank's share of a layer stack, decided with the others, against the decision of one device."""
     comm = TensorComm(group, rank, size, kv_heads)
+    silent = SilentComm(group, rank, size, kv_heads)
     heads = comm.local_heads
     queries = slice(rank * query_heads // size, (rank + 1) * query_heads // size)
+    whole = layers_of_a_model(kv_heads, query_heads)
     g = torch.Generator().manual_seed(kv_heads)
-    whole = [
-        LayerInputs(
-            torch.randn(query_heads, WINDOW, 16, generator=g), torch.randn(kv_heads, N, 16, generator=g)
-        )
-        for _ in range(NUM_LAYERS)
-    ]
-    ties = torch.randint(0, 4, (NUM_LAYERS, kv_heads, N - WINDOW), generator=g).float()
     for cfg in CONFIGS:
-        wanted_scores = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(whole)]
+        scoring = silent if cfg.policy in QUIET_SCORES else comm
+        choosing = silent if cfg.policy in QUIET_CHOICES else comm
+        wanted = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(whole)]
         scores = [
-            score_layer(cfg, LayerInputs(x.q_window[queries], x.keys[heads]), i, NUM_LAYERS, comm)
-            for i, x in enumerate(whole)
+            score_layer(cfg, part(x, queries, heads), i, NUM_LAYERS, scoring) for i, x in enumerate(whole)
         ]
-        for mine, wanted in zip(scores, wanted_scores, strict=True):
-            assert mine.scores is None or torch.equal(mine.scores, wanted.scores[heads]), cfg
-        kept = select(cfg, scores, N, comm)
-        assert same(kept, [layer[heads] for layer in select(cfg, wanted_scores, N)]), cfg
+        for mine, theirs in zip(scores, wanted, strict=True):
+            assert equal(mine.scores, theirs.scores, heads), cfg
+            assert equal(mine.second, theirs.second, heads), cfg
+            assert (mine.weight is None) == (theirs.weight is None), cfg
+            assert mine.weight is None or float(mine.weight) == float(theirs.weight), cfg
+        kept = select(cfg, scores, N, choosing)
+        assert same(kept, [layer[heads] for layer in select(cfg, wanted, N)]), cfg
+        if cfg.policy in reference_select.DYNAMIC:  # a pipeline stage with one layer
+            for i, x in enumerate(with_budgets(cfg, scores)):
+                assert same(select(cfg, [x], N, choosing), [kept[i]]), cfg
 
-        wanted_scores = [LayerScores(i, NUM_LAYERS, kv_heads, x) for i, x in enumerate(ties)]
-        scores = [LayerScores(i, NUM_LAYERS, heads.stop - heads.start, x[heads]) for i, x in enumerate(ties)]
-        kept = select(cfg, scores, N, comm)
-        assert same(kept, [layer[heads] for layer in select(cfg, wanted_scores, N)]), cfg
+        wanted = given_scores(cfg, kv_heads, g)
+        kept = select(cfg, [slice_of(x, heads) for x in wanted], N, choosing)
+        assert same(kept, [layer[heads] for layer in select(cfg, wanted, N)]), cfg
+
+
+def check_local(rank: int, size: int, group: dist.ProcessGroup, kv_heads: int, query_heads: int) -> None:
+    """tp_local: the same scores, of which a rank chooses as if its own heads were the whole layer."""
+    comm = TensorComm(group, rank, size, kv_heads)
+    silent = SilentComm(group, rank, size, kv_heads)
+    heads = comm.local_heads
+    queries = slice(rank * query_heads // size, (rank + 1) * query_heads // size)
+    whole = layers_of_a_model(kv_heads, query_heads)
+    g = torch.Generator().manual_seed(kv_heads)
+    for cfg in LOCAL:
+        wanted = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(whole)]
+        scores = [score_layer(cfg, part(x, queries, heads), i, NUM_LAYERS, comm) for i, x in enumerate(whole)]
+        assert all(equal(x.scores, y.scores, heads) for x, y in zip(scores, wanted, strict=True)), cfg
+        given = [slice_of(x, heads) for x in given_scores(cfg, kv_heads, g)]
+        for layers in (scores, given):
+            assert same(select(cfg, layers, N, silent), select(cfg, layers, N)), cfg
+            if cfg.policy in reference_select.DYNAMIC:
+                one = with_budgets(cfg, layers)[1:2]
+                assert same(select(cfg, one, N, silent), select(cfg, one, N)), cfg
 
 
 def worker(rank: int, init: str) -> None:
@@ -65,13 +180,18 @@ def worker(rank: int, init: str) -> None:
     try:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         for kv_heads, query_heads in ((4, 8), (8, 8), (2, 8), (1, 4)):
-            check_rank(rank, 4, dist.group.WORLD, kv_heads, query_heads)
-            check_rank(rank % 2, 2, pairs[rank // 2], kv_heads, query_heads)
-            check_rank(0, 1, None, kv_heads, query_heads)
+            for check in (check_rank, check_local):
+                check(rank, 4, dist.group.WORLD, kv_heads, query_heads)
+                check(rank % 2, 2, pairs[rank // 2], kv_heads, query_heads)
+        for check in (check_rank, check_local):
+            check(0, 1, None, 4, 8)
         tagged = torch.full((1, 2), float(rank))
         comm = TensorComm(None, rank, WORLD, 2)
         assert comm.gather_heads(tagged)[:, 0].tolist() == [0, 2]
         assert comm.gather_group_rows(tagged)[:, 0].tolist() == ([0, 1] if rank < 2 else [2, 3])
+        counts = torch.tensor([rank + 1, 10])
+        assert comm.sum_counts(counts).tolist() == [4, 20] and counts.tolist() == [rank + 1, 10]
+        assert TensorComm(None, rank, WORLD, 8).sum_counts(counts).tolist() == [10, 40]
     finally:
         dist.destroy_process_group()
 
@@ -82,11 +202,29 @@ def test_ranks_decide_like_one_device(tmp_path):
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
 def test_pipeline_stages_decide_like_the_whole(cfg):
-    scores = [LayerScores(i, 6, 2, x) for i, x in enumerate(torch.rand(6, 2, N - cfg.window_for(N)))]
+    g = torch.Generator().manual_seed(1)
+    rand = torch.rand(2, 6, 2, N - cfg.window_for(N), generator=g)
+    scores = [LayerScores(i, 6, 2, rand[0, i], weight=float(i % 4), second=rand[1, i]) for i in range(6)]
     whole = select(cfg, scores, N)
+    if cfg.policy in reference_select.DYNAMIC:
+        with pytest.raises(ValueError, match="layer"):
+            select(cfg, scores[:3], N)
+        scores = with_budgets(cfg, scores)
     for stages in (1, 2, 6):
         size = 6 // stages
-        assert same([x for i in range(0, 6, size) for x in select(cfg, scores[i : i + size], N)], whole)
+        parts = [scores[i : i + size] for i in range(0, 6, size)]
+        if cfg.policy == "layer-defensivekv" and stages > 1:
+            for x in parts:
+                with pytest.raises(ValueError, match="layer"):
+                    select(cfg, x, N)
+            continue
+        assert same([kept for x in parts for kept in select(cfg, x, N)], whole)
+
+
+def test_what_a_policy_needs_from_other_layers():
+    for cfg in CONFIGS:
+        assert cfg.layer_local == (cfg.policy not in reference_select.WHOLE_MODEL)
+        assert cfg.one_stage == (cfg.policy == "layer-defensivekv")
 
 
 @pytest.mark.parametrize(
@@ -109,4 +247,5 @@ def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="num_kv_heads_total=3 must divide size=2"):
         TensorComm(None, 0, 2, 3)
     with pytest.raises(ValueError, match=r"comm places KV heads 0\.\.3"):
-        select(CONFIGS[1], [LayerScores(0, 1, 8, torch.rand(8, N - WINDOW))], N, TensorComm(None, 0, 2, 8))
+        scores = LayerScores(0, 1, 8, torch.rand(8, N - WINDOW))
+        select(config("snapkv"), [scores], N, TensorComm(None, 0, 2, 8))

@@ -113,7 +113,7 @@ class RaggedCPUImpl(AttentionImpl):
                 part = torch.empty_like(mine)
                 self._attend(index, call, mine, part)
                 result.index_copy_(0, call.gather, part)
-        if attn_metadata.windows:
+        if attn_metadata.prefills:
             runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output
 

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
+from vllm_kvevict.policies import EvictionConfig
 
 TESTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals this package was tested against."""
@@ -158,6 +159,25 @@ def check_model(vllm_config: Any) -> None:
         raise KVEvictionError(
             f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
             "or --block-size"
+        )
+
+
+def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-eviction") -> None:
+    """Refuse a policy that the engine's workers cannot carry out.
+
+    Args:
+        vllm_config: vLLM's resolved VllmConfig.
+        config: the policy, of the server or of one request.
+        name: the flag or field that chose it.
+
+    Raises:
+        KVEvictionError: one sentence naming the flags.
+    """
+    if config.one_stage and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise KVEvictionError(
+            f"{name} {config.policy} cannot be combined with --pipeline-parallel-size: it compares the scores of all "
+            "layers in one place, so choose another policy or leave that flag out",
+            name,
         )
 
 

@@ -18,7 +18,15 @@ KEY = "kv_eviction"
 """The key of our part of ``VllmConfig.additional_config``."""
 
 DEFAULT_BUDGET = 0.2
-ENGINE_DEFAULTS = {"min_prompt": 256, "page_size": 32, "decode_reserve": 512}
+SCOPES = ("prompt", "prefix")
+"""What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
+
+ENGINE_DEFAULTS: dict[str, Any] = {
+    "min_prompt": 256,
+    "page_size": 32,
+    "decode_reserve": 512,
+    "scope": "prompt",
+}
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
 REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
@@ -101,6 +109,7 @@ class Options:
         min_prompt: prompts (or prefixes) shorter than this are kept whole.
         page_size: tokens of one KV head in a page.
         decode_reserve: tokens of output that admission expects of a request at most.
+        scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
 
@@ -110,6 +119,7 @@ class Options:
     min_prompt: int = ENGINE_DEFAULTS["min_prompt"]
     page_size: int = ENGINE_DEFAULTS["page_size"]
     decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
+    scope: str = ENGINE_DEFAULTS["scope"]
     check: bool = False
 
     @classmethod
@@ -134,9 +144,13 @@ class Options:
         check = raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")
         if not isinstance(check, bool):
             raise KVEvictionError(f"--kv-eviction-config.check must be true or false, got {check!r}")
+        scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
+        if scope not in SCOPES:
+            raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
         engine = {
             name: _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), int(name != "min_prompt"))
             for name, default in ENGINE_DEFAULTS.items()
+            if name != "scope"
         }
         if engine["page_size"] % 32:
             raise KVEvictionError(
@@ -153,7 +167,7 @@ class Options:
             policy_config(policy, budget, raw)
         except ValueError as error:
             raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
-        return cls(policy, budget, raw, **engine, check=check)
+        return cls(policy, budget, raw, **engine, scope=scope, check=check)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that :meth:`parse` reads back."""
@@ -209,6 +223,38 @@ class Options:
         n = prompt_len if prefix_len is None else prefix_len
         evicts = n >= self.min_prompt and config.evicts(n)
         return Plan(request_id, epoch, n if evicts else None, config)
+
+    def fields_in_scope(
+        self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """Check one request's ``vllm_xargs`` and add what the server's scope asks for.
+
+        Args:
+            prompt_len: tokens of the prompt.
+            chat_prefix_len: tokens before the last user message, None when nobody knows.
+            extra_args: the request's ``vllm_xargs``, left as they are.
+
+        Raises:
+            KVEvictionError: one sentence naming the field.
+        """
+        plan = self.plan("", 1, prompt_len, extra_args)
+        fields = extra_args or {}
+        if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
+            return extra_args
+        if chat_prefix_len is None:
+            raise KVEvictionError(
+                "kv_prefix_len is required with --kv-eviction-config.scope prefix: this prompt is not a chat in which "
+                "the question could be found",
+                "kv_prefix_len",
+            )
+        # A prefix of no tokens leaves nothing to evict.
+        return fields | ({"kv_prefix_len": chat_prefix_len} if chat_prefix_len else {"kv_eviction": "full"})
+
+
+def options_of(vllm_config: Any) -> Options | None:
+    """The options that vLLM's configuration carries; None when eviction is off."""
+    config = vllm_config.additional_config
+    return Options.parse(config[KEY]) if isinstance(config, dict) and KEY in config else None
 
 
 def _whole(name: str, value: Any, least: int = 1) -> int:

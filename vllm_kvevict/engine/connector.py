@@ -1,7 +1,8 @@
 """Transport between scheduler and workers, on vLLM's KV-connector channel; no KV moves through it.
 
-Down, with every step: the plans of the requests admitted in it. Up, from every rank of TP and PP: reports of
-evictions, and in check mode what the rank holds. The connector is also where vLLM asks for metrics.
+Down, with every step: the plans of the requests admitted in it, and layer budgets decided from the weights of all
+pipeline stages. Up, from every rank of TP and PP: such weights, reports of evictions, and in check mode what the rank
+holds. The connector is also where vLLM asks for metrics.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,14 @@ from vllm.logger import init_logger
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import Handshake, RankCapacity, Report, StepPlans, WorkerMessages
+from vllm_kvevict.engine.messages import (
+    Handshake,
+    LayerWeights,
+    RankCapacity,
+    Report,
+    StepPlans,
+    WorkerMessages,
+)
 from vllm_kvevict.engine.runtime import get_runtime
 
 if TYPE_CHECKING:
@@ -53,8 +61,10 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         get_runtime().attach(kv_caches)
 
     def get_handshake_metadata(self) -> Handshake:
-        cache = get_runtime().cache
-        return Handshake(self.rank, RankCapacity(cache.pool.num_pages, cache.num_layers * cache.num_kv_heads))
+        runtime = get_runtime()
+        cache = runtime.cache
+        capacity = RankCapacity(cache.pool.num_pages, cache.num_layers * cache.num_kv_heads)
+        return Handshake(self.rank, capacity, runtime.projections.available)
 
     def build_connector_worker_meta(self) -> WorkerMessages | None:
         message = get_runtime().end_step()
@@ -86,6 +96,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         shakes = [shake for shake in metadata.values() if isinstance(shake, Handshake)]
         self.ledger.set_capacity({shake.rank: shake.capacity for shake in shakes})
+        self.ledger.has_w_o = all(shake.has_w_o for shake in shakes)
         logger.info(self._start_up_line())
 
     def _start_up_line(self) -> str:
@@ -98,6 +109,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
             f"rank {r}: {room.pages}" for r, room in zip(ledger.ranks, ledger.capacity, strict=True)
         )
         budget = "" if options.policy == "full" else f", budget {options.budget:g}"
+        budget += " of what comes before the question" if options.scope == "prefix" else ""
         return (
             f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
             f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
@@ -105,12 +117,14 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlans:
         plans, self.ledger.admitted = self.ledger.admitted, []
-        return StepPlans(plans)
+        budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
+        return StepPlans(plans, budgets)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         messages = connector_output.kv_connector_worker_meta
         if not isinstance(messages, WorkerMessages):
             return
+        self._share(messages)
         for rank, message in messages.by_rank.items():
             for request_id, report in message.reports.items():
                 self.ledger.on_report(rank, request_id, report)
@@ -118,6 +132,17 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)
+
+    def _share(self, messages: WorkerMessages) -> None:
+        """Join the weights of all stages, which report a request's in the same step."""
+        stages: dict[str, dict[int, LayerWeights]] = {}
+        for message in messages.by_rank.values():
+            for request_id, weights in message.weights.items():
+                stages.setdefault(request_id, {})[weights.first_layer] = weights
+        for request_id, by_layer in stages.items():
+            parts = [by_layer[first] for first in sorted(by_layer)]
+            joined = [weight for part in parts for weight in part.weights]
+            self.ledger.on_weights(request_id, LayerWeights(parts[0].epoch, 0, joined))
 
     def _count(self, request_id: str, report: Report) -> None:
         # Not the ledger's business: a request may have finished with the very step that evicted it.

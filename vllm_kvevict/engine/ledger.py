@@ -5,20 +5,25 @@ never which: block ids stay empty. Counts are exact because every token adds one
 eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cache.counts.PageCount`).
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options, Plan
-from vllm_kvevict.engine.messages import RankCapacity, Report
+from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, RankCapacity, Report
+from vllm_kvevict.policies import layer_budgets
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.kv_eviction")
 
 
 class NoBlocks(KVCacheBlocks):
@@ -43,6 +48,7 @@ class Account:
     peak: list[int] = field(default_factory=list)
     promise: list[int] = field(default_factory=list)
     unreported: set[int] = field(default_factory=set)
+    undecided: bool = False
 
     def promised_at(self, tokens: int, held: list[int]) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -54,8 +60,12 @@ class Account:
 class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager."""
 
-    def __init__(self, *args: Any, options: Options, max_num_batched_tokens: int, **kwargs: Any):
+    def __init__(
+        self, *args: Any, options: Options, max_num_batched_tokens: int, num_stages: int, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
+        self.num_stages = num_stages
+        self.has_w_o = True
         self.options = options
         self.max_num_batched_tokens = max_num_batched_tokens
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -67,6 +77,8 @@ class PageLedger(KVCacheManager):
         self._plans: dict[str, Plan] = {}
         self.admitted: list[Plan] = []
         """Plans of this step's admissions, drained into the message to the workers."""
+        self.layer_budgets: dict[str, LayerBudgets] = {}
+        """Budgets decided since the last step, drained likewise."""
 
     def set_capacity(self, capacity: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request.
@@ -106,10 +118,11 @@ class PageLedger(KVCacheManager):
             self.accounts[request.request_id] = account
             self.admitted.append(account.plan)
         self._hold(account, held, promise)
-        account.tokens = tokens
         evict_at = account.plan.evict_at
-        if evict_at is not None and tokens >= evict_at and account.counts[0].tokens < evict_at:
-            account.unreported = account.unreported or set(range(len(self.ranks)))
+        if evict_at is not None and account.tokens < evict_at <= tokens:
+            account.unreported = set(range(len(self.ranks)))
+            account.undecided = self.num_stages > 1 and not account.plan.config.layer_local
+        account.tokens = tokens
         return self.empty_kv_cache_blocks
 
     def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
@@ -129,12 +142,20 @@ class PageLedger(KVCacheManager):
         plan = self._plans.get(request.request_id)
         if plan is None:
             params = request.sampling_params
-            plan = self._plans[request.request_id] = self.options.plan(
+            plan = self.options.plan(
                 request.request_id,
                 request.num_preemptions + 1,
                 request.num_prompt_tokens,
                 params.extra_args if params else None,
             )
+            if plan.evict_at is not None and "w_o" in plan.config.needs and not self.has_w_o:
+                logger.warning_once(
+                    "kv_eviction=%s needs unquantized output projections, which this model lacks: such requests are "
+                    "kept whole",
+                    plan.config.policy,
+                )
+                plan = dataclasses.replace(plan, evict_at=None)
+            self._plans[request.request_id] = plan
         return plan
 
     def _open(self, request: "Request") -> Account:
@@ -225,6 +246,22 @@ class PageLedger(KVCacheManager):
         held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
         self._hold(account, held, account.promised_at(account.tokens, held))
 
+    def on_weights(self, request_id: str, weights: LayerWeights) -> None:
+        """Decide layer budgets from the weights of all layers; the workers apply them before their next step."""
+        account = self.accounts.get(request_id)
+        if account is None or account.plan.epoch != weights.epoch:
+            return
+        account.undecided = False
+        n = account.plan.evict_at
+        assert n is not None
+        budgets = layer_budgets(account.plan.config, weights.weights, n)
+        self.layer_budgets[request_id] = LayerBudgets(weights.epoch, budgets)
+
+    def awaits_weights(self, request_id: str) -> bool:
+        """Whether a request was evicted in a step in flight and must not go on before budgets are decided."""
+        account = self.accounts.get(request_id)
+        return account is not None and account.undecided
+
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
@@ -267,6 +304,7 @@ class PageLedger(KVCacheManager):
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
         self._plans.pop(request.request_id, None)
+        self.layer_budgets.pop(request.request_id, None)
         account = self.accounts.pop(request.request_id, None)
         if account is not None:
             nothing = [0] * len(self.ranks)

@@ -22,17 +22,53 @@ class RankCapacity:
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """A rank's pool, told once before the first step."""
+    """What a rank can do, told once before the first step.
+
+    Attributes:
+        rank: global rank.
+        capacity: of its pool.
+        has_w_o: whether policies can read the output projections of its layers.
+    """
 
     rank: int
     capacity: RankCapacity
+    has_w_o: bool = True
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What a pipeline stage says of its layers when no stage can decide alone.
+
+    Attributes:
+        epoch: admission they belong to.
+        first_layer: the stage's first layer in the model.
+        weights: of its layers, in order.
+    """
+
+    epoch: int
+    first_layer: int
+    weights: Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerBudgets:
+    """What the scheduler decided from the weights of all stages.
+
+    Attributes:
+        epoch: admission they belong to.
+        budgets: for every layer of the model the candidates that each KV head keeps, on average.
+    """
+
+    epoch: int
+    budgets: Sequence[int]
 
 
 @dataclass
 class StepPlans(KVConnectorMetadata):
-    """Plans of the requests that a step admits."""
+    """Plans of the requests that a step admits, and layer budgets to apply before it."""
 
     plans: list[Plan] = field(default_factory=list)
+    layer_budgets: dict[str, LayerBudgets] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,11 +107,13 @@ class RankMessage:
 
     Attributes:
         reports: by request id, of the evictions in this step.
+        weights: by request id, of evictions in this step that wait for the other pipeline stages.
         physical_pages, logical_tokens: what the rank holds at the end of the step.
         holdings: in check mode (epoch, tokens, pages) by request id, else None.
     """
 
     reports: dict[str, Report]
+    weights: dict[str, LayerWeights]
     physical_pages: int
     logical_tokens: int
     holdings: dict[str, tuple[int, int, int]] | None

@@ -12,7 +12,9 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
+from vllm_kvevict.engine import chat
+from vllm_kvevict.engine.checks import check_policy
+from vllm_kvevict.engine.config import KVEvictionError, options_of
 
 BEAM_SEARCH = (
     "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
@@ -26,13 +28,18 @@ def install() -> None:
     process_inputs = InputProcessor.process_inputs
 
     @functools.wraps(process_inputs)
-    def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = process_inputs(self, *args, **kwargs)
-        if _options(self.vllm_config):
+    def checked(
+        self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
+        if options_of(self.vllm_config):
             if request.resumable:
                 raise VLLMValidationError(SESSION, parameter="resumable")
-            tokens = request.prompt_token_ids, request.prompt_embeds
-            _check(self.vllm_config, request.sampling_params, *tokens)
+            # The request's own copy of what the caller may use for several prompts.
+            own = request.sampling_params
+            if own is not None:
+                tokens = request.prompt_token_ids, request.prompt_embeds
+                own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
@@ -40,6 +47,7 @@ def install() -> None:
     _before(BeamSearchOfflineMixin, "beam_search", _check_beam_search_offline)
     # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
     _before(AsyncLLM, "generate", _check_generate)
+    chat.install()
 
 
 @functools.cache
@@ -63,39 +71,41 @@ def _before(cls: type, name: str, check: Callable[..., None]) -> None:
 
 
 def _check_beam_search_online(self: Any, *args: Any, **kwargs: Any) -> None:
-    if _options(self.engine_client.vllm_config):
+    if options_of(self.engine_client.vllm_config):
         raise VLLMValidationError(BEAM_SEARCH, parameter="use_beam_search", value=True)
 
 
 def _check_beam_search_offline(self: Any, *args: Any, **kwargs: Any) -> None:
-    if _options(self.llm_engine.vllm_config):
+    if options_of(self.llm_engine.vllm_config):
         raise VLLMValidationError(BEAM_SEARCH)
 
 
 def _check_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(prompt, AsyncGenerator) and _options(self.vllm_config):
+    if not options_of(self.vllm_config):
+        return
+    if isinstance(prompt, AsyncGenerator):
         raise VLLMValidationError(SESSION)
-    if isinstance(prompt, dict):
-        tokens = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
-        _check(self.vllm_config, sampling_params, *tokens)
+    if isinstance(prompt, dict) and isinstance(sampling_params, SamplingParams):
+        token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+        if token_ids is not None or embeds is not None:
+            _checked_fields(self.vllm_config, prompt, sampling_params, token_ids, embeds)
 
 
 def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: Any, **kwargs: Any) -> None:
     _check_generate(self.engine_client, engine_input, sampling_params)
 
 
-def _check(vllm_config: Any, params: Any, token_ids: Any, embeds: Any) -> None:
-    """Refuse fields that the scheduler could not follow."""
-    options = _options(vllm_config)
-    if options is None or not isinstance(params, SamplingParams) or (token_ids is None and embeds is None):
-        return
+def _checked_fields(
+    vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
+) -> dict[str, Any] | None:
+    """The fields that scheduler and workers will follow; those that they could not are refused."""
+    options = options_of(vllm_config)
+    assert options is not None
+    length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
-        options.plan("", 1, length_from_prompt_token_ids_or_embeds(token_ids, embeds), params.extra_args)
+        check_policy(vllm_config, options.request_config(params.extra_args)[0], "kv_eviction")
+        return options.fields_in_scope(length, chat_prefix_len, params.extra_args)
     except KVEvictionError as error:
         value = (params.extra_args or {}).get(error.field_name)
         raise VLLMValidationError(str(error), parameter=error.field_name, value=value) from None
-
-
-def _options(vllm_config: Any) -> Options | None:
-    config = vllm_config.additional_config
-    return Options.parse(config[KEY]) if isinstance(config, dict) and KEY in config else None

@@ -1,7 +1,6 @@
-"""State of one worker process: its pages, the plans of its requests, and the evictions of the running step."""
+"""State of one worker process: its pages, its requests, and what the running step needs."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,51 +16,23 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.batch import Batch, lay_out
-from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, Plan
-from vllm_kvevict.engine.messages import RankMessage, Report
+from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
+from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
+from vllm_kvevict.engine.messages import RankMessage
+from vllm_kvevict.engine.projection import OutputProjections
 from vllm_kvevict.engine.rows import batch_request_ids
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import LayerInputs, score_layer, select
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass
-class Live:
-    """A request that holds pages here.
-
-    Attributes:
-        plan: what the scheduler decided for this admission.
-        slot: the request's slot in the cache.
-        tokens: tokens stored so far, the running step's included.
-        window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed.
-    """
-
-    plan: Plan
-    slot: int
-    tokens: int = 0
-    window: Tensor | None = None
-    decision_seconds: float = 0.0
-    compaction_seconds: float = 0.0
-
-
-@dataclass
-class QueryRows:
-    """Rows of one request in a step whose queries score, or will score, its eviction."""
-
-    live: Live
-    source: slice
-    target: slice
-    evicts: bool
-
-
-@dataclass
 class StepState:
-    """What every layer of a step needs: the batch, and who saves queries or is evicted."""
+    """What every layer of a step needs: the batch, and the rows of requests that are to be evicted."""
 
     batch: Batch
-    windows: Sequence[QueryRows] = field(default_factory=list)
+    prefills: Sequence[QueryRows] = field(default_factory=list)
 
 
 class Runtime:
@@ -74,7 +45,6 @@ class Runtime:
         self.vllm_config = vllm_config
         self.runner = runner
         self.live: dict[str, Live] = {}
-        self.reports: dict[str, Report] = {}
         self.attached = False
 
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
@@ -113,19 +83,31 @@ class Runtime:
             write=self.write,
         )
         self.key_pages, self.value_pages = self.paged_views(storage)
-        self.first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
+        first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
             self.vllm_config.parallel_config
         )
-        self.num_model_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         tensor_parallel = get_tp_group()
-        self.comm = None
+        comm = None
         if tensor_parallel.world_size > 1:
-            self.comm = TensorComm(
+            comm = TensorComm(
                 tensor_parallel.cpu_group,
                 tensor_parallel.rank_in_group,
                 tensor_parallel.world_size,
                 self.vllm_config.model_config.get_total_num_kv_heads(),
             )
+        self.projections = OutputProjections(self.runner.model, list(layers.values()))
+        if "w_o" in self.options.request_config(None)[0].needs and not self.projections.available:
+            raise KVEvictionError(
+                f"--kv-eviction {self.options.policy} needs each layer's output projection, unquantized, and does "
+                "not find it in this model: choose another policy"
+            )
+        self.evictor = Evictor(
+            self.cache,
+            first_layer,
+            self.vllm_config.model_config.get_total_num_hidden_layers(),
+            comm,
+            self.projections.of,
+        )
         self.attached = True
 
     def paged_views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +139,7 @@ class Runtime:
 
     # A step, from the scheduler's message to the report.
 
+    @torch.inference_mode()  # as vLLM's runner, which made the tables' tensors
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
         """Free what finished or was preempted, and open what was admitted; before any page is taken."""
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
@@ -165,6 +148,9 @@ class Runtime:
         closed = [self.live.pop(name) for name in dict.fromkeys(gone) if name in self.live]
         if closed:
             self.cache.close([live.slot for live in closed])
+        for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
+            if name in self.live:
+                self.evictor.apply(self.live[name], budgets)
         for plan in plans:
             self.live[plan.request_id] = Live(plan, self.cache.open())
 
@@ -178,84 +164,21 @@ class Runtime:
         requests = [self.live[name] for name in batch_request_ids(self.runner, common)]
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         step = self.cache.extend([live.slot for live in requests], lengths)
-        windows = []
-        for live, start, length in zip(requests, starts[:-1], lengths, strict=True):
-            before, live.tokens = live.tokens, live.tokens + length
-            evict_at = live.plan.evict_at
-            if evict_at is None or before >= evict_at:
-                continue
-            # The window may straddle chunks: keep its queries as they come.
-            first = evict_at - live.plan.config.window_for(evict_at)
-            low = min(max(before, first), live.tokens)
-            evicts = live.tokens == evict_at
-            if low < live.tokens or evicts:
-                source = slice(start + low - before, start + length)
-                target = slice(low - first, live.tokens - first)
-                windows.append(QueryRows(live, source, target, evicts))
-        return StepState(lay_out(self.cache, step, lengths), windows)
+        prefills = [query_rows(*rows) for rows in zip(requests, starts[:-1], lengths, strict=True)]
+        return StepState(lay_out(self.cache, step, lengths), [rows for rows in prefills if rows])
 
     def after_attention(
         self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
     ) -> None:
-        """Keep the window's queries; evict the requests whose last token before the position is computed.
-
-        Args:
-            layer: index among the rank's layers.
-            query: [tokens, Hq, d] of the step, after RoPE.
-        """
-        for rows in state.windows:
-            live = rows.live
-            evict_at = live.plan.evict_at
-            assert evict_at is not None
-            if rows.target.stop and live.plan.config.needs_queries:
-                if live.window is None:
-                    window = live.plan.config.window_for(evict_at)
-                    live.window = query.new_empty(self.cache.num_layers, window, *query.shape[1:])
-                live.window[layer, rows.target] = query[rows.source]
-            if rows.evicts:
-                self._evict(layer, live, evict_at, scale, softcap)
-
-    def _evict(self, layer: int, live: Live, n: int, scale: float, softcap: float) -> None:
-        config = live.plan.config
-        started = time.perf_counter()
-        inputs = LayerInputs(
-            q_window=None if live.window is None else live.window[layer].transpose(0, 1),
-            keys=self.cache.read_keys(live.slot, layer, n),
-            scale=scale,
-            logit_softcap=softcap or None,
-        )
-        scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
-        kept = select(config, [scores], n, self.comm)[0]
-        decided = time.perf_counter()
-        self.cache.compact(live.slot, layer, kept)
-        live.decision_seconds += decided - started
-        live.compaction_seconds += time.perf_counter() - decided
-        if layer == self.cache.num_layers - 1:
-            self._report(live, n)
-
-    def _report(self, live: Live, n: int) -> None:
-        pages, residues, kept = self.cache.settle(live.slot)
-        rows = self.cache.num_layers * self.cache.num_kv_heads
-        live.window = None
-        self.reports[live.plan.request_id] = Report(
-            policy=live.plan.config.policy,
-            epoch=live.plan.epoch,
-            tokens=n,
-            pages=pages,
-            freed_pages=rows * -(-n // self.options.page_size) - pages,
-            residues=residues.tolist(),
-            first_layer=self.first_layer,
-            first_head=self.comm.local_heads.start if self.comm else 0,
-            kept=kept.tolist(),
-            decision_seconds=live.decision_seconds,
-            compaction_seconds=live.compaction_seconds,
-        )
+        """Evict, or prepare to; arguments as of :meth:`Evictor.after_attention`."""
+        for rows in state.prefills:
+            self.evictor.after_attention(layer, rows, query, scale, softcap)
 
     def end_step(self) -> RankMessage | None:
         """What this rank tells the scheduler after a step."""
         if not self.attached:
             return None
-        reports, self.reports = self.reports, {}
+        reports, weights = self.evictor.take_news()
         holdings = None
         if self.options.check:
             self.cache.verify()
@@ -263,7 +186,7 @@ class Runtime:
                 name: (live.plan.epoch, live.tokens, self.cache.held(live.slot))
                 for name, live in self.live.items()
             }
-        return RankMessage(reports, self.cache.physical_pages, self.cache.stored_entries, holdings)
+        return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)
 
 
 _runtime: Runtime | None = None

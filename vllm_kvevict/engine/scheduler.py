@@ -27,6 +27,7 @@ class _EvictionMixin:
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=Options.parse(vllm_config.additional_config[KEY]),
             max_num_batched_tokens=self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
+            num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         )
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
 
@@ -37,6 +38,8 @@ class _EvictionMixin:
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
+        if self.kv_cache_manager.awaits_weights(request.request_id):
+            return 0
         evict_at = self.kv_cache_manager.plan(request).evict_at
         if evict_at is not None and num_computed_tokens < evict_at:
             num_new_tokens = min(num_new_tokens, evict_at - num_computed_tokens)

@@ -6,18 +6,27 @@ from . import snapkv
 from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerScores
-from .params import ADA_SAFEGUARD, ALPHA
+from .params import ADA_SAFEGUARD, ALPHA, TP_LOCAL
 from .registry import Policy, register
 
-PARAMETERS = (*snapkv.PARAMETERS, ALPHA, ADA_SAFEGUARD)
+PARAMETERS = (*snapkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL)
 
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """The window of each head and its share of the layer's Hkv*(B - window) tokens."""
-    window = cfg.window_for(n)
-    budgets = [cfg.budget_for(n) - window] * len(layers)
-    alpha, rule = cfg.params["alpha"], cfg.params["ada_safeguard"]
-    return select_adaptive(layers, budgets, n, window, alpha=alpha, rule=rule, comm=comm)
+    budgets = [cfg.budget_for(n) - cfg.window_for(n)] * len(layers)
+    return select_adaptive(cfg, layers, budgets, n, comm)
 
 
-register(Policy("ada-snapkv", snapkv.score, select, PARAMETERS, needs_queries=True, always_kept="window"))
+register(
+    Policy(
+        "ada-snapkv",
+        "as snapkv, the heads of a layer compete for its budget",
+        "Ada-KV Alg. 1-2",
+        snapkv.score,
+        select,
+        PARAMETERS,
+        needs=("q_window",),
+        always_kept=("window",),
+    )
+)

@@ -1,10 +1,14 @@
 """Scores from the attention of the last tokens (SnapKV's observation window)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .layer import Comm, LayerInputs
+
+_BLOCK = 128
 
 
 def window_attention(query: Tensor, keys: Tensor, softcap: float | None, out: Tensor) -> Tensor:
@@ -24,14 +28,19 @@ def window_attention(query: Tensor, keys: Tensor, softcap: float | None, out: Te
     return torch.softmax(logits, dim=-1, out=logits)
 
 
-def reduce_group(rows: Tensor, how: str) -> Tensor:
-    """[g, m] -> [m]: mean or max over the query heads of one KV head."""
-    if how == "max":
-        return rows.amax(0)
+def reduce_group(rows: Tensor, how: str, comm: Comm | None) -> Tensor:
+    """[g, m] -> [m]: mean or max over the query heads of one KV head, also those on other ranks."""
+    if comm is not None:
+        rows = comm.gather_group_rows(rows)
+    return rows.amax(0) if how == "max" else add_rows(rows).div_(rows.shape[0])
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """[r, m] -> [m]: the sum, in row order, since a library's may round differently from shape to shape."""
     total = rows[0].clone()
-    for row in rows[1:]:  # in head order: a library reduction may round differently from shape to shape
+    for row in rows[1:]:
         total += row
-    return total.div_(rows.shape[0])
+    return total
 
 
 def pool(scores: Tensor, how: str, kernel: int) -> Tensor:
@@ -45,26 +54,57 @@ def pool(scores: Tensor, how: str, kernel: int) -> Tensor:
     return pooling(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
+def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
+    """For each KV head in turn the window's attention, fp32 [g, window, n]; the next head overwrites it.
+
+    Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4).
+    Raises ValueError naming q_window if it is missing or has a wrong shape.
+    """
+    query = inputs.check_queries(window)
+    heads, n, size = inputs.keys.shape
+    grouped = query.float().mul(logit_scale(inputs)).view(heads, -1, window, size)
+    # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
+    buffer = query.new_empty(grouped.shape[1], window, n, dtype=torch.float32)
+    for head in range(heads):
+        yield window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
+
+
+def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
+    """Add to `out` what each token receives of the attention of some queries (H2O's accumulated scores).
+
+    query [Hq, r, d], not scaled: the last r of the first `stop` tokens, each of which sees the keys up to
+    itself; keys [Hkv, stop, d]; out fp32 [Hq, >= stop]. Chunks of a prompt can be added one after another.
+    The softmax is over all visible keys; memory is that of 128 rows of attention of one KV head.
+    """
+    heads, stop, _ = keys.shape
+    rows, start = query.shape[1], stop - query.shape[1]
+    grouped = query.unflatten(0, (heads, -1))
+    group = grouped.shape[1]
+    buffer = torch.empty(group * min(rows, _BLOCK) * stop, dtype=torch.float32, device=keys.device)
+    for head in range(heads):
+        key = keys[head].float()
+        for first in range(0, rows, _BLOCK):
+            block = grouped[head, :, first : first + _BLOCK].float().mul(scale)
+            end = start + first + block.shape[1]
+            logits = buffer[: group * block.shape[1] * end].view(group, -1, end)
+            attention = window_attention(block, key[:end], softcap, logits)
+            for i in range(group):  # one by one, for the same bits however many heads are here
+                out[head * group + i, :end] += attention[i].sum(0)
+
+
+def logit_scale(inputs: LayerInputs) -> float:
+    """The factor of the logits."""
+    return inputs.keys.shape[2] ** -0.5 if inputs.scale is None else inputs.scale
+
+
 def window_scores(
     inputs: LayerInputs, window: int, *, pooling: str, kernel: int, gqa: str, comm: Comm | None
 ) -> Tensor:
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
-    Softmax over all n keys, slice of the candidates, mean over the window's rows, reduction over the
-    query heads of each KV head, pooling. SnapKV section 4; GQA reduction as in Ada-KV section 3.5.
-    Raises ValueError naming q_window if it is missing or has a wrong shape.
+    Mean over the window's rows, reduction over the query heads of each KV head, pooling. SnapKV section 4;
+    GQA reduction as in Ada-KV section 3.5. Raises ValueError as `window_rows` does.
     """
-    query = inputs.check_queries(window)
-    heads, n, size = inputs.keys.shape
-    scale = size**-0.5 if inputs.scale is None else inputs.scale
-    grouped = query.float().mul(scale).view(heads, -1, window, size)
-    scores = query.new_empty(heads, n - window, dtype=torch.float32)
-    # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
-    buffer = query.new_empty(grouped.shape[1], window, n, dtype=torch.float32)
-    for head in range(heads):
-        attention = window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
-        rows = attention[:, :, : n - window].mean(1)
-        if comm is not None:
-            rows = comm.gather_group_rows(rows)
-        scores[head] = reduce_group(rows, gqa)
-    return pool(scores, pooling, kernel)
+    m = inputs.num_tokens - window
+    scores = [reduce_group(rows[:, :, :m].mean(1), gqa, comm) for rows in window_rows(inputs, window)]
+    return pool(torch.stack(scores), pooling, kernel)

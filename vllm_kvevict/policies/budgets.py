@@ -1,5 +1,6 @@
 """Exact integer splits of a budget between layers and between KV heads. No tensors, no rounding drift."""
 
+import math
 from collections.abc import Sequence
 
 MILLION = 1_000_000
@@ -44,6 +45,39 @@ def pyramid_budgets(b: int, m: int, num_layers: int, beta: int, rounding: str = 
         return [high - layer * step for layer in range(num_layers)]
     numerators = [high * steps - (high - low) * layer for layer in range(num_layers)]
     return split_exact(numerators, steps, num_layers * b)
+
+
+def dynamic_layer_budgets(weights: Sequence[float], b: int, m: int) -> list[int]:
+    """Candidates per KV head for each layer, in proportion to the layers' weights, none above m.
+
+    The total is len(weights)*min(b, m). A layer whose share reaches m gets m, and the others share the rest
+    in the same way (water-filling); then largest remainder, ties to the lower layer. Negative and non-finite
+    weights count as 0; weights that sum to 0 share evenly. float64, in layer order: every caller gets the
+    same budgets from the same weights.
+    """
+    claims = [w if math.isfinite(w) and w > 0 else 0.0 for w in map(float, weights)]
+    # A power of two changes no share, and keeps the sum finite.
+    exponent = math.frexp(max(claims, default=0.0))[1]
+    claims = [math.ldexp(w, -exponent) for w in claims]
+    shares = [float(m)] * len(claims)
+    total = left = len(claims) * min(b, m)
+    sharing = list(range(len(claims)))
+    while sharing:
+        claimed = sum(claims[i] for i in sharing)
+        for i in sharing:
+            shares[i] = left * claims[i] / claimed if claimed else left / len(sharing)
+        full = [i for i in sharing if shares[i] >= m]
+        if not full:
+            break
+        for i in full:
+            shares[i] = float(m)
+        left -= m * len(full)
+        sharing = [i for i in sharing if i not in full]
+    budgets = [math.floor(share) for share in shares]
+    by_remainder = sorted(sharing, key=lambda i: (budgets[i] - shares[i], i))
+    for i in by_remainder[: total - sum(budgets)]:
+        budgets[i] += 1
+    return budgets
 
 
 def guaranteed_tokens(alpha: float, b: int) -> int:

@@ -38,11 +38,8 @@ class EvictionConfig:
         method = lookup(policy)
         tokens, ratio = _check_budget(method, budget, keep_ratio)
         values = _check_parameters(method, params)
-        if tokens is not None and method.always_kept and tokens <= values[method.always_kept]:
-            raise ValueError(
-                f"budget must exceed {method.always_kept}, which counts inside it, "
-                f"but budget={tokens} and {method.always_kept}={values[method.always_kept]}"
-            )
+        if tokens is not None:
+            _check_always_kept(method, tokens, values)
         for name, value in (("policy", policy), ("budget", tokens), ("keep_ratio", ratio)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "items", tuple(values.items()))
@@ -82,9 +79,9 @@ class EvictionConfig:
         """Number of last tokens of an n-token prompt that stay, and whose queries score the others.
 
         A ratio can give a budget that the window alone would use up (B <= window): then the window
-        shrinks to max(1, B//2). 0 for policies without a window.
+        shrinks to max(1, B//2). 0 for policies that protect no last tokens.
         """
-        window: int = self.params.get("window", 0)
+        window: int = self.params.get("window", lookup(self.policy).last)
         if self.keep_ratio is not None and window and self.budget_for(n) <= window:
             window = max(1, self.budget_for(n) // 2)
         return min(window, n)
@@ -94,14 +91,35 @@ class EvictionConfig:
         return n > self.budget_for(n)
 
     @property
-    def needs_queries(self) -> bool:
-        """Whether scoring reads the queries of the window."""
-        return lookup(self.policy).needs_queries
+    def label(self) -> str:
+        """The policy's name for logs and metrics: tp_local is another policy, so it is part of it."""
+        return f"{self.policy} (tp_local)" if self.params.get("tp_local") else self.policy
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of LayerInputs, besides keys, that scoring reads: q_window, values, w_o, col_sums."""
+        return frozenset(lookup(self.policy).needs)
 
     @property
     def layer_local(self) -> bool:
         """Whether `select` can be called with one layer alone."""
-        return lookup(self.policy).layer_local
+        return lookup(self.policy).budgets == "local"
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether one process must hold the scores of all layers, so that pipeline stages cannot decide."""
+        return lookup(self.policy).budgets == "global"
+
+
+def _check_always_kept(method: Policy, tokens: int, values: Mapping[str, Any]) -> None:
+    kept = {name: values[name] for name in method.always_kept}
+    if method.last:
+        kept["the last tokens"] = method.last
+    if kept and tokens <= sum(kept.values()):
+        names, sizes = " + ".join(kept), ", ".join(f"{name}={size}" for name, size in kept.items())
+        raise ValueError(
+            f"budget must exceed {names}, which counts inside it, but budget={tokens} and {sizes}"
+        )
 
 
 def _check_budget(

@@ -33,7 +33,8 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     """What a prompt of n tokens keeps: kept[i][kv_head], int64, strictly ascending, for layers[i].
 
     Indices count in stored order, which at a first eviction is the position. Layer-local policies take
-    any subset of the layers, in any order. Under comm, each rank gets its own KV heads, and the call is a
+    any subset of the layers, in any order; others take all of them, or, where layers compete by weight
+    (LAVa, CAKE), any whose `budget` is set. Under comm, each rank gets its own KV heads, and the call is a
     collective for policies that compare heads. Raises ValueError for scores that do not fit n.
     """
     for x in layers:

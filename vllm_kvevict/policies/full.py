@@ -21,4 +21,4 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     return [list(torch.arange(n, device=x.device).repeat(x.num_kv_heads, 1).unbind(0)) for x in layers]
 
 
-register(Policy("full", score, select, evicts=False))
+register(Policy("full", "everything: no eviction", "-", score, select, evicts=False))

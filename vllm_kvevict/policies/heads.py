@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .budgets import guaranteed_tokens, safeguard
+from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
 from .select import best_positions, count_best, order_keys
 
@@ -15,43 +16,54 @@ def select_uniform(layers: Sequence[LayerScores], budgets: Sequence[int], n: int
     kept = []
     for layer, b in zip(layers, budgets, strict=True):
         scores = past_scores(layer, n - window)
-        kept.append(_with_window(best_positions(order_keys(scores), [b] * len(scores)), n, window))
+        kept.append(with_window(best_positions(order_keys(scores), [b] * len(scores)), n, window))
     return kept
 
 
 def select_adaptive(
-    layers: Sequence[LayerScores],
-    budgets: Sequence[int],
-    n: int,
-    window: int,
-    *,
-    alpha: float,
-    rule: str,
-    comm: Comm | None,
+    cfg: EvictionConfig, layers: Sequence[LayerScores], budgets: Sequence[int], n: int, comm: Comm | None
 ) -> Kept:
-    """The heads of layers[i] share Hkv*budgets[i] candidates by Ada-KV Alg. 1-2; each keeps the window too.
+    """The heads of layers[i] share Hkv*budgets[i] candidates (`adaptive_counts`); each keeps the window too."""
+    window = cfg.window_for(n)
+    keys, counts = adaptive_counts(cfg, layers, budgets, n, comm)
+    return [
+        with_window(best_positions(key, count), n, window) for key, count in zip(keys, counts, strict=True)
+    ]
 
-    rule: "interp" and "paper" as in `safeguard`; "guarantee": each head first owns its floor(alpha*b) best,
-    the rest goes to the best of the layer. Without the safeguard (interp, alpha=0) the kept score is the
-    largest possible for that many entries (Ada-KV theorem 3.3). Under tensor parallelism the heads of all
-    ranks compete; this rank's heads are returned.
+
+def adaptive_counts(
+    cfg: EvictionConfig, layers: Sequence[LayerScores], budgets: Sequence[int], n: int, comm: Comm | None
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Order keys of every layer, and how many candidates each of its heads may keep by Ada-KV Alg. 1-2.
+
+    Parameters that count, where the policy has them: alpha (else 0) and ada_safeguard (else "interp"), as in
+    `safeguard`; "guarantee": each head first owns its floor(alpha*b) best, the rest goes to the best of the
+    layer. Without the safeguard (alpha=0) the kept score is the largest possible for that many entries (Ada-KV
+    theorem 3.3). Under tensor parallelism the heads of all ranks compete, unless tp_local keeps the competition
+    within each rank; the counts are those of this rank's heads.
     """
-    counted = []
-    for layer, b in zip(layers, budgets, strict=True):
-        scores = past_scores(layer, n - window)
-        keys = order_keys(scores if comm is None else comm.gather_heads(scores))
-        guaranteed = guaranteed_tokens(alpha, b) if rule == "guarantee" else 0
-        counted.append(count_best(keys, len(keys) * b, guaranteed))
-    kept = []
+    params = cfg.params
+    alpha, rule = params.get("alpha", 0.0), params.get("ada_safeguard", "interp")
+    if params.get("tp_local"):
+        comm = None
+    keys = [_keys(layer, n - cfg.window_for(n), comm) for layer in layers]
+    heads = layers[0].num_kv_heads if comm is None else comm.num_kv_heads_total
+    own = [guaranteed_tokens(alpha, b) if rule == "guarantee" else 0 for b in budgets]
+    counted = count_best(keys, [heads * b for b in budgets], own, comm)
+    if rule == "guarantee":
+        return keys, counted.tolist()
+    if comm is not None:
+        counted = comm.gather_heads(counted.T).T
     # All counts come to the host in one transfer.
-    for layer, b, counts in zip(layers, budgets, torch.stack(counted).tolist(), strict=True):
-        if rule != "guarantee":
-            counts = safeguard(counts, b, alpha, rule)
-        if comm is not None:
-            counts = counts[comm.local_heads]
-        keys = order_keys(past_scores(layer, n - window))
-        kept.append(_with_window(best_positions(keys, counts), n, window))
-    return kept
+    shares = [safeguard(counts, b, alpha, rule) for counts, b in zip(counted.tolist(), budgets, strict=True)]
+    return keys, shares if comm is None else [counts[comm.local_heads] for counts in shares]
+
+
+def _keys(layer: LayerScores, m: int, comm: Comm | None) -> Tensor:
+    scores = past_scores(layer, m)
+    if comm is None:
+        return order_keys(scores)
+    return order_keys(scores, comm.local_heads.start, comm.num_kv_heads_total)
 
 
 def past_scores(layer: LayerScores, m: int) -> Tensor:
@@ -63,6 +75,7 @@ def past_scores(layer: LayerScores, m: int) -> Tensor:
     return scores
 
 
-def _with_window(past: list[Tensor], n: int, window: int) -> list[Tensor]:
+def with_window(past: list[Tensor], n: int, window: int) -> list[Tensor]:
+    """For each KV head its chosen candidates and then the last `window` of n positions."""
     last = torch.arange(n - window, n, device=past[0].device)
     return [torch.cat((positions, last)) for positions in past]

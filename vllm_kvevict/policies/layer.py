@@ -15,6 +15,10 @@ class Comm(Protocol):
     """What decisions need from tensor parallelism (see vllm_kvevict.parallel)."""
 
     @property
+    def num_kv_heads_total(self) -> int:
+        """KV heads of a layer over all ranks."""
+
+    @property
     def local_heads(self) -> slice:
         """Global indices of this rank's KV heads."""
 
@@ -22,7 +26,10 @@ class Comm(Protocol):
         """[local KV heads, ...] of every rank -> [all KV heads, ...], each KV head once."""
 
     def gather_group_rows(self, rows: Tensor) -> Tensor:
-        """[local query heads, m] of one KV head -> [all its query heads, m]."""
+        """[local query heads, ...] of one KV head -> [all its query heads, ...]."""
+
+    def sum_counts(self, local: Tensor) -> Tensor:
+        """Elementwise sum of int64 counts over the ranks, each KV head counted once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +40,9 @@ class LayerInputs:
     keys, values [Hkv, n, d]: cached entries in ascending position, keys after RoPE.
     scale: factor of the logits, None for 1/sqrt(d).
     logit_softcap: c for models whose logits become c*tanh(z/c); None or 0 is off.
-    q_all [Hq, n, d], col_sums [Hq, n] fp32 and w_o [Hq, d, hidden] serve policies that ask for them.
+    q_all [Hq, n, d]: queries of all tokens, after RoPE; col_sums [Hq, n] fp32: what each token receives of the
+    attention of all queries, summed. h2o takes either.
+    w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -79,22 +88,49 @@ class LayerInputs:
             raise ValueError(f"q_window must have at least {window} rows (the window), not {query.shape[1]}")
         return query[:, query.shape[1] - window :]
 
+    def check_values(self) -> Tensor:
+        """values [Hkv, n, d]. Raises ValueError naming them if missing or not shaped like keys."""
+        if self.values is None:
+            raise ValueError("values are required: [Hkv, n, d], as keys")
+        if self.values.ndim != 3 or self.values.shape[:2] != self.keys.shape[:2]:
+            raise ValueError(
+                f"values must be shaped like keys {list(self.keys.shape)}, not {_shape(self.values)}"
+            )
+        return self.values
+
+    def check_w_o(self) -> Tensor:
+        """w_o [Hq, d, hidden]. Raises ValueError naming it if missing or of a wrong shape."""
+        if self.w_o is None:
+            raise ValueError("w_o is required: the output projection of each query head, [Hq, d, hidden]")
+        heads, size = self.keys.shape[0], self.check_values().shape[2]
+        w_o = self.w_o
+        if w_o.ndim != 3 or w_o.shape[0] == 0 or w_o.shape[0] % heads or w_o.shape[1] != size:
+            raise ValueError(
+                f"w_o must be [Hq, {size}, hidden] with Hq a multiple of Hkv={heads}, not {_shape(w_o)}"
+            )
+        return w_o
+
 
 @dataclass(frozen=True, eq=False)
 class LayerScores:
     """One layer's scores for one request.
 
     scores: fp32 [Hkv, m] of the m candidates (the tokens before the window), or None where the policy
-    reads no tensors or nothing is evicted. weight: the layer's claim on a budget shared between layers,
-    None for policies whose layer budgets do not depend on data. device: where kept indices are made.
+    reads no tensors or nothing is evicted. weight: the layer's claim on a budget shared between layers, a
+    float or a float64 tensor without dimensions, None for policies whose layer budgets do not depend on
+    data. second: fp32 [Hkv, m], what a policy that chooses in two rounds ranks by in the second. device:
+    where kept indices are made. budget: candidates per KV head that the layer may keep, for policies that
+    share a budget between layers, where it is decided outside (see `layer_budgets`).
     """
 
     layer: int
     num_layers: int
     num_kv_heads: int
     scores: Tensor | None = None
-    weight: float | None = None
+    weight: Tensor | float | None = None
+    second: Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    budget: int | None = None
 
 
 def _shape(value: object) -> str:

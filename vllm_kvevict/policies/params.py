@@ -69,6 +69,26 @@ def unit_interval(name: str, default: float) -> Parameter:
     return Parameter(name, default, "a number in [0, 1]", convert)
 
 
+def real(name: str, default: float, *, positive: bool = False) -> Parameter:
+    """A parameter that takes finite numbers >= 0, or > 0."""
+
+    def convert(value: object) -> float | None:
+        number = to_float(value)
+        return number if number is not None and (number > 0 or (number == 0 and not positive)) else None
+
+    return Parameter(name, default, f"a number {'>' if positive else '>='} 0", convert)
+
+
+def flag(name: str) -> Parameter:
+    """A parameter that takes 0 (the default) or 1, also written as false and true."""
+
+    def convert(value: object) -> int | None:
+        number = int(value) if isinstance(value, bool) else to_int(value)
+        return number if number in (0, 1) else None
+
+    return Parameter(name, 0, "0 or 1", convert)
+
+
 def choice(name: str, *values: str) -> Parameter:
     """A parameter that takes one of `values`; the first is the default."""
 
@@ -79,6 +99,8 @@ def choice(name: str, *values: str) -> Parameter:
 
 
 WINDOW = integer("window", 32, 1)
+OPTIONAL_WINDOW = integer("window", 32, 0)
+"""For policies that do not score by the window's queries: 0 protects no last tokens."""
 KERNEL = integer("kernel", 7, 1, odd=True)
 POOLING = choice("pooling", "max", "avg", "none")
 GQA = choice("gqa", "mean", "max")
@@ -87,3 +109,29 @@ BETA = integer("beta", 20, 1)
 PYRAMID_ROUNDING = choice("pyramid_rounding", "exact", "official")
 ALPHA = unit_interval("alpha", 0.2)
 ADA_SAFEGUARD = choice("ada_safeguard", "interp", "paper", "guarantee")
+TP_LOCAL = flag("tp_local")
+"""1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
+
+MEANINGS = {
+    "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff)",
+    "kernel": "width of the pooling over neighbouring tokens",
+    "pooling": "how a token's score is joined with its neighbours'",
+    "gqa": "how the query heads of a KV head are joined",
+    "sinks": "first tokens that always stay",
+    "beta": "how steeply budgets fall: the top layer gets 1/beta of the average, 1 is uniform",
+    "pyramid_rounding": "`official` repeats the integer step of the authors' code, which exceeds the total",
+    "alpha": "share of a head's budget that is fixed; 0 leaves all to the competition, 1 is uniform",
+    "ada_safeguard": "how `alpha` enters: as the authors' code does, as the paper prints it, or as a floor per head",
+    "tp_local": "1: heads compete within their tensor-parallel rank only, which is another policy",
+    "lava_vnorm": "tokens whose values count for the head's norm: all, or those before the window",
+    "gamma": "weight of the variance against the mean",
+    "tau1": "the layer's dispersion counts to the power 1/tau1",
+    "tau2": "the layer's variance counts to the power 1/tau2",
+    "h2o_norm": "`mean` divides by the number of queries that see a token",
+    "tova_heads": "one choice for all heads of a layer, or one per KV head",
+    "skip_layers": "lowest layers that keep everything, on top of the budget",
+    "first": "share of a head's budget that goes by attention alone",
+    "mass": "share of the attention that is protected",
+    "norm_axis": "what value norms are normalised over",
+}
+"""What each parameter does, for tables and help texts."""

@@ -29,4 +29,15 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     return select_uniform(layers, layer_budgets(cfg, layers, n), n, cfg.window_for(n))
 
 
-register(Policy("pyramidkv", snapkv.score, select, PARAMETERS, needs_queries=True, always_kept="window"))
+register(
+    Policy(
+        "pyramidkv",
+        "as snapkv, with fewer tokens in higher layers",
+        "PyramidKV eq. 1-3",
+        snapkv.score,
+        select,
+        PARAMETERS,
+        needs=("q_window",),
+        always_kept=("window",),
+    )
+)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import Parameter, ParamValue
@@ -23,17 +23,26 @@ class Policy:
     """
 
     name: str
+    summary: str
+    """What it keeps, in a few words for the table of policies."""
+    source: str
+    """The paper, and where in it."""
     score: ScoreFn
     select: SelectFn
     parameters: tuple[Parameter, ...] = ()
     evicts: bool = True
     """False: keeps everything, takes no budget."""
-    needs_queries: bool = False
-    """True: `score` reads LayerInputs.q_window."""
-    layer_local: bool = True
-    """True: `select` needs no scores of other layers, so a layer can be compacted in its own forward."""
-    always_kept: str | None = None
-    """The parameter that counts unconditionally kept tokens; an absolute budget must exceed it."""
+    needs: tuple[str, ...] = ()
+    """Fields of LayerInputs, besides keys, that `score` reads."""
+    budgets: Literal["local", "weights", "global"] = "local"
+    """Where a layer's budget comes from. "local": known without other layers, so a layer can be compacted in
+    its own forward. "weights": from the weights of all layers. "global": from the scores of all layers, which
+    one process must therefore hold."""
+    always_kept: tuple[str, ...] = ()
+    """Parameters that count unconditionally kept tokens; an absolute budget must exceed their sum."""
+    last: int = 0
+    """Unconditionally kept last tokens of a policy without the parameter `window`."""
+    experimental: bool = False
 
 
 _policies: dict[str, Policy] = {}

@@ -10,44 +10,59 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .layer import Comm
+
 _FIRST = torch.iinfo(torch.int64).max
 
 
-def order_keys(scores: Tensor) -> Tensor:
-    """fp32 scores [Hkv, m] -> distinct int64 keys [Hkv, m]; a larger key comes earlier in the total order.
+def order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
+    """fp32 scores [H, m] -> distinct int64 keys [H, m]; a larger key comes earlier in the total order.
 
     The upper half holds the score's bits, made monotonic; the lower half counts down in position-major
-    order. -0.0 equals 0.0; NaN equals -inf, the lowest score. Row h is KV head h in the order, so ranks
-    that compare heads must pass all of them.
+    order. -0.0 equals 0.0; NaN equals -inf, the lowest score. Row h is head first + h of `total` heads
+    (default: the rows are all there are), so ranks that compare heads say where theirs stand.
     """
-    heads, m = scores.shape
+    rows, m = scores.shape
     scores = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     bits = (scores + 0.0).view(torch.int32)  # the sum turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    rank = torch.arange(m, device=scores.device) * heads + torch.arange(heads, device=scores.device)[:, None]
+    heads = torch.arange(first, first + rows, device=scores.device)
+    rank = torch.arange(m, device=scores.device) * (total or rows) + heads[:, None]
     return (ordered << 32) | (0xFFFFFFFF - rank)
 
 
-def count_best(keys: Tensor, total: int, guaranteed: int = 0) -> Tensor:
-    """How many of the `total` best entries of a layer belong to each KV head: int64 [Hkv].
+def count_best(
+    layers: Sequence[Tensor], totals: Sequence[int], guaranteed: Sequence[int], comm: Comm | None
+) -> Tensor:
+    """How many of the totals[i] best entries of layers[i] belong to each of its heads: int64 [layers, H].
 
-    guaranteed: every head first owns that many of its own best entries; the remaining
-    total - Hkv*guaranteed go to the best of the others.
+    layers: keys [H, m] each. guaranteed: every head first owns that many of its own best entries; the
+    remaining totals[i] - heads*guaranteed[i] go to the best of the others. Under comm the heads of all ranks
+    compete, without any score leaving its rank; the counts are those of this rank's heads.
     """
-    if guaranteed:
-        keys = keys.masked_fill(keys >= _cut(keys, guaranteed), _FIRST)
-    return (keys >= _cut(keys.flatten(), total)).sum(1)
+    keys = [
+        k.masked_fill(k >= _cut(k, own), _FIRST) if own else k
+        for k, own in zip(layers, guaranteed, strict=True)
+    ]
+    if comm is None:
+        cuts = [_cut(k.flatten(), total) for k, total in zip(keys, totals, strict=True)]
+    else:
+        cuts = list(_cuts_over_ranks(torch.stack(keys).flatten(1), totals, comm))
+    return torch.stack([(k >= cut).sum(1) for k, cut in zip(keys, cuts, strict=True)])
 
 
 def best_positions(keys: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """For each KV head the positions of its counts[h] best entries, int64, ascending."""
-    if len(set(counts)) == 1:
-        cuts = _cut(keys, counts[0])
-    else:
-        cuts = torch.stack([_cut(row, count) for row, count in zip(keys, counts, strict=True)])
     # The size is known, so no device has to report it back.
-    found = torch.nonzero_static(keys >= cuts, size=sum(counts))
+    found = torch.nonzero_static(best(keys, counts), size=sum(counts))
     return list(torch.split(found[:, 1], list(counts)))
+
+
+def best(keys: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each KV head which are its counts[h] best entries: bool, shaped like keys [H, m]."""
+    if len(set(counts)) == 1:
+        return keys >= _cut(keys, counts[0])
+    return keys >= torch.stack([_cut(row, count) for row, count in zip(keys, counts, strict=True)])
 
 
 def _cut(keys: Tensor, count: int) -> Tensor:
@@ -55,3 +70,27 @@ def _cut(keys: Tensor, count: int) -> Tensor:
     if count == 0:
         return torch.full_like(keys[..., :1], _FIRST)
     return keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def _cuts_over_ranks(keys: Tensor, totals: Sequence[int], comm: Comm) -> Tensor:
+    """The totals[i]-th largest of all ranks' keys[i], [layers, 1], by a radix search on histograms.
+
+    Eight collectives of 256 counts per layer, whatever the length (keys int64 [layers, N]).
+    """
+    wanted = torch.tensor(totals, device=keys.device)[:, None]
+    missing = wanted.clone()
+    cuts = torch.zeros_like(wanted)
+    inside = torch.ones_like(keys, dtype=torch.bool)
+    for shift in range(56, -8, -8):
+        digits = (keys >> shift) & 0xFF
+        if shift == 56:
+            digits ^= 0x80  # the sign: negative keys come last
+        histogram = torch.zeros(len(keys), 256, dtype=torch.int64, device=keys.device)
+        histogram = comm.sum_counts(histogram.scatter_add_(1, digits, inside.long()))
+        above = histogram.flip(1).cumsum(1).flip(1) - histogram
+        digit = (above >= missing).sum(1, keepdim=True)  # the smallest with fewer than that many above it
+        digit.clamp_(max=255)
+        missing = missing - above.gather(1, digit)
+        inside &= digits == digit
+        cuts = (cuts << 8) | (digit ^ 0x80 if shift == 56 else digit)
+    return torch.where(wanted == 0, _FIRST, cuts)

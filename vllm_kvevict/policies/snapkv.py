@@ -31,4 +31,15 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     return select_uniform(layers, [cfg.budget_for(n) - window] * len(layers), n, window)
 
 
-register(Policy("snapkv", score, select, PARAMETERS, needs_queries=True, always_kept="window"))
+register(
+    Policy(
+        "snapkv",
+        "per head, what the last `window` tokens attend to most",
+        "SnapKV 4",
+        score,
+        select,
+        PARAMETERS,
+        needs=("q_window",),
+        always_kept=("window",),
+    )
+)

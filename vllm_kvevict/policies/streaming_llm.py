@@ -37,4 +37,14 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     return kept
 
 
-register(Policy("streaming-llm", score, select, parameters=(SINKS,), always_kept="sinks"))
+register(
+    Policy(
+        "streaming-llm",
+        "the first `sinks` and the last tokens",
+        "StreamingLLM 3.2",
+        score,
+        select,
+        (SINKS,),
+        always_kept=("sinks",),
+    )
+)

@@ -1,0 +1,300 @@
+"""Where the question of a chat begins: many templates, all kinds of messages, and any question."""
+
+import asyncio
+import shutil
+import threading
+from pathlib import Path
+
+import mistral_common
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from vllm import EngineArgs
+from vllm.renderers import ChatParams
+from vllm.renderers.mistral import MistralRenderer
+from vllm.renderers.registry import renderer_from_config
+from vllm.tokenizers.mistral import MistralTokenizer
+
+import vllm_kvevict.engine  # noqa: F401
+from benchmarks.models import make_model
+from vllm_kvevict.engine import chat
+from vllm_kvevict.engine.chat import PREFIX_LEN, common_length
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+DOCUMENT = "The harbour of Rotterdam moved 467 million tonnes in 2022.\n\nIt is the largest port of Europe. "
+QUESTION = "Which port is the largest?"
+
+TURNS = "{% for m in messages %}"
+ANSWER = "{% if add_generation_prompt %}"
+CHATML = (
+    TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + ANSWER + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+LLAMA3 = (
+    "{{ bos_token }}" + TURNS + "<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    + ANSWER + "<|head|>assistant<|/head|>\n\n{% endif %}"
+)  # fmt: skip
+# Roles have to alternate, and must begin with the user.
+STRICT = (
+    "{{ bos_token }}" + TURNS + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+PLAIN = (
+    TURNS + "{{ m.role | upper }}: {{ m.content }}\n{% endfor %}" + ANSWER + "ASSISTANT:{% endif %}"
+)  # fmt: skip
+# The instructions stand in the last user message.
+SYSTEM_LAST = (
+    TURNS + "{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Nobody knows what a chat without a user is, and thoughts before the last question are forgotten.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}" + TURNS
+    + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    + TURNS + "<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}" + ANSWER + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+GLUED = TURNS + "{{ m.content }}{% endfor %}"
+REVERSED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+BLIND = "{{ messages[0].content }}"
+PICKY = (
+    TURNS
+    + "{% if m.content | length < 2 %}{{ raise_exception('too short') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+TURN = [{"role": "user", "content": DOCUMENT}, {"role": "assistant", "content": "I have read it."}]
+SYSTEM = [{"role": "system", "content": DOCUMENT}]
+
+
+def ask(question: object = QUESTION) -> dict:
+    return {"role": "user", "content": question}
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory):
+    """Renderers of a byte-level BPE tokenizer that was trained on this file; ``renderers(scope="prefix")``."""
+    path = make_model(tmp_path_factory.mktemp("models") / "bytes", layers=1, vocab=700)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([__file__], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHATML
+    )
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
+    fast.save_pretrained(path)
+    made = []
+
+    def get(**options):
+        config = {"policy": "snapkv", "min_prompt": 0, **options}
+        args = EngineArgs(model=str(path), additional_config={"kv_eviction": config} if options else {})
+        made.append(renderer_from_config(args.create_engine_config()))
+        return made[-1]
+
+    yield get
+    for renderer in made:
+        renderer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def renderer(renderers):
+    return renderers(scope="prefix")
+
+
+def render(renderer, messages, template=CHATML, tok_params=None, **kwargs):
+    """A chat's prompt, and the text of its prefix (None if there is none)."""
+    params = ChatParams(
+        chat_template=template, chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs}
+    )  # fmt: skip
+    _, (prompt,) = renderer.render_chat([messages], params, tok_params)
+    prefix_len = prompt.get(PREFIX_LEN)
+    if prefix_len is None:
+        return prompt, None
+    ids = prompt["prompt_token_ids"][:prefix_len]
+    return prompt, renderer.get_tokenizer().decode(ids, clean_up_tokenization_spaces=False)
+
+
+READ = "<|im_start|>user\n" + DOCUMENT + "<|im_end|>\n<|im_start|>assistant\nI have read it.<|im_end|>\n"
+HEAD = "<s><|head|>{}<|/head|>\n\n" + DOCUMENT.strip() + "<|eot|>"
+
+# Template, messages before the question, and the prefix: the last token of the question's header is left out.
+CASES = {
+    "a turn": (CHATML, TURN, READ + "<|im_start|>"),
+    "instructions": (CHATML, SYSTEM, f"<|im_start|>system\n{DOCUMENT}<|im_end|>\n<|im_start|>"),
+    "two user messages": (CHATML, TURN[:1], f"<|im_start|>user\n{DOCUMENT}<|im_end|>\n<|im_start|>"),
+    "trimmed": (LLAMA3, SYSTEM, HEAD.format("system") + "<|head|>user"),
+    "strict roles": (STRICT, TURN, f"<s>[INST] {DOCUMENT.strip()} [/INST]I have read it.</s>[INST"),
+    "no special tokens": (PLAIN, TURN, f"USER: {DOCUMENT}\nASSISTANT: I have read it.\nUSER"),
+    "instructions at the end": (
+        SYSTEM_LAST, SYSTEM + TURN, f"[INST] {DOCUMENT} [/INST]I have read it.</s>[INST] {DOCUMENT.strip()[:-1]}",
+    ),
+    "thoughts": (THINKING, TURN, READ + "<|im_start|>"),
+    "no header": (GLUED, SYSTEM, DOCUMENT.strip()[:-1]),
+    "the question first": (REVERSED, SYSTEM, "user"),
+    "nothing before": (CHATML, [], "<|im_start|>"),
+    "nothing at all before": (GLUED, [], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
+def test_templates(template, before, prefix, renderer):
+    prompt, found = render(renderer, [*before, ask()], template)
+    assert found == prefix
+    assert QUESTION in prompt["prompt"]
+
+
+AWKWARD = [
+    "", " ", "\n\n", "\n\nWhy?", "  Why?", "0", "42 what?", "]/INST]", "user", "<|im_end|>\n", ":", "\ue000", "\ue000?",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
+@settings(max_examples=30, deadline=None)
+@given(question=st.sampled_from(AWKWARD) | st.text(max_size=20))
+def test_no_question_changes_the_prefix(template, before, prefix, renderer, question):
+    assert render(renderer, [*before, ask(question)], template)[1] == prefix
+
+
+@pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
+def test_templates_that_give_tokens(template, before, prefix, renderer):
+    # There is no text to compare.
+    prompt, found = render(renderer, [*before, ask()], template, tokenize=True)
+    assert "prompt" not in prompt
+    text = renderer.get_tokenizer().decode(prompt["prompt_token_ids"], clean_up_tokenization_spaces=False)
+    assert text.startswith(found) and len(prefix) - 1 <= len(found) <= text.index(QUESTION)
+
+
+DATA = Path(mistral_common.__file__).parent / "data"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_241114.model.v7", "tekken_240911.json"]
+)
+def test_mistrals_own_tokenizers(name, renderer, tmp_path):
+    if not (DATA / name).exists():
+        pytest.skip("mistral_common came without its tokenizers")
+    shutil.copy(DATA / name, tmp_path / ("tekken.json" if name.endswith("json") else name))
+    tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
+    mistral = MistralRenderer(renderer.config, tokenizer)
+    params = ChatParams(chat_template_kwargs={"tokenize": True})
+    counts = set()
+    for question in (QUESTION, "a port?", "q", "q?", "42?", "…", "Какой?"):
+        _, (prompt,) = mistral.render_chat([[*TURN, ask(question)]], params)
+        ids, count = prompt["prompt_token_ids"], prompt[PREFIX_LEN]
+        before, rest = (
+            tokenizer.decode(part, skip_special_tokens=False).replace("▁", " ")
+            for part in (ids[:count], ids[count:])
+        )
+        assert "I have read it." in before and question in rest
+        counts.add(count)
+    assert len(counts) == 1
+    mistral.shutdown()
+
+
+def test_parts_are_rendered_like_text(renderer):
+    def parts(text):
+        half = len(text) // 2
+        return [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
+
+    messages = [{"role": "user", "content": parts(DOCUMENT)}, TURN[1], ask(parts(QUESTION))]
+    half = len(DOCUMENT) // 2
+    joined = DOCUMENT[:half] + "\n" + DOCUMENT[half:]
+    assert render(renderer, messages)[1] == READ.replace(DOCUMENT, joined) + "<|im_start|>"
+    by_part = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    assert render(renderer, messages, by_part)[1] == READ + "<|im_start|>"
+    assert messages[2] == ask(parts(QUESTION))
+
+
+def test_tools(renderer):
+    call = {
+        "type": "function",
+        "id": "call_1",
+        "function": {"name": "look", "arguments": '{"at": "the port"}'},
+    }
+    looked = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": DOCUMENT},
+    ]
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}{{ tools }}")
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    _, found = render(renderer, [*TURN, ask(), *looked], template, tools=tools)
+    begin = render(renderer, [*TURN, ask()], template, tools=tools)[1]
+    # What a tool answers to the question belongs to the question, and to the prefix of the next one.
+    assert found == begin and DOCUMENT in begin and "look" in begin
+    _, found = render(renderer, [*TURN, ask(), *looked, ask("And now?")], template, tools=tools)
+    assert found.startswith(begin) and QUESTION in found and found.count(DOCUMENT) == 2 and "And" not in found
+    assert call["function"]["arguments"] in ('{"at": "the port"}', {"at": "the port"})
+
+
+def test_a_message_that_is_continued(renderer):
+    messages = [*TURN, ask(), {"role": "assistant", "content": "It is"}]
+    prompt, found = render(renderer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert found == READ + "<|im_start|>" and prompt["prompt"].endswith("It is")
+
+
+def test_without_a_question_there_is_no_prefix(renderer):
+    for messages in (SYSTEM, [TURN[1]]):
+        prompt, found = render(renderer, messages)
+        assert (found, prompt[PREFIX_LEN]) == ("", 0)
+
+
+def test_what_cannot_be_told_is_left_open(renderer):
+    assert render(renderer, [*SYSTEM, ask()], BLIND)[1] is None  # the question is not in the prompt
+    assert render(renderer, [*SYSTEM, ask()], PICKY)[1] is None  # another question is refused
+    tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+    ids = render(renderer, [*TURN, ask()], tok_params=tok_params)[0]["prompt_token_ids"]
+    for limit in (len(ids) - 3, len(ids)):
+        cut = tok_params.with_kwargs(truncate_prompt_tokens=limit, truncation_side="left")
+        assert render(renderer, [*TURN, ask()], tok_params=cut)[1] is None
+    for limit in (len(ids) + 1, -1):
+        whole = tok_params.with_kwargs(truncate_prompt_tokens=limit)
+        assert render(renderer, [*TURN, ask()], tok_params=whole)[1] == READ + "<|im_start|>"
+
+
+def test_renderers_of_other_engines_are_left_alone(renderers):
+    count = len(render(renderers(scope="prefix"), [*TURN, ask()])[0]["prompt_token_ids"])
+    assert PREFIX_LEN in render(renderers(scope="prefix", min_prompt=count), [*TURN, ask()])[0]
+    for options in ({}, {"scope": "prompt"}, {"scope": "prefix", "min_prompt": count + 1}):
+        assert PREFIX_LEN not in render(renderers(**options), [*TURN, ask()])[0]
+
+
+def test_the_server_renders_in_vllms_threads(renderer, monkeypatch):
+    threads = []
+    find_prefix = chat.find_prefix
+
+    def watched(*args):
+        threads.append(threading.current_thread())
+        return find_prefix(*args)
+
+    monkeypatch.setattr(chat, "find_prefix", watched)
+    params = ChatParams(chat_template=CHATML, chat_template_kwargs={"tokenize": False})
+    chats = [[*TURN, ask(f"{number}?")] for number in range(5)]
+    _, expected = renderer.render_chat(chats, params)
+    assert set(threads) == {threading.current_thread()}
+    threads.clear()
+
+    async def both():
+        return await asyncio.gather(*(renderer.render_chat_async(chats, params) for _ in range(3)))
+
+    for _, prompts in asyncio.run(both()):
+        assert [prompt[PREFIX_LEN] for prompt in prompts] == [prompt[PREFIX_LEN] for prompt in expected]
+    assert len(threads) == 15 and threading.current_thread() not in threads
+
+
+@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
+def test_common_length(first, second):
+    length = common_length(first, second)
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
+    assert common_length(list(first), list(second)) == length

@@ -1,0 +1,273 @@
+"""Scores of every policy in float64, from the tensors of one layer."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .reference import Scores
+
+Array = np.ndarray
+
+
+@dataclass
+class Tensors:
+    """float64 arrays of one layer; q [Hq, rows, d] ends with the window."""
+
+    k: Array
+    q: Array | None = None
+    v: Array | None = None
+    q_all: Array | None = None
+    w_o: Array | None = None
+    scale: float | None = None
+    cap: float | None = None
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[0]
+
+    def group(self, head: int) -> range:
+        """Query heads of a KV head."""
+        queries = next(x.shape[0] for x in (self.q, self.q_all, self.w_o) if x is not None)
+        size = queries // self.heads
+        return range(head * size, head * size + size)
+
+
+@dataclass
+class Scored:
+    """Scores of the tokens before the window; the layer's weight; the scores of criticalkv's second stage.
+
+    lift_margin: how far each token's cumulative share is from the limit that decides whether it is lifted.
+    """
+
+    scores: Scores | None
+    weight: float | None = None
+    second: Scores | None = None
+    lift_margin: Scores | None = None
+
+
+def attention_row(query: Array, keys: Array, scale: float | None, cap: float | None) -> Array:
+    """Softmax of one query over keys [visible, d]."""
+    z = keys @ query * (1 / math.sqrt(keys.shape[1]) if scale is None else scale)
+    if cap:
+        z = cap * np.tanh(z / cap)
+    powers = np.exp(z - z.max())
+    return powers / powers.sum()
+
+
+def window_attention(t: Tensors, window: int, hq: int, head: int) -> Array:
+    """[window, n]: what each window token of a query head attends to; 0 for what it does not see."""
+    rows = np.zeros((window, t.n))
+    for r in range(window):
+        visible = t.n - window + r + 1
+        query = t.q[hq, t.q.shape[1] - window + r]
+        rows[r, :visible] = attention_row(query, t.k[head, :visible], t.scale, t.cap)
+    return rows
+
+
+def pooled(row: list[float], how: str, kernel: int) -> list[float]:
+    """Pooling with the window cut off at both ends; an average always divides by the kernel."""
+    if how == "none":
+        return list(row)
+    out = []
+    for i in range(len(row)):
+        near = row[max(0, i - kernel // 2) : i + kernel // 2 + 1]
+        out.append(max(near) if how == "max" else math.fsum(near) / kernel)
+    return out
+
+
+def reduced(rows: list[list[float]], how: str) -> list[float]:
+    """One row from those of the query heads of a group."""
+    return [max(c) if how == "max" else math.fsum(c) / len(c) for c in zip(*rows, strict=True)]
+
+
+def variance(column: Array) -> float:
+    return float(((column - column.mean()) ** 2).sum() / (len(column) - 1)) if len(column) > 1 else 0.0
+
+
+def norms(values: Array) -> list[float]:
+    """L1 norms of the rows of one head."""
+    return np.abs(values).sum(1).tolist()
+
+
+def snapkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    result = []
+    for head in range(t.heads):
+        means = [
+            window_attention(t, window, hq, head)[:, : t.n - window].mean(0).tolist() for hq in t.group(head)
+        ]
+        result.append(pooled(reduced(means, p["gqa"]), p["pooling"], p["kernel"]))
+    return Scored(result)
+
+
+def h2o(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    result = []
+    for head in range(t.heads):
+        sums = []
+        for hq in t.group(head):
+            total = np.zeros(t.n)
+            for j in range(t.n):
+                total[: j + 1] += attention_row(t.q_all[hq, j], t.k[head, : j + 1], t.scale, t.cap)
+            sums.append(total.tolist())
+        row = reduced(sums, "mean")[: t.n - window]
+        if p["h2o_norm"] == "mean":
+            row = [s / (t.n - i) for i, s in enumerate(row)]
+        result.append(row)
+    return Scored(result)
+
+
+def lava(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    m = t.n - window
+    result = []
+    for head in range(t.heads):
+        rows = []
+        for hq in t.group(head):
+            mean = window_attention(t, window, hq, head)[:, :m].mean(0).tolist()
+            rows.append(pooled(mean, p["pooling"], p["kernel"]))
+        largest = max(norms(t.v[head])[: m if p["lava_vnorm"] == "past" else t.n])
+        result.append([largest * s for s in reduced(rows, p["gqa"])])
+    flat = [s for row in result for s in row]
+    total = math.fsum(flat)
+    if total <= 0 or len(flat) <= 1:
+        return Scored(result, 1.0)
+    shares = [s / total for s in flat]
+    return Scored(result, -math.fsum(x * math.log(x) for x in shares if x > 0) / math.log(len(flat)))
+
+
+def cake(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    m = t.n - window
+    result, entropy, spread = [], 0.0, 0.0
+    for head in range(t.heads):
+        rows = []
+        for hq in t.group(head):
+            a = window_attention(t, window, hq, head)[:, :m]
+            variances = [variance(a[:, i]) for i in range(m)]
+            indicator = [a[:, i].mean() + p["gamma"] * variances[i] for i in range(m)]
+            rows.append(pooled(indicator, p["pooling"], p["kernel"]))
+            entropy -= float((a * np.log(a + 1e-10)).sum())
+            spread += math.fsum(variances)
+        result.append(reduced(rows, p["gqa"]))
+    return Scored(result, max(entropy, 0.0) ** (1 / p["tau1"]) * spread ** (1 / p["tau2"]))
+
+
+def vatp(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    base = snapkv(t, window, b, p).scores
+    return Scored(
+        [
+            [s * size for s, size in zip(row, norms(t.v[head])[: len(row)], strict=True)]
+            for head, row in enumerate(base)
+        ]
+    )
+
+
+def tova(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    per_head = [
+        [window_attention(t, 1, hq, head)[0, : t.n - 1].tolist() for hq in t.group(head)]
+        for head in range(t.heads)
+    ]
+    if p["tova_heads"] == "kv":
+        return Scored([reduced(rows, "mean") for rows in per_head])
+    return Scored([reduced([row for rows in per_head for row in rows], "mean")] * t.heads)
+
+
+def knorm(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    return Scored([[-math.sqrt(sum(x * x for x in key)) for key in keys[: t.n - window]] for keys in t.k])
+
+
+def keydiff(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    result = []
+    for keys in t.k:
+        sizes = [math.sqrt(sum(x * x for x in key)) for key in keys]
+        units = [key / max(size, 1e-12) for key, size in zip(keys, sizes, strict=True)]
+        anchor = sum(units) / t.n
+        length = max(math.sqrt(sum(x * x for x in anchor)), 1e-8)
+        row = [
+            -float(key @ anchor) / (max(size, 1e-8) * length) for key, size in zip(keys, sizes, strict=True)
+        ]
+        result.append(row[: t.n - window])
+    return Scored(result)
+
+
+def projected_norms(t: Tensors, window: int) -> Scores:
+    """Size of what each past token adds to the layer's output, mean over the query heads of its group."""
+    return [
+        reduced([norms(t.v[head, : t.n - window] @ t.w_o[hq]) for hq in t.group(head)], "mean")
+        for head in range(t.heads)
+    ]
+
+
+def criticalkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    base = snapkv(t, window, b, p).scores
+    second = [
+        [(s + 1e-4) * size for s, size in zip(row, sizes, strict=True)]
+        for row, sizes in zip(base, projected_norms(t, window), strict=True)
+    ]
+    return Scored(base, second=second)
+
+
+def defensivekv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """b: tokens besides the window of each head, which also bounds how many are lifted."""
+    m = t.n - window
+    sizes = projected_norms(t, window)
+    result, means = [], []
+    for head in range(t.heads):
+        attention = [window_attention(t, window, hq, head)[:, :m] for hq in t.group(head)]
+        rows = []
+        for row in (row.tolist() for a in attention for row in a):
+            smooth = pooled(row, "avg", p["kernel"])
+            mass = math.fsum(smooth)
+            rows.append([x * (math.fsum(row) / mass if mass else 0.0) for x in smooth])
+        worst = reduced(rows, "max")
+        floor = math.fsum(worst) / m
+        over_tokens = math.fsum(sizes[head])
+        for i in range(m):
+            norm = over_tokens if p["norm_axis"] == "tokens" else math.fsum(row[i] for row in sizes)
+            worst[i] = max(worst[i], floor) * (sizes[head][i] / norm if norm else 0.0)
+        result.append(worst)
+        means.append(reduced([row.tolist() for a in attention for row in a], "mean"))
+    top = max(s for row in result for s in row)
+    margins = []
+    for row, mean in zip(result, means, strict=True):
+        past = math.fsum(mean)
+        limit = p["mass"] - (1 - past)
+        margin = [math.inf] * m
+        seen = 0.0
+        for rank, i in enumerate(sorted(range(m), key=lambda i, mean=mean: (-mean[i], i))):
+            seen += mean[i]
+            if past > 0 and rank < b:
+                margin[i] = abs(seen / past - limit)
+                if seen / past < limit:
+                    row[i] = top
+        margins.append(margin)
+    return Scored(result, lift_margin=margins)
+
+
+SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
+    "full": None,
+    "streaming-llm": None,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "pyramidkv": snapkv,
+    "ada-snapkv": snapkv,
+    "ada-pyramid": snapkv,
+    "lava": lava,
+    "lava-uniform": lava,
+    "lava-pyramid": lava,
+    "lava-uniform-head": lava,
+    "cake": cake,
+    "vatp-snapkv": vatp,
+    "tova": tova,
+    "knorm": knorm,
+    "keydiff": keydiff,
+    "criticalkv": criticalkv,
+    "ada-criticalkv": criticalkv,
+    "defensivekv": defensivekv,
+    "layer-defensivekv": defensivekv,
+}
+"""Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

@@ -1,0 +1,56 @@
+"""Output projections of a vLLM model, for policies that ask what a value contributes to the residual stream."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+
+class OutputProjections:
+    """The projection behind each attention layer of this rank.
+
+    Args:
+        model: the rank's model.
+        attentions: vLLM's attention layers in order, each held by a module that also holds its projection.
+    """
+
+    def __init__(self, model: nn.Module, attentions: Sequence[nn.Module]):
+        self.attentions = attentions
+        self._found = _projections(model, attentions)
+        self._weights: dict[int, Tensor] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether every layer has one, unquantized."""
+        return all(layer is not None for layer in self._found)
+
+    def of(self, layer: int) -> Tensor:
+        """w_o of a layer's query heads, [Hq, d, hidden]; kept once asked for, since vLLM repacks its weights."""
+        if layer not in self._weights:
+            linear, attention = self._found[layer], self.attentions[layer]
+            assert linear is not None
+            # What the packed weights do to unit vectors is the weights, exactly.
+            parameter = next(linear.parameters())
+            unit = torch.eye(
+                linear.input_size_per_partition, dtype=linear.params_dtype, device=parameter.device
+            )
+            rows = linear.quant_method.apply(linear, unit)
+            self._weights[layer] = rows.view(attention.num_heads, attention.head_size, -1)
+        return self._weights[layer]
+
+
+def _projections(model: nn.Module, attentions: Sequence[nn.Module]) -> list[RowParallelLinear | None]:
+    """The only unquantized row-parallel layer beside each attention layer, None where there is no such one."""
+    beside = {
+        id(child): [x for x in parent.children() if isinstance(x, RowParallelLinear)]
+        for parent in model.modules()
+        for child in parent.children()
+    }
+    found: list[RowParallelLinear | None] = []
+    for attention in attentions:
+        candidates = [
+            x for x in beside.get(id(attention), ()) if isinstance(x.quant_method, UnquantizedLinearMethod)
+        ]
+        found.append(candidates[0] if len(candidates) == 1 else None)
+    return found

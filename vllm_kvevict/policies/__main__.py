@@ -1,0 +1,30 @@
+"""The README's tables of policies and parameters: ``python -m vllm_kvevict.policies``."""
+
+from .params import MEANINGS
+from .registry import available, lookup, parameters
+
+
+def policy_table() -> str:
+    """All policies in Markdown: what each keeps, where it comes from, its parameters with their defaults."""
+    rows = ["| policy | keeps | source | parameters |", "|---|---|---|---|"]
+    for name in available():
+        policy = lookup(name)
+        mark = " (experimental)" if policy.experimental else ""
+        settings = ", ".join(f"`{key}={value}`" for key, value in parameters(name).items())
+        rows.append(f"| `{name}`{mark} | {policy.summary} | {policy.source} | {settings} |")
+    return "\n".join(rows)
+
+
+def parameter_table() -> str:
+    """All parameters in Markdown: accepted values and meaning."""
+    rows = ["| parameter | values | meaning |", "|---|---|---|"]
+    known = {p.name: p for name in available() for p in lookup(name).parameters}
+    for name, meaning in MEANINGS.items():
+        rows.append(f"| `{name}` | {known[name].expects} | {meaning} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(policy_table())
+    print()
+    print(parameter_table())

@@ -1,0 +1,54 @@
+"""knorm: the tokens with the smallest keys (Knorm: Devoto et al. 2024).
+
+s[h, i] = -||K[h, i]||_2, in fp32, of the key after RoPE (a rotation, which keeps the norm)
+
+window=32 last tokens stay (0: none in particular, they compete as all others do). The first skip_layers=0 layers of
+the model keep everything, on top of the budget of the others. No queries are read, so any attention kernel will do.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .config import EvictionConfig
+from .heads import select_uniform
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .params import OPTIONAL_WINDOW, integer
+from .registry import Policy, lookup, register
+
+PARAMETERS = (OPTIONAL_WINDOW, integer("skip_layers", 0, 0))
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """Norms of the keys, negated."""
+    m = inputs.num_tokens - cfg.window_for(inputs.num_tokens)
+    # Head by head: no copy of all keys, and the same bits however many heads are here.
+    norms = torch.stack([torch.linalg.vector_norm(keys[:m].float(), dim=1) for keys in inputs.keys])
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, -norms, device=norms.device)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """The window and the B - window best tokens of each head; everything in the skipped layers."""
+    window = cfg.window_for(n)
+    kept = []
+    for layer in layers:
+        if layer.layer < cfg.params["skip_layers"]:
+            kept += lookup("full").select(cfg, [layer], n, comm)
+        else:
+            kept += select_uniform([layer], [cfg.budget_for(n) - window], n, window)
+    return kept
+
+
+register(
+    Policy(
+        "knorm",
+        "per head, the tokens with the smallest key norms",
+        "Knorm",
+        score,
+        select,
+        PARAMETERS,
+        always_kept=("window",),
+    )
+)

@@ -1,0 +1,97 @@
+"""lava: layers share the budget by the entropy of their scores, heads by score times value norm (LAVa, eq. 5-7).
+
+a[hq, i] = mean over the window's rows of the attention that query head hq pays to token i
+p        = max-pooled a (kernel 7)
+s[h, i]  = max over tokens k of ||V[h, k]||_1  *  max over the query heads hq of KV head h of p[hq, i]
+e        = -sum (s/S) log(s/S) / log(Hkv*m), S = sum s, over all KV heads and the m candidates of a layer
+
+A layer's budget is in proportion to its e (Alg. 1-2; the window is taken off first), and the best Hkv*b_l
+candidates of the layer stay, whichever heads they belong to. The paper's cascade, which lowers budgets layer by
+layer as prefill proceeds, ends with the same set as this one decision after the last layer: shares only shrink.
+
+Options: lava_vnorm="past" leaves the window out of the value norm and alpha > 0 gives heads a floor, both as the
+authors' code does; pooling, kernel and gqa as in snapkv, with the reduction over query heads last.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .attention import pool, reduce_group, window_rows
+from .config import EvictionConfig
+from .heads import select_adaptive
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .norms import value_norms
+from .params import KERNEL, POOLING, TP_LOCAL, WINDOW, choice, unit_interval
+from .registry import Policy, register
+from .shares import shared_budgets
+
+SCORING = (WINDOW, KERNEL, POOLING, choice("gqa", "max", "mean"), choice("lava_vnorm", "all", "past"))
+PARAMETERS = (*SCORING, unit_interval("alpha", 0.0), TP_LOCAL)
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """Pooled attention times the head's largest value norm; the weight is the entropy e."""
+    result = score_unweighted(cfg, inputs, layer, num_layers, comm)
+    assert result.scores is not None
+    return dataclasses.replace(result, weight=entropy(result.scores, comm))
+
+
+def score_unweighted(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """The same without a weight, for layer budgets that do not ask for it."""
+    p = cfg.params
+    window = cfg.window_for(inputs.num_tokens)
+    m = inputs.num_tokens - window
+    values = inputs.check_values()
+    norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
+    scores = []
+    for head, rows in enumerate(window_rows(inputs, window)):
+        attention = rows[:, :, :m].mean(1)
+        if p["pooling"] == "avg" or p["gqa"] == "mean":
+            best = reduce_group(pool(attention, p["pooling"], p["kernel"]), p["gqa"], comm)
+        else:  # a maximum of maxima: pooling one row does for all query heads
+            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p["kernel"])[0]
+        scores.append(best * norms[head])
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, torch.stack(scores), device=values.device)
+
+
+def entropy(scores: Tensor, comm: Comm | None) -> Tensor:
+    """Normalised entropy of a layer's scores, float64 without dimensions; 1 where they say nothing.
+
+    From two sums per KV head, added in head order, so that it does not depend on how heads lie on ranks.
+    """
+    sums = torch.stack([torch.stack([row.sum(), torch.xlogy(row, row).sum()]) for row in scores.double()])
+    if comm is not None:
+        sums = comm.gather_heads(sums)
+    total, logs = sums.cumsum(0)[-1]
+    size = math.log(len(sums) * scores.shape[1])
+    if size <= 0:
+        return torch.ones_like(total)
+    return torch.where(total <= 0, 1.0, (total.log() - logs / total) / size)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """The window of each head and the best Hkv*b_l candidates of each layer."""
+    return select_adaptive(cfg, layers, shared_budgets(cfg, layers, n), n, comm)
+
+
+register(
+    Policy(
+        "lava",
+        "attention x value norm; layers share the budget by entropy, heads compete",
+        "LAVa eq. 5-7, Alg. 1-2",
+        score,
+        select,
+        PARAMETERS,
+        needs=("q_window", "values"),
+        budgets="weights",
+        always_kept=("window",),
+    )
+)

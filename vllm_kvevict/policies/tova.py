@@ -1,0 +1,51 @@
+"""tova: the tokens that the last token attends to most (TOVA: Oren et al. 2024).
+
+s[i] = mean over all query heads of the layer of the attention of token n-1 to token i, no pooling
+
+The last token always stays, so that each head keeps it and the B - 1 best of the n - 1 others, the same ones in
+every KV head of the layer. tova_heads="kv": the mean over the query heads of each KV head, whose tokens then differ.
+The paper repeats this at every decoding step; here it is done once, after the prompt.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .attention import add_rows, reduce_group, window_rows
+from .config import EvictionConfig
+from .heads import select_uniform
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .params import choice
+from .registry import Policy, register
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """Attention of the last query."""
+    m, heads = inputs.num_tokens - 1, inputs.num_kv_heads
+    scores = torch.stack([reduce_group(rows[:, 0, :m], "mean", comm) for rows in window_rows(inputs, 1)])
+    if cfg.params["tova_heads"] == "all":
+        # Groups are of one size: the mean of their means is that of all heads. Every rank adds in head order.
+        means = scores if comm is None else comm.gather_heads(scores)
+        scores = add_rows(means).div_(len(means)).repeat(heads, 1)
+    return LayerScores(layer, num_layers, heads, scores, device=scores.device)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """The last token and the B - 1 best of the others."""
+    return select_uniform(layers, [cfg.budget_for(n) - 1] * len(layers), n, 1)
+
+
+register(
+    Policy(
+        "tova",
+        "what the last token attends to most, the same in all heads of a layer",
+        "TOVA",
+        score,
+        select,
+        (choice("tova_heads", "all", "kv"),),
+        needs=("q_window",),
+        last=1,
+    )
+)

@@ -1,0 +1,66 @@
+"""vatp-snapkv: SnapKV's score of a token times the L1 norm of its own value (VATP; LAVa, appendix B).
+
+s[h, i] = snapkv[h, i] * ||V[h, i]||_1, the norm applied after pooling. The original method also protects the
+first tokens, whose values are so small that the product would drop them: sinks (default 0, the plain formula),
+counted inside the budget.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from . import snapkv
+from .config import EvictionConfig
+from .heads import past_scores, with_window
+from .layer import Comm, Kept, LayerInputs, LayerScores
+from .norms import value_norms
+from .params import integer
+from .registry import Policy, register
+from .select import best_positions, order_keys
+
+PARAMETERS = (*snapkv.PARAMETERS, integer("sinks", 0, 0))
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """SnapKV's scores times value norms."""
+    scores = snapkv.score(cfg, inputs, layer, num_layers, comm).scores
+    assert scores is not None
+    scores = scores * value_norms(inputs.check_values()[:, : scores.shape[1]])
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
+
+
+def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """The sinks, the window and the best of the other tokens of each head."""
+    window, sinks = cfg.window_for(n), num_sinks(cfg, n)
+    b = cfg.budget_for(n) - window - sinks
+    kept = []
+    for layer in layers:
+        keys = order_keys(past_scores(layer, n - window)[:, sinks:])
+        first = torch.arange(sinks, device=layer.device)
+        past = [torch.cat((first, best + sinks)) for best in best_positions(keys, [b] * layer.num_kv_heads)]
+        kept.append(with_window(past, n, window))
+    return kept
+
+
+def num_sinks(cfg: EvictionConfig, n: int) -> int:
+    """First tokens that stay; a small ratio shrinks them so that they and the window fit the budget."""
+    sinks, budget, window = cfg.params["sinks"], cfg.budget_for(n), cfg.window_for(n)
+    if window < cfg.params["window"]:
+        return min(sinks, budget // 2)
+    return min(sinks, budget - window)
+
+
+register(
+    Policy(
+        "vatp-snapkv",
+        "snapkv's score x the token's own value norm",
+        "VATP; LAVa app. B",
+        score,
+        select,
+        PARAMETERS,
+        needs=("q_window", "values"),
+        always_kept=("window", "sinks"),
+    )
+)
