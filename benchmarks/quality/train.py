@@ -1,0 +1,241 @@
+"""Train the needle model: ``python -m benchmarks.quality.train``.
+
+A small Llama learns to find things in texts made of words. Every training text is followed by many questions, so that
+many tokens teach something. The curriculum goes from short to long texts: a stage ends when questions among records are
+answered well. Positions jump at random between sentences of short texts, so that the model meets the distances of
+long texts before it can afford to read them.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.quality.tasks import TASKS, Draw, Needle, Sentence
+from benchmarks.quality.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, make_tokenizer, vocabulary
+
+HERE = Path(__file__).parent
+MAX_POSITIONS = 5120
+WEIGHTS = {
+    "single": 3.0,
+    "multivalue": 1.0,
+    "multiquery": 1.5,
+    "chain": 1.5,
+    "passage": 1.0,
+    "count": 0.7,
+    "facts": 1.5,
+    "common": 0.3,
+}
+"""How often a task is drawn in training."""
+
+
+def config(hidden: int, layers: int) -> LlamaConfig:
+    """Grouped-query attention with two query heads per KV head, and positions that fade slowly."""
+    return LlamaConfig(
+        vocab_size=len(vocabulary()),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=vocabulary()[END],
+        pad_token_id=vocabulary()[PAD],
+    )
+
+
+class Conversations:
+    """Training texts of exactly `length` tokens, each with as many questions as fit behind it."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.ids = vocabulary()
+        self.makers = [TASKS[name][0] for name in WEIGHTS]
+
+    def batch(self, length: int, size: int, share: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, positions and targets (-100 where there is none), each [size, length]."""
+        rows = [self.conversation(length, self.rng.uniform(*share)) for _ in range(size)]
+        ids, positions, targets = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return ids, positions, targets
+
+    def conversation(self, length: int, share: float) -> tuple[list[int], list[int], list[int]]:
+        """One text that fills a share of the length, and its questions."""
+        rng = self.rng
+        draw = Draw(rng)
+        room = int(share * length)
+        density = rng.choice((0.1, 0.3, 0.6, 1.0))
+        noise = rng.choice(("filler", "records"))
+        needles: list[Needle] = []
+        sentences: list[Sentence] = []
+        used = 0
+        while used < max(12, density * room) and len(needles) < 200:
+            maker = rng.choices(self.makers, tuple(WEIGHTS.values()))[0]
+            needle = maker(draw)
+            size = sum(map(len, needle.sentences))
+            if used and used + size > room:
+                break
+            needles.append(needle)
+            used += size
+        for needle in needles:
+            places = sorted(rng.randint(0, len(sentences)) for _ in needle.sentences)
+            for place, sentence in zip(reversed(places), reversed(needle.sentences), strict=True):
+                sentences.insert(place, sentence)
+        while used < room:
+            sentence = draw.noise(noise)
+            sentences.insert(rng.randint(0, len(sentences)), sentence)
+            used += len(sentence)
+        return self._encode(sentences, needles, length)
+
+    def _encode(
+        self, sentences: list[Sentence], needles: list[Needle], length: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        words = [SYSTEM, *(word for sentence in sentences for word in sentence)]
+        answered = [False] * len(words)
+        while len(words) <= length:
+            for needle in self.rng.sample(needles, len(needles)):
+                question = [USER, *needle.question, ASSISTANT]
+                answer = [*needle.answer, END]
+                words += question + answer
+                answered += [False] * len(question) + [True] * len(answer)
+        ids = [self.ids[word] for word in words[: length + 1]]
+        targets = [i if yes else -100 for i, yes in zip(ids, answered, strict=False)]
+        return ids[:length], self._positions(sentences, length), targets[1 : length + 1]
+
+    def _positions(self, sentences: list[Sentence], length: int) -> list[int]:
+        """Consecutive, or with a few jumps between sentences of the text."""
+        free = MAX_POSITIONS - length
+        if self.rng.random() < 0.3:
+            return list(range(length))
+        free = self.rng.randint(0, free)
+        ends = [1]
+        for sentence in sentences:
+            ends.append(ends[-1] + len(sentence))
+        at = sorted(self.rng.choices(ends, k=self.rng.randint(1, 8)))
+        cuts = [0, *sorted(self.rng.randint(0, free) for _ in range(len(at) - 1)), free]
+        jumps = dict.fromkeys(at, 0)
+        for place, low, high in zip(at, cuts, cuts[1:], strict=False):
+            jumps[place] += high - low
+        positions, shift = [], 0
+        for i in range(length):
+            shift += jumps.get(i, 0)
+            positions.append(i + shift)
+        return positions
+
+
+def answers_right(logits: Tensor, targets: Tensor) -> tuple[int, int]:
+    """How many of the answers (runs of targets in one row) are right in every token, of how many whole ones."""
+    right = total = 0
+    for row, wanted in zip(logits.argmax(-1), targets, strict=True):
+        ok, inside = True, False
+        for guess, target in zip(row.tolist(), wanted.tolist(), strict=True):
+            if target >= 0:
+                inside = True
+                ok &= guess == target
+            elif inside:
+                right, total = right + ok, total + 1
+                ok, inside = True, False
+    return right, total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--tokens", type=int, default=4096, help="per step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="of the last stage (default: %(default)s)")
+    parser.add_argument("--patience", type=int, default=1500, help="most steps of any other stage")
+    parser.add_argument("--goal", type=float, default=0.95, help="answers right that end a stage")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", type=Path, help="go on from this folder's weights")
+    parser.add_argument("--output", type=Path, default=HERE / "needle")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    if args.resume:
+        model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
+    else:
+        model = LlamaForCausalLM(config(args.hidden, args.layers))
+    data = Conversations(args.seed)
+    # Muon for the matrices inside the layers learns retrieval in half the steps that AdamW takes.
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.0, momentum=0.95, ns_steps=5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    args.output.mkdir(parents=True, exist_ok=True)
+    log = (args.output / "train.log.jsonl").open("a")
+    started, step, seen = time.time(), 0, 0
+    for stage, length in enumerate(args.lengths):
+        last = stage == len(args.lengths) - 1
+        size = max(1, args.tokens // length)
+        recent: list[tuple[int, int]] = []
+        for number in range(args.steps if last else args.patience):
+            rate = args.lr * min(1.0, (step + 1) / 100)
+            if last:
+                rate *= max(0.02, 1 - number / args.steps)
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = rate
+            share = (0.4, 0.6) if length < 512 else (0.5, 0.9)
+            ids, positions, targets = data.batch(length, size, share)
+            with torch.autocast("cpu", torch.bfloat16):
+                states = model.model(ids, position_ids=positions).last_hidden_state
+                chosen = targets >= 0
+                logits = model.lm_head(states[chosen])
+            loss = torch.nn.functional.cross_entropy(logits.float(), targets[chosen])
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            step, seen = step + 1, seen + ids.numel()
+            if step % 5 == 0:
+                full = torch.zeros(*targets.shape, 1, dtype=torch.long)
+                full[chosen] = logits.argmax(-1, keepdim=True)
+                onehot = torch.zeros(*targets.shape, 2).scatter_(-1, (full == targets[..., None]).long(), 1.0)
+                recent.append(answers_right(onehot, targets.clamp(max=1).where(targets < 0, torch.tensor(1))))
+                recent = recent[-10:]
+            if step % 50 == 0:
+                right = sum(r for r, _ in recent) / max(1, sum(t for _, t in recent))
+                entry = {
+                    "step": step,
+                    "length": length,
+                    "tokens": seen,
+                    "seconds": round(time.time() - started),
+                    "loss": round(loss.item(), 4),
+                    "answers_right": round(right, 4),
+                    "lr": rate,
+                }
+                print(json.dumps(entry), flush=True)
+                log.write(json.dumps(entry) + "\n")
+                log.flush()
+                if not last and right >= args.goal and len(recent) == 10:
+                    break
+        save(model, args.output)
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Weights in bfloat16, tokenizer and configuration, as vLLM loads them."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)
+    make_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
