@@ -5,6 +5,7 @@ variable chains, common words, and questions over facts. Texts are words and ful
 that their length in tokens is known to a word-level tokenizer; other models can be asked the same things.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,10 @@ def needle_values(draw: Draw, count: int = 3) -> Needle:
     records = [[name, *draw.values(2), "."] for _ in range(count)]
     answer = [word for record in records for word in record]
     return Needle(
-        records, ["what", name, *[name] * (count - 1), "?"], answer[:-1], tuple(" ".join(r[1:3]) for r in records)
+        records,
+        ["what", name, *[name] * (count - 1), "?"],
+        answer[:-1],
+        tuple(" ".join(r[1:3]) for r in records),
     )
 
 
@@ -128,7 +132,7 @@ def chain(draw: Draw, hops: int = 3) -> Needle:
     """Names that lead to names, and at last to two words."""
     links = [draw.name() for _ in range(hops)]
     end = draw.values(2)
-    sentences = [[a, b, "."] for a, b in zip(links, links[1:], strict=False)] + [[links[-1], *end, "."]]
+    sentences = [[a, b, "."] for a, b in itertools.pairwise(links)] + [[links[-1], *end, "."]]
     return Needle(sentences, ["trace", links[0], "?"], [*links, *end], (" ".join(end),))
 
 

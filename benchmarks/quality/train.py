@@ -174,7 +174,7 @@ def main() -> None:
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.0, momentum=0.95, ns_steps=5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     args.output.mkdir(parents=True, exist_ok=True)
