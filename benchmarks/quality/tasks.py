@@ -77,18 +77,19 @@ class Needle:
 
 
 class Draw:
-    """Words for one text; no name is drawn twice."""
+    """Words for one text, of all words or of the first `limit` names and values; no name is drawn twice."""
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random, limit: int | None = None):
         self.rng = rng
-        self._names = list(names())
+        self._names = list(names()[:limit])
+        self._values = values()[:limit]
         rng.shuffle(self._names)
 
     def name(self) -> str:
         return self._names.pop()
 
     def values(self, count: int) -> list[str]:
-        return self.rng.choices(values(), k=count)
+        return self.rng.choices(self._values, k=count)
 
     def record(self) -> Sentence:
         """A name and the two words that belong to it."""
