@@ -10,7 +10,7 @@ from rich.text import Text
 from benchmarks.server import Snapshot
 
 _LINE = re.compile(
-    r"KV eviction: request (?P<request>\S+) at (?P<tokens>\d+) tokens by (?P<policy>[\w-]+): "
+    r"KV eviction: request (?P<request>\S+) at (?P<tokens>\d+) tokens by (?P<policy>[^:]+): "
     r"kept (?P<kept>\d+)/(?P<stored>\d+) entries, freed (?P<freed>\d+) pages"
 )
 _LAYER = re.compile(r"layer (?P<layer>\d+): (?P<kept>\d+)/(?P<stored>\d+) \((?P<heads>[\d ]+)\)")
@@ -26,6 +26,7 @@ class Eviction:
         kept, stored: entries after and before, over all layers and KV heads.
         freed_pages: given back.
         heads: [layers][KV heads], entries kept.
+        request: as the server calls it.
     """
 
     tokens: int
@@ -34,6 +35,7 @@ class Eviction:
     stored: int
     freed_pages: int
     heads: tuple[tuple[int, ...], ...]
+    request: str = ""
 
 
 def parse_evictions(log: str) -> list[Eviction]:
@@ -52,6 +54,7 @@ def parse_evictions(log: str) -> list[Eviction]:
                 stored=int(match["stored"]),
                 freed_pages=int(match["freed"]),
                 heads=tuple(tuple(int(head) for head in layer["heads"].split()) for layer in layers),
+                request=match["request"],
             )
         )
     return found

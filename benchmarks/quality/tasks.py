@@ -7,6 +7,7 @@ that their length in tokens is known to a word-level tokenizer; other models can
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -61,8 +62,8 @@ class Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Share of the expected strings that occur in a reply (RULER's string_match_all)."""
-    text = f" {' '.join(reply.split())} "
+    """Share of the expected strings in a reply, whatever its capitals and marks (RULER's string_match_all)."""
+    text = f" {' '.join(re.findall(r'[a-z]+', reply.lower()))} "
     return sum(f" {part} " in text for part in sample.expected) / len(sample.expected)
 
 

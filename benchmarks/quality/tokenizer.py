@@ -27,7 +27,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
     backend.add_special_tokens(list(SPECIAL))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.decoder = decoders.WordPiece(prefix="##")  # joins tokens with spaces
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins tokens with spaces
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

@@ -78,7 +78,7 @@ class Conversations:
     def repetition(self, length: int) -> tuple[list[int], list[int], list[int]]:
         """A few records over and over, each time in another order: the densest way to teach what follows a name."""
         draw = Draw(self.rng, self.vocabulary)
-        records = [draw.record() for _ in range(self.rng.randint(3, length // 12))]
+        records = [draw.record() for _ in range(self.rng.randint(2, max(3, length // 12)))]
         words = [SYSTEM]
         while len(words) <= length:
             for record in self.rng.sample(records, len(records)):

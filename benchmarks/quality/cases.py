@@ -1,0 +1,166 @@
+"""What is asked: generated samples, or those of a suite, in the one form that the driver knows."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality import tasks
+from benchmarks.quality.suites import SuiteSample, load
+
+TOKENS_PER_WORD = 3
+"""At most, for the words of the generated tasks and the tokenizers of usual models."""
+PROBES = ("what ?", "count ?")
+"""Short questions that begin differently, in words that the needle model's tokenizer tells apart."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question about one text.
+
+    Attributes:
+        task: its family; of a suite, SUITE/TASK.
+        length: asked for, in words; None if the suite does not say.
+        depth: asked for; None for a random one.
+        index: of the sample among those with the same task, length and depth.
+        context: the text.
+        question: what is asked behind the text.
+        expected: what a reply should contain.
+        max_tokens: of the reply.
+        score: a reply's share of what is expected.
+        form: ``documents``: the text is the system's message; ``message``: text and question are one message;
+            ``completion``: the same without a chat template.
+        reply_start: the assistant's first words, which the model continues.
+    """
+
+    task: str
+    length: int | None
+    depth: float | None
+    index: int
+    context: str
+    question: str
+    expected: tuple[str, ...]
+    max_tokens: int
+    score: Callable[[str], float]
+    form: str = "documents"
+    reply_start: str = ""
+
+    @property
+    def sample(self) -> tuple[str, int | None, float | None, int]:
+        """What names it."""
+        return (self.task, self.length, self.depth, self.index)
+
+    def prompt(self, question: str | None = None) -> dict[str, Any]:
+        """What the API calls it, with the case's own question or another one: a chat or a text to complete."""
+        asked = self.question if question is None else question
+        if self.form == "completion":
+            return {"prompt": self.context + asked}
+        if self.form == "message":
+            messages = [{"role": "user", "content": self.context + asked}]
+        else:
+            messages = [{"role": "system", "content": self.context}, {"role": "user", "content": asked}]
+        if not self.reply_start:
+            return {"messages": messages}
+        messages.append({"role": "assistant", "content": self.reply_start})
+        return {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+
+    def probe(self) -> str:
+        """A question that begins differently from this one's."""
+        start = self.question.lstrip()[:1].lower()
+        return next(probe for probe in PROBES if not start or probe[0] != start)
+
+    def __str__(self) -> str:
+        length = "" if self.length is None else f", {self.length} words"
+        depth = "" if self.depth is None else f", depth {self.depth:g}"
+        return f"{self.task}{length}{depth}, sample {self.index}"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Samples made from a seed.
+
+    Attributes:
+        names: of tasks.
+        lengths: of the texts, in words and full stops.
+        depths: of the needle; (None,) for random ones.
+        samples: of each combination.
+        seed: the same seed gives the same samples, however many are asked for.
+        instruct: say in front of the text what is to be done with it.
+        slack: tokens of the reply on top of what its words need.
+    """
+
+    names: Sequence[str]
+    lengths: Sequence[int]
+    depths: Sequence[float | None]
+    samples: int
+    seed: int
+    instruct: bool
+    slack: int
+
+    def __len__(self) -> int:
+        return self.samples * len(self.names) * len(self.lengths) * len(self.depths)
+
+    def __iter__(self) -> Iterator[Case]:
+        # The first sample of everything comes first: a run that is stopped early is thin, but complete.
+        for index in range(self.samples):
+            for length in self.lengths:
+                for name in self.names:
+                    for depth in self.depths:
+                        yield self.case(name, length, depth, index)
+
+    def case(self, name: str, length: int, depth: float | None, index: int) -> Case:
+        """One sample; a pure function of the seed and what it is called by."""
+        rng = random.Random(f"{self.seed}/{name}/{length}/{depth}/{index}")
+        sample = tasks.make(name, length, rng, depth)
+        context = f"{tasks.INSTRUCTION}\n\n{sample.context}" if self.instruct else sample.context
+        tokens = TOKENS_PER_WORD * len(sample.answer.split()) + self.slack
+        score = partial(tasks.score, sample)
+        return Case(name, length, depth, index, context, sample.question, sample.expected, tokens, score)
+
+
+def fingerprints(cases: Generated | Sequence[Case], seed: int) -> dict[str, str]:
+    """For each task a digest of one sample: it changes when the texts do."""
+    if isinstance(cases, Generated):  # the same sample whatever is asked for
+        makers = {name: tasks.make(name, 200, random.Random(seed)) for name in cases.names}
+        return {name: _digest(made.context, made.question, *made.expected) for name, made in makers.items()}
+    return {case.task: _digest(case.context, case.question) for case in cases if case.index == 0}
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def suite_cases(
+    suite: str, folder: Path | None, names: Sequence[str] | None, samples: int | None, prompts: Path | None
+) -> list[Case]:
+    """The samples of a suite, in turns from all its tasks; see `benchmarks.quality.suites.load`.
+
+    Raises:
+        SuiteError: what is missing or malformed.
+    """
+    by_task: dict[str, list[Case]] = {}
+    for sample in load(suite, folder, tasks=names, limit=samples, prompts=prompts):
+        by_task.setdefault(sample.task, []).append(suite_case(sample))
+    return [case for turn in zip_longest(*by_task.values()) for case in turn if case is not None]
+
+
+def suite_case(sample: SuiteSample) -> Case:
+    """A suite's sample as a case; of its length only the task's name tells, as each text has its own."""
+    start = sample.answer_prefix if sample.chat else ""
+    return Case(
+        task=f"{sample.suite}/{sample.task}",
+        length=None,
+        depth=None,
+        index=sample.index,
+        context=sample.context,
+        question=sample.question.removesuffix(start),
+        expected=tuple(map(str, sample.answers)),
+        max_tokens=sample.max_tokens,
+        score=sample.score,
+        form="message" if sample.chat else "completion",
+        reply_start=start,
+    )

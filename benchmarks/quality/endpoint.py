@@ -1,0 +1,207 @@
+"""An OpenAI-compatible endpoint: chats, token counts, and errors that say what to do."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+BODY_WIDTH = 500
+
+
+class EndpointError(RuntimeError):
+    """The endpoint cannot be used; the message names its URL and what it said."""
+
+
+class RefusedError(EndpointError):
+    """The endpoint refuses a request, and would refuse it again."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer to a chat; see Result."""
+
+    text: str
+    prompt_tokens: int | None
+    output_tokens: int | None
+    finish_reason: str | None
+    request: str | None
+
+
+class Endpoint:
+    """An asynchronous context manager that holds the connections.
+
+    Args:
+        url: the API's base, with ``/v1``.
+        connections: at most, at once.
+        timeout: seconds that an answer may take.
+        tries: of each request, while the endpoint fails.
+        backoff: seconds before the second try; doubled before each further one.
+    """
+
+    def __init__(
+        self, url: str, connections: int = 8, timeout: float = 600.0, tries: int = 5, backoff: float = 1.0
+    ):
+        self.url = url.rstrip("/")
+        self.root = self.url.removesuffix("/v1")
+        self.model = ""
+        self._tries, self._backoff = tries, backoff
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 30.0)),
+            limits=httpx.Limits(max_connections=connections),
+            headers={"Authorization": f"Bearer {key}"},
+        )
+
+    async def __aenter__(self) -> "Endpoint":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def find_model(self, name: str | None) -> None:
+        """Use this model, or the first one that the endpoint lists.
+
+        Raises:
+            EndpointError: if it lists none, or not this one.
+        """
+        listed = await self._call("GET", f"{self.url}/models")
+        names = [entry["id"] for entry in listed.get("data", [])]
+        if not names or (name is not None and name not in names):
+            raise EndpointError(
+                f"{self.url} serves {', '.join(names) or 'no model'}{f', not {name}' if name else ''}"
+            )
+        self.model = name or names[0]
+
+    async def version(self) -> str | None:
+        """What vLLM says about its version; None if this is not vLLM."""
+        try:
+            return (await self._call("GET", f"{self.root}/version")).get("version")
+        except EndpointError:
+            return None
+
+    async def require_eviction(self) -> None:
+        """Make sure that the server reads our fields: vLLM without the plugin's flag ignores them.
+
+        Raises:
+            EndpointError: if it accepts a policy that does not exist.
+        """
+        try:
+            await self.ask({"prompt": "what ?"}, 1, {"kv_eviction": "no-such-policy"})
+        except RefusedError as error:
+            if error.status == HTTPStatus.BAD_REQUEST and "no-such-policy" in str(error):
+                return
+            raise
+        raise EndpointError(
+            f"{self.url} ignores kv_eviction, so all policies would score like the full cache: start its server with "
+            "--kv-eviction full, or measure it as it is with --plain"
+        )
+
+    async def ask(
+        self, prompt: Mapping[str, Any], max_tokens: int, fields: Mapping[str, Any] | None = None
+    ) -> Reply:
+        """Let a chat or a text go on, with ``vllm_xargs`` if there are fields.
+
+        Args:
+            prompt: ``messages`` or ``prompt``, and whatever belongs to it.
+            max_tokens: of the reply.
+            fields: of ours.
+        """
+        body: dict[str, Any] = {"model": self.model, **prompt, "temperature": 0, "max_tokens": max_tokens}
+        if fields:
+            body["vllm_xargs"] = dict(fields)
+        path = "chat/completions" if "messages" in prompt else "completions"
+        answer = await self._call("POST", f"{self.url}/{path}", body)
+        try:
+            choice = answer["choices"][0]
+            usage = answer.get("usage") or {}
+            return Reply(
+                text=(choice["message"].get("content") if "messages" in prompt else choice["text"]) or "",
+                prompt_tokens=usage.get("prompt_tokens"),
+                output_tokens=usage.get("completion_tokens"),
+                finish_reason=choice.get("finish_reason"),
+                request=answer.get("id"),
+            )
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise EndpointError(
+                f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}"
+            ) from None
+
+    async def tokenize(self, prompt: Mapping[str, Any]) -> list[int]:
+        """The token ids of a chat or a text, as the server would answer it.
+
+        Raises:
+            EndpointError: in particular if the server has no ``/tokenize``.
+        """
+        url = f"{self.root}/tokenize"
+        defaults = {"add_generation_prompt": True} if "messages" in prompt else {"add_special_tokens": True}
+        try:
+            answer = await self._call("POST", url, {"model": self.model, **defaults, **prompt})
+            return answer["tokens"]
+        except RefusedError as error:
+            if error.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+                raise
+            why = f"answered HTTP {error.status}"
+        except KeyError:
+            why = "gave no tokens"
+        raise EndpointError(
+            f"{url} {why}: without it nobody knows how many tokens come before the question; measure with "
+            "--scopes prompt only"
+        )
+
+    async def _call(self, method: str, url: str, body: Any = None) -> dict[str, Any]:
+        """One request, repeated while the endpoint fails.
+
+        Raises:
+            RefusedError: for a status that repeating does not change.
+            EndpointError: after the last try.
+        """
+        problem = ""
+        for attempt in range(self._tries):
+            if attempt:
+                await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
+            try:
+                response = await self._client.request(method, url, json=body)
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise EndpointError(f"{url} is not a URL: {error}") from None
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                continue
+            if response.status_code in RETRIED:
+                problem = f"HTTP {response.status_code}: {_message(response)}"
+                continue
+            return _content(url, response)
+        raise EndpointError(f"{url} failed {self._tries} times, the last time with {problem}")
+
+
+def _content(url: str, response: httpx.Response) -> dict[str, Any]:
+    """The answer's JSON object."""
+    if response.status_code != HTTPStatus.OK:
+        status = response.status_code
+        raise RefusedError(f"{url} answered HTTP {status}: {_message(response)}", status)
+    try:
+        content = response.json()
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise EndpointError(f"{url} did not answer with a JSON object: {response.text[:BODY_WIDTH]}")
+    return content
+
+
+def _message(response: httpx.Response) -> str:
+    """What an error's body says; vLLM, OpenAI and FastAPI put it in different places."""
+    try:
+        content = response.json()
+        error = content.get("error", content)
+        text = error if isinstance(error, str) else error.get("message") or error.get("detail")
+    except (ValueError, AttributeError):
+        text = None
+    return str(text or response.text or response.reason_phrase)[:BODY_WIDTH]

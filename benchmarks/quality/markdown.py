@@ -1,0 +1,290 @@
+"""The report's text; every figure in it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.measure import SAMPLES
+from benchmarks.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
+from benchmarks.quality.plots import SCOPE_TITLES
+from benchmarks.quality.results import Column
+from benchmarks.quality.scores import Mean, Scores, of_length, of_task
+
+if TYPE_CHECKING:
+    from benchmarks.quality.report import Report
+
+NONE = "-"
+INTERVALS = (
+    "Scores lie between 0 and 1: the mean over the tasks of the share of expected strings in a reply, or of the "
+    f"suite's own score. In brackets: 95 % bootstrap intervals ({SAMPLES:,} resamples of the samples within each "
+    "task). Differences are paired: the same samples under both. The intervals are not corrected for the number of "
+    "comparisons."
+)
+
+
+def text(report: Report, pictures: Mapping[str, str]) -> str:
+    """The whole Markdown text.
+
+    Args:
+        report: what it is about.
+        pictures: where they are, by what they show.
+    """
+    parts = [
+        [f"# {report.title}", "", *measured(report)],
+        fixed_section(report.scores),
+        *(scope_section(report.scores, scope) for scope in report.scores.scopes),
+        picture("Score over budget", pictures.get("scores")),
+        task_section(report),
+        length_section(report),
+        needle_section(report, pictures),
+        claims_section(check_claims(report.scores)),
+        pick_section(pick(report.scores)),
+        kept_section(report, pictures),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
+    """A Markdown table; the first `left` columns are text, the others are aligned to the right."""
+    marks = ["---" if index < left else "---:" for index in range(len(header))]
+    lines = [header, marks, *rows]
+    return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
+
+
+def picture(about: str, path: str | None) -> list[str]:
+    return [f"![{about}]({path})"] if path else []
+
+
+def budget_name(budget: float) -> str:
+    return f"{budget:g}" if budget <= 1 else f"{budget:g} tokens"
+
+
+def measured(report: Report) -> list[str]:
+    """What was asked, of what, and where."""
+    results = [*report.scores.results, *(report.needles.results if report.needles else ())]
+    results = list(dict.fromkeys(results))
+    prompts = [result.prompt_tokens for result in results if result.prompt_tokens]
+    samples = len({result.sample for result in results})
+    settings = report.settings
+    lines = [
+        "## What was measured",
+        "",
+        f"- {len(results):,} answers to {samples:,} samples of {len({r.task for r in results})} tasks"
+        + (f"; prompts of {min(prompts):,} to {max(prompts):,} tokens" if prompts else ""),
+        f"- model `{settings.model}`; seed {settings.seed}; the texts came "
+        f"{'with' if settings.instruct else 'without'} an instruction; temperature 0",
+    ]
+    whole = sum(result.whole for result in results)
+    if whole:
+        lines.append(f"- **{whole:,} prompts or prefixes were too short to be evicted and were kept whole**")
+    cut = sum(result.finish_reason == "length" for result in results)
+    if cut:
+        lines.append(f"- {cut:,} replies were cut because they became too long")
+    empty = sum(not result.reply.strip() for result in results)
+    if empty:
+        lines.append(f"- {empty:,} replies were empty")
+    return [*lines, *run_lines(report.runs), "", INTERVALS]
+
+
+def run_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Commands, servers and machines; a run that was continued is listed once."""
+    dates: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        server = run["results"]["server"]
+        about = f"vLLM {server['vllm']}" if server.get("vllm") else "says no vLLM version"
+        note = f", {server['note']}" if server.get("note") else ""
+        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        what = (
+            f"`{run['command']}`",
+            f"  - server at {server['url']}: {about}{note}",
+            f"  - asked from: {run['cpu']}; {versions}",
+        )
+        dates.setdefault(what, []).append(run["date"])
+    lines = []
+    for (command, *details), days in dates.items():
+        again = f", continued {len(days) - 1} times" if len(days) > 1 else ""
+        lines += [f"- {days[0]}{again}: {command}", *details]
+    return lines
+
+
+def fixed_section(scores: Scores) -> list[str]:
+    """The full cache, and servers measured as they are."""
+    if not scores.fixed:
+        return []
+    rows = [
+        [column, scores.mean(column), signed(scores.difference(column, scores.full)) if scores.full else NONE]
+        for column in scores.fixed
+    ]
+    return ["## Without eviction", "", *table(["", "score", "difference to the full cache"], rows)]
+
+
+def scope_section(scores: Scores, scope: str) -> list[str]:
+    """Policies by budgets: scores, then the differences to the full cache."""
+    budgets = scores.budgets(scope)
+    header = ["policy", *map(budget_name, budgets)]
+    lines = [f"## Scope {scope}: {SCOPE_TITLES[scope]}", ""]
+    lines += table(
+        header,
+        [
+            [policy, *(scores.mean(Column(policy, budget, scope)) or NONE for budget in budgets)]
+            for policy in scores.policies(scope)
+        ],
+    )
+    if scores.full is None:
+        return [*lines, "", "The full cache was not measured, so there are no differences to it."]
+    differences = [
+        [policy, *(signed(scores.difference(Column(policy, b, scope), scores.full)) for b in budgets)]
+        for policy in scores.policies(scope)
+    ]
+    return [*lines, "", "Difference to the full cache on the same samples:", "", *table(header, differences)]
+
+
+def signed(difference: Mean | None) -> str:
+    return difference.signed if difference else NONE
+
+
+def task_section(report: Report) -> list[str]:
+    """Tasks by policies, at one budget."""
+    scores = report.scores
+    columns = at_budget(scores, report.budget)
+    rows = [
+        [name, *(scores.mean(column, of_task(task)) or NONE for task in scores.tasks)]
+        for name, column in columns
+    ]
+    return [f"## By task{at_text(report.budget)}", "", *table(["policy (scope)", *scores.tasks], rows)]
+
+
+def length_section(report: Report) -> list[str]:
+    """Lengths by policies, at one budget, if there are several."""
+    scores = report.scores
+    if len(scores.lengths) < 2:
+        return []
+    rows = [
+        [name, *(scores.mean(column, of_length(length)) or NONE for length in scores.lengths)]
+        for name, column in at_budget(scores, report.budget)
+    ]
+    header = ["policy (scope)", *(f"{length:,} words" for length in scores.lengths)]
+    return [f"## By length{at_text(report.budget)}", "", *table(header, rows)]
+
+
+def at_text(budget: float | None) -> str:
+    return "" if budget is None else f" at budget {budget_name(budget)}"
+
+
+def at_budget(scores: Scores, budget: float | None) -> list[tuple[str, Column]]:
+    """Names and columns: those without a budget, then those with this one."""
+    fixed = [(str(column), column) for column in scores.fixed]
+    return fixed + [
+        (f"{column.policy} ({column.scope})", column)
+        for scope in scores.scopes
+        for column in (Column(policy, budget, scope) for policy in scores.policies(scope))
+        if column in scores.columns
+    ]
+
+
+def needle_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
+    """The heat maps."""
+    if report.needles is None:
+        return []
+    lines = [
+        "## Needles by depth and length",
+        "",
+        f"Tasks: {', '.join(report.needles.tasks)}{at_text(report.needles.nearest(report.budget))}. Depth 0 is the "
+        "beginning of the text.",
+    ]
+    for name, path in pictures.items():
+        if name.startswith("needle"):
+            lines += ["", *picture(f"Score by depth and length, scope {name.split()[-1]}", path)]
+    return lines
+
+
+def claims_section(findings: Sequence[Finding]) -> list[str]:
+    """What became of the papers' claims."""
+    if not findings:
+        return []
+    rows = [
+        [
+            f"{finding.source}: {finding.text}",
+            finding.compared,
+            finding.scope or "both",
+            ", ".join(map(budget_name, finding.budgets)) or NONE,
+            signed(finding.difference),
+            finding.verdict if finding.verdict != HOLDS else f"**{finding.verdict}**",
+        ]
+        for finding in findings
+    ]
+    return [
+        "## What the papers say",
+        "",
+        f"Policies are compared at budgets of at most {TIGHT:.0%} of the tokens, scopes at all budgets that evict, on "
+        "the mean over these budgets. A claim holds if the whole interval of the difference lies above 0; it does not "
+        "hold if the whole interval lies below 0.",
+        "",
+        *table(["claim", "difference", "scope", "budgets", "paired difference", "verdict"], rows, left=6),
+    ]
+
+
+def pick_section(picks: Sequence[Pick]) -> list[str]:
+    """The best policies, and which cannot be told from them."""
+    if not picks:
+        return []
+    rows = [
+        [
+            f"{found.scope}, {budget_name(found.budget)}",
+            f"**{found.best}**",
+            found.score,
+            ", ".join(found.equals) or "none",
+            NONE if found.lossless is None else ", ".join(found.lossless) or "none",
+        ]
+        for found in picks
+    ]
+    header = [
+        "scope, budget",
+        "best",
+        "score",
+        "cannot be told from it",
+        "not measurably below the full cache",
+    ]
+    often = [f"{name} ({count} of {len(picks)})" for name, count in wins(picks)]
+    return [
+        "## Which policy to pick",
+        "",
+        *table(header, rows, left=5),
+        "",
+        f"Best, or not to be told from the best, most often: {', '.join(often[:5])}.",
+    ]
+
+
+def wins(picks: Sequence[Pick]) -> list[tuple[str, int]]:
+    """How often each policy is the best or cannot be told from it, most often first."""
+    counts: dict[str, int] = {}
+    for found in picks:
+        for name in (found.best, *found.equals):
+            counts[name] = counts.get(name, 0) + 1
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+def kept_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
+    """What policies kept in each layer and head."""
+    if not report.kept or report.budget is None:
+        return []
+    rows = [
+        [
+            f"{column.policy} ({column.scope})",
+            f"{share.mean():.3f}",
+            " ".join(f"{layer:.3f}" for layer in share.mean(axis=1)),
+            f"{share.min():.3f} to {share.max():.3f}",
+        ]
+        for column, share in report.kept.items()
+    ]
+    header = ["policy (scope)", "kept", "by layer, lowest first", "heads from, to"]
+    return [
+        f"## What they kept{at_text(report.budget)}",
+        "",
+        "Shares of the tokens, on average over the requests in the server's log.",
+        "",
+        *table(header, rows),
+        "",
+        *picture("Share of the tokens kept by layer and KV head", pictures.get("kept")),
+    ]

@@ -1,0 +1,136 @@
+"""The report of a folder of results: a summary in JSON, a Markdown text, and plots."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import record
+from benchmarks.quality import markdown, plots
+from benchmarks.quality.choices import kept_shares, read_log
+from benchmarks.quality.findings import check_claims, pick
+from benchmarks.quality.results import RESULTS, Column, ResultsError, Settings, read, read_settings
+from benchmarks.quality.scores import Mean, Scores, of_length, of_task
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the text is made from.
+
+    Attributes:
+        title: of the text.
+        settings, runs: see write_settings.
+        scores: of samples with a random depth; of all if there are no others.
+        needles: of samples with a given depth, None if there are none.
+        budget: of the tables by task and of the maps, None if there are no budgets.
+        kept: shares by column, [layers, KV heads].
+    """
+
+    title: str
+    settings: Settings
+    runs: Sequence[Mapping[str, Any]]
+    scores: Scores
+    needles: Scores | None
+    budget: float | None
+    kept: Mapping[Column, np.ndarray]
+
+
+def write_report(folder: Path, output: Path, title: str, budget: float, server_log: Path | None) -> Path:
+    """Write summary, plots and text; the path of the text.
+
+    Raises:
+        ResultsError: if the folder has no results.
+    """
+    report = gather(folder, title, budget, server_log)
+    summary = record("quality", summarise(report))
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    pictures = draw(report, output.with_suffix(""))
+    relative = {name: os.path.relpath(path, output.parent) for name, path in pictures.items()}
+    output.write_text(markdown.text(report, relative))
+    return output
+
+
+def gather(folder: Path, title: str, budget: float, server_log: Path | None) -> Report:
+    """Read a folder, and the server's log if there is one."""
+    settings, runs = read_settings(folder)
+    path = folder / RESULTS
+    results = list(read(path)) if path.exists() else []
+    if not results:
+        raise ResultsError(f"{folder} has no results yet")
+    placed = [result for result in results if result.depth is not None]
+    spread = [result for result in results if result.depth is None]
+    scores = Scores(spread or placed)
+    chosen = scores.nearest(budget)
+    log = read_log(server_log) if server_log else {}
+    kept = kept_shares(scores.results, log, chosen) if chosen is not None else {}
+    if server_log and not kept:
+        raise ResultsError(f"{server_log} does not mention the requests of {folder}")
+    return Report(title, settings, runs, scores, Scores(placed) if placed else None, chosen, kept)
+
+
+def draw(report: Report, folder: Path) -> dict[str, Path]:
+    """All pictures, by what they show."""
+    found = {}
+    scores, needles = report.scores, report.needles
+    if scores.scopes:
+        found["scores"] = plots.score_over_budget(scores, folder / "scores.png")
+    if needles is not None:
+        budget = needles.nearest(report.budget)
+        for scope in needles.scopes or ["prompt"]:
+            path = folder / f"needle-{scope}.png"
+            found[f"needle {scope}"] = plots.needle_maps(needles, scope, budget, path)
+    if report.kept:
+        found["kept"] = plots.kept_maps(report.kept, folder / "kept.png")
+    return found
+
+
+def summarise(report: Report) -> dict[str, Any]:
+    """The numbers behind the text."""
+    scores = report.scores
+    summary: dict[str, Any] = {
+        "settings": asdict(report.settings),
+        "runs": list(report.runs),
+        "answers": len(scores.results) + (len(report.needles.results) if report.needles else 0),
+        "columns": [column_summary(scores, column) for column in scores.columns],
+        "claims": [{**asdict(finding), "verdict": finding.verdict} for finding in check_claims(scores)],
+        "picks": [asdict(found) for found in pick(scores)],
+    }
+    if report.needles is not None:
+        summary["needles"] = [needle_summary(report.needles, column) for column in report.needles.columns]
+    if report.kept:
+        summary["kept"] = [
+            {**asdict(column), "share": np.round(share, 5).tolist()} for column, share in report.kept.items()
+        ]
+    return summary
+
+
+def column_summary(scores: Scores, column: Column) -> dict[str, Any]:
+    """One column: its mean, what it lost against the full cache, and its tasks and lengths."""
+    return {
+        **asdict(column),
+        "score": _plain(scores.mean(column)),
+        "difference_to_full": _plain(scores.difference(column, scores.full) if scores.full else None),
+        "tasks": {task: _plain(scores.mean(column, of_task(task))) for task in scores.tasks},
+        "lengths": {str(length): _plain(scores.mean(column, of_length(length))) for length in scores.lengths},
+    }
+
+
+def needle_summary(scores: Scores, column: Column) -> dict[str, Any]:
+    """One column's mean score at each length and depth."""
+    means = plots.needle_means(scores, column)
+    return {
+        **asdict(column),
+        "means": [
+            {"length": length, "depth": depth, "score": mean} for (length, depth), mean in means.items()
+        ],
+    }
+
+
+def _plain(mean: Mean | None) -> dict[str, Any] | None:
+    return None if mean is None else asdict(mean)

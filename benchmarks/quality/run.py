@@ -1,0 +1,229 @@
+"""Ask an endpoint everything that is not answered yet."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from benchmarks.measure import record
+from benchmarks.quality.cases import Case, Generated, fingerprints
+from benchmarks.quality.endpoint import Endpoint, EndpointError, RefusedError, Reply
+from benchmarks.quality.results import FULL, Column, Result, Sample, Settings, Store, write_settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        url: of the endpoint.
+        model: None for the first one that it lists.
+        output: folder.
+        cases: what is asked.
+        columns: with what.
+        plain: send no fields of ours.
+        seed, instruct, slack: see Settings.
+        concurrency: requests at once.
+        min_prompt: the server's; shorter prompts are marked as whole.
+        timeout, tries, backoff: see Endpoint.
+        note: on the server, for the report.
+    """
+
+    url: str
+    model: str | None
+    output: Path
+    cases: Generated | list[Case]
+    columns: Sequence[Column]
+    plain: bool
+    seed: int
+    instruct: bool
+    slack: int
+    concurrency: int
+    min_prompt: int
+    timeout: float
+    tries: int
+    backoff: float
+    note: str
+
+
+def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[str]) -> list[Column]:
+    """Every policy with every budget and scope; the full cache once, as it has neither."""
+    found = []
+    for policy in dict.fromkeys(policies):
+        if policy == FULL:
+            found.append(Column(FULL))
+        else:
+            found += [Column(policy, budget, scope) for scope in scopes for budget in budgets]
+    return list(dict.fromkeys(found))
+
+
+def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple[Case, Column]]:
+    """Everything to ask; a case that is all question has no prefix to evict."""
+    for case in cases:
+        for column in columns:
+            if column.scope != "prefix" or case.context:
+                yield case, column
+
+
+@dataclass
+class Driver:
+    """Sends requests and stores the answers.
+
+    Attributes:
+        endpoint: that answers.
+        store: takes the answers.
+        min_prompt, plain: see Job.
+    """
+
+    endpoint: Endpoint
+    store: Store
+    min_prompt: int
+    plain: bool
+    _prefixes: dict[Sample, "asyncio.Task[int]"] = field(default_factory=dict)
+
+    async def ask(self, case: Case, column: Column) -> None:
+        """Ask one thing and store the answer."""
+        fields = await self._fields(case, column)
+        started = time.perf_counter()
+        try:
+            reply = await self.endpoint.ask(case.prompt(), case.max_tokens, fields)
+        except RefusedError as error:
+            raise EndpointError(f"{error} (asked: {case}; {column})") from None
+        self.store.add(self._result(case, column, reply, fields, time.perf_counter() - started))
+
+    async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
+        if column.budget is None:
+            return {} if self.plain else {"kv_eviction": FULL}
+        fields = {"kv_eviction": column.policy, "kv_budget": column.budget}
+        if column.scope == "prefix":
+            fields["kv_prefix_len"] = await self._prefix(case)
+        return fields
+
+    def _prefix(self, case: Case) -> "asyncio.Task[int]":
+        """The case's prefix length; columns of one case that ask at the same time wait for the same answer."""
+        if case.sample not in self._prefixes:
+            while len(self._prefixes) >= 64:  # long done
+                self._prefixes.pop(next(iter(self._prefixes)))
+            self._prefixes[case.sample] = asyncio.create_task(prefix_len(self.endpoint, case))
+        return self._prefixes[case.sample]
+
+    def _result(
+        self, case: Case, column: Column, reply: Reply, fields: dict[str, Any], seconds: float
+    ) -> Result:
+        evict_at = None if column.budget is None else fields.get("kv_prefix_len", reply.prompt_tokens)
+        return Result(
+            task=case.task,
+            length=case.length,
+            depth=case.depth,
+            index=case.index,
+            policy=column.policy,
+            budget=column.budget,
+            scope=column.scope,
+            score=case.score(reply.text),
+            reply=reply.text,
+            expected=case.expected,
+            prompt_tokens=reply.prompt_tokens,
+            output_tokens=reply.output_tokens,
+            finish_reason=reply.finish_reason,
+            evict_at=evict_at,
+            whole=evict_at is not None and evict_at < self.min_prompt,
+            request=reply.request,
+            seconds=round(seconds, 3),
+        )
+
+
+async def prefix_len(endpoint: Endpoint, case: Case) -> int:
+    """How many tokens of a case's chat come before its question, whatever the question is.
+
+    Raises:
+        EndpointError: if the question leaves no trace in the tokens.
+    """
+    ids = await endpoint.tokenize(case.prompt())
+    other = await endpoint.tokenize(case.prompt(case.probe()))
+    common = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), None)
+    if common is None:
+        raise EndpointError(
+            f"{endpoint.root}/tokenize does not tell where the question of {case} begins: two questions differ in no "
+            "token"
+        )
+    return common
+
+
+async def run(job: Job, console: Console) -> int:
+    """Ask what is missing; the number of answers that came.
+
+    Raises:
+        EndpointError: if the endpoint fails; what was answered before is stored.
+        ResultsError: if the folder cannot take the results.
+    """
+    connection = Endpoint(job.url, job.concurrency, job.timeout, job.tries, job.backoff)
+    async with connection as endpoint:
+        await endpoint.find_model(job.model)
+        if not job.plain and any(column.budget is not None for column in job.columns):
+            await endpoint.require_eviction()
+        with Store(job.output) as store:
+            write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
+            driver = Driver(endpoint, store, job.min_prompt, job.plain)
+            return await answer_all(driver, job, console)
+
+
+def settings(job: Job, model: str) -> Settings:
+    """What the folder's results have in common."""
+    return Settings(model, job.seed, job.instruct, job.slack, fingerprints(job.cases, job.seed))
+
+
+async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:
+    """The run, for the report: command, machine, versions."""
+    server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
+    return record("quality", {"server": server, "concurrency": job.concurrency})
+
+
+async def answer_all(driver: Driver, job: Job, console: Console) -> int:
+    """Let `concurrency` workers ask what is missing, and show how far they are."""
+    before = len(driver.store.done)
+    marks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*marks, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("answers", total=count(job))
+        queue = missing(job, driver.store, lambda: bar.advance(task))
+
+        async def worker() -> None:
+            for case, column in queue:
+                await driver.ask(case, column)
+                bar.advance(task)
+
+        workers = [asyncio.create_task(worker()) for _ in range(job.concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for one in workers:
+                one.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+    return len(driver.store.done) - before
+
+
+def count(job: Job) -> int:
+    """How many answers the run should have at its end."""
+    if isinstance(job.cases, Generated):  # each takes a while to make, and none is all question
+        return len(job.cases) * len(job.columns)
+    return sum(1 for _ in requests(job.cases, job.columns))
+
+
+def missing(job: Job, store: Store, on_done: Callable[[], None]) -> Iterator[tuple[Case, Column]]:
+    """What is not answered yet; `on_done` is called for everything that is."""
+    for case, column in requests(job.cases, job.columns):
+        if (case.sample, column) in store.done:
+            on_done()
+        else:
+            yield case, column

@@ -1,0 +1,304 @@
+"""The driver of the quality benchmark against a server that only pretends; real processes where it counts."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality.cases import Case, Generated, fingerprints, suite_case
+from benchmarks.quality.results import RESULTS, SETTINGS, Column, read
+from benchmarks.quality.run import columns
+from benchmarks.quality.suites import SuiteSample
+from tests.benchmarks.fake_openai import FakeServer, words
+
+ROOT = Path(__file__).parents[2]
+FAST = ["--backoff", "0.01", "--tries", "2"]
+
+
+def arguments(server: FakeServer, folder: Path, *more: str) -> list[str]:
+    basis = ["run", "--url", server.url, "--output", str(folder), "--tasks", "single", "--lengths", "40"]
+    return [*basis, "--samples", "3", *FAST, *more]
+
+
+def run(monkeypatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["quality", *argv])
+    return quality.main()
+
+
+def results(folder: Path) -> list:
+    return list(read(folder / RESULTS))
+
+
+def test_full_is_asked_once_and_the_others_for_every_budget_and_scope():
+    found = columns(["full", "snapkv"], [0.1, 0.2], ["prompt", "prefix"])
+    assert found[0] == Column("full") and len(found) == 5
+    assert set(found[1:]) == {Column("snapkv", b, s) for b in (0.1, 0.2) for s in ("prompt", "prefix")}
+
+
+def test_requests_and_results(tmp_path, monkeypatch):
+    with FakeServer() as server:
+        code = run(
+            monkeypatch, *arguments(server, tmp_path, "--policies", "full", "snapkv", "--budgets", "0.2")
+        )
+    assert code == 0
+    fields = Counter(json.dumps(body["vllm_xargs"], sort_keys=True) for body in server.asked)
+    assert fields == {'{"kv_budget": 0.2, "kv_eviction": "snapkv"}': 3, '{"kv_eviction": "full"}': 3}
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 3 * 3 + 8 for body in server.asked)
+    assert all([m["role"] for m in body["messages"]] == ["system", "user"] for body in server.asked)
+    scores = {(r.policy, r.index): r.score for r in results(tmp_path)}
+    assert scores == {**{("full", i): 1.0 for i in range(3)}, **{("snapkv", i): 0.0 for i in range(3)}}
+    full, evicted = (next(r for r in results(tmp_path) if r.policy == name) for name in ("full", "snapkv"))
+    assert full.evict_at is None and not full.whole
+    assert evicted.evict_at == evicted.prompt_tokens > 40 and evicted.whole  # below min_prompt
+    assert full.expected[0] in full.reply and full.request.startswith("chatcmpl-")
+
+
+def test_prefix_len_is_what_two_questions_have_in_common(tmp_path, monkeypatch):
+    argv = ["--policies", "snapkv", "--budgets", "0.1", "0.2", "--scopes", "prefix", "--concurrency", "4"]
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+    for body in server.asked:
+        before = words({"messages": body["messages"][:1]})[:-1]  # without the mark of the reply
+        assert body["vllm_xargs"]["kv_prefix_len"] == len(before) + 1  # and the mark of the user
+    assert len(server.tokenized) == 2 * 3  # two for each sample, whatever the number of budgets
+    assert {r.evict_at for r in results(tmp_path)} == {b["vllm_xargs"]["kv_prefix_len"] for b in server.asked}
+
+
+def test_prefix_needs_tokenize(tmp_path, monkeypatch, capsys):
+    with FakeServer(tokenizes=False) as server:
+        argv = arguments(server, tmp_path, "--policies", "full", "snapkv", "--scopes", "prefix")
+        assert run(monkeypatch, *argv) == 1
+    out = capsys.readouterr().out
+    assert "/tokenize answered HTTP 404" in out and "--scopes prompt" in out
+
+
+def test_plain_sends_nothing_of_ours(tmp_path, monkeypatch):
+    with FakeServer(evicts=False) as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--plain", "--label", "other")) == 0
+    assert len(server.asked) == 3 and not any("vllm_xargs" in body for body in server.asked)
+    assert {r.column for r in results(tmp_path)} == {Column("other")}
+
+
+def test_a_server_that_ignores_the_fields_is_refused(tmp_path, monkeypatch, capsys):
+    with FakeServer(evicts=False) as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "snapkv")) == 1
+        assert "ignores kv_eviction" in capsys.readouterr().out and not server.asked
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0  # nothing to ignore
+
+
+def test_instruction(tmp_path, monkeypatch):
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--instruct")) == 0
+    assert all(body["messages"][0]["content"].startswith("Answer from the text") for body in server.asked)
+
+
+def test_a_failing_endpoint_ends_the_run_but_not_what_is_measured(tmp_path, monkeypatch, capsys):
+    argv = ("--policies", "full", "--samples", "10", "--concurrency", "1")
+    with FakeServer(fail=lambda number, body: (503, "overloaded") if number > 4 else None) as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 1
+        out = capsys.readouterr().out.replace("\n", " ")
+        assert f"{server.url}/chat/completions failed 2 times" in out and "HTTP 503: overloaded" in out
+        assert len(results(tmp_path)) == 4 and len(server.asked) == 6
+    with FakeServer(fail=lambda number, body: (503, "busy") if number == 1 else None) as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0  # once is no failure
+    assert len(results(tmp_path)) == 10 and len(server.asked) == 7
+
+
+def test_an_unreachable_endpoint(tmp_path, monkeypatch, capsys):
+    with FakeServer() as server:
+        argv = arguments(server, tmp_path)
+    assert run(monkeypatch, *argv) == 1
+    out = capsys.readouterr().out
+    assert f"{server.url}/models failed 2 times" in out and "ConnectError" in out
+
+
+def test_a_refused_request_names_itself_and_the_reason(tmp_path, monkeypatch, capsys):
+    with FakeServer(fail=lambda number, body: (400, "too long for me")) as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 1
+    out = capsys.readouterr().out
+    assert "HTTP 400: too long for me" in out and "single, 40 words, sample 0; snapkv 0.1 (prompt)" in out
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path / "b", "--policies", "lava")) == 1
+    assert "unknown policy 'lava'" in capsys.readouterr().out
+
+
+def test_other_settings_need_another_folder(tmp_path, monkeypatch, capsys):
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--seed", "7")) == 1
+        assert "seed: 0, now 7" in capsys.readouterr().out
+        assert run(monkeypatch, *arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
+        assert run(monkeypatch, *arguments(server, tmp_path, "--model", "gpt")) == 1
+        assert "serves fake, not gpt" in capsys.readouterr().out
+        settings = json.loads((tmp_path / SETTINGS).read_text())
+        assert set(settings["texts"]) == {"single", "facts"} and len(settings["runs"]) == 2
+        settings["texts"]["single"] = "before a change"
+        (tmp_path / SETTINGS).write_text(json.dumps(settings))
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 1
+        assert "the texts of task single" in capsys.readouterr().out
+
+
+def test_a_torn_last_line_is_asked_again(tmp_path, monkeypatch):
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        path = tmp_path / RESULTS
+        path.write_bytes(path.read_bytes()[:-20])
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+    assert len(server.asked) == 4 and len(results(tmp_path)) == 3
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path, monkeypatch, capsys):
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        path = tmp_path / RESULTS
+        path.write_text("{}\n" + path.read_text())
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 1
+    assert "line 1 is not a result" in capsys.readouterr().out
+
+
+def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
+    more = ["--samples", "1050", "--lengths", "12", "--policies", "full", "snapkv", "--budgets", "0.2"]
+    with FakeServer() as server:
+        command = [sys.executable, "-m", "benchmarks.quality", *arguments(server, tmp_path, *more)]
+        for _ in range(2):
+            before = len(server.asked)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+            while len(server.asked) < before + 500:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        kept = (tmp_path / RESULTS).read_bytes()
+        kept = kept[: kept.rfind(b"\n") + 1]
+        assert 900 < kept.count(b"\n") < 2000
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        assert (tmp_path / RESULTS).read_bytes().startswith(kept)
+        found = results(tmp_path)  # reading refuses repeated keys
+        assert len(found) == 2100
+        assert (
+            2100 <= len(server.asked) <= 2100 + 2 * 8
+        )  # what was under way when it was killed is asked again
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        assert len(server.asked) <= 2100 + 2 * 8 and len(results(tmp_path)) == 2100
+
+
+def test_ctrl_c_ends_cleanly(tmp_path):
+    more = ["--samples", "5000", "--lengths", "12", "--policies", "full"]
+    with FakeServer() as server:
+        command = [sys.executable, "-m", "benchmarks.quality", *arguments(server, tmp_path, *more)]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        while len(server.asked) < 50:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted" in out and "Traceback" not in out
+    assert len(results(tmp_path)) >= 40
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tasks", "nothing"], "unknown nothing"),
+        (["--budgets", "1.5"], "whole number above 1"),
+        (["--depths", "2"], "between 0 and 1"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--data", "x"], "belong to a --suite"),
+    ],
+)
+def test_wrong_arguments(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        quality.parse_arguments(["run", "--output", "x", *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_generated_cases_depend_on_the_seed_only():
+    few = Generated(["single", "facts"], [40], [None], 2, 0, False, 8)
+    many = Generated(["facts"], [40, 80], [0.5, None], 4, 0, False, 8)
+    cases = {case.sample: case.context for case in many}
+    assert len(list(few)) == len(few) == 4 and len(cases) == len(many) == 16
+    assert all(cases[case.sample] == case.context for case in few if case.task == "facts")
+    other = Generated(["facts"], [40], [None], 2, 1, False, 8)
+    assert {case.context for case in other}.isdisjoint(cases.values())
+    assert fingerprints(few, 0) == fingerprints(Generated(["single", "facts"], [99], [0.1], 1, 0, True, 0), 0)
+
+
+def suite_sample(**changes) -> SuiteSample:
+    defaults = {
+        "suite": "ruler",
+        "task": "qa_1",
+        "index": 3,
+        "context": "a long text",
+        "question": " Question: who? Answer:",
+        "max_tokens": 32,
+        "answers": ("me",),
+        "metric": lambda reply, answers: float(answers[0] in reply),
+    }
+    return SuiteSample(**{**defaults, **changes})
+
+
+def test_suite_samples_keep_their_form():
+    chat = suite_case(suite_sample(answer_prefix=" Answer:"))
+    assert chat.sample == ("ruler/qa_1", None, None, 3) and chat.score("it is me") == 1.0
+    assert chat.prompt() == {
+        "messages": [
+            {"role": "user", "content": "a long text Question: who?"},
+            {"role": "assistant", "content": " Answer:"},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    assert suite_case(suite_sample(chat=False)).prompt() == {"prompt": suite_sample().prompt}
+    assert suite_case(suite_sample()).prompt("why") == {
+        "messages": [{"role": "user", "content": "a long textwhy"}]
+    }
+
+
+def test_a_suite_is_read_from_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"input": f"text {i} . Question: x y z", "outputs": ["y"]}) for i in range(4)]
+    (tmp_path / "data" / "qa_1.jsonl").write_text("\n".join(lines) + "\n")
+    with FakeServer() as server:
+        suite = [
+            "--suite",
+            "ruler",
+            "--data",
+            str(tmp_path / "data"),
+            "--tasks",
+            "qa_1",
+            "--policies",
+            "full",
+            "snapkv",
+        ]
+        argv = [
+            "run",
+            "--url",
+            server.url,
+            "--output",
+            str(tmp_path / "out"),
+            *suite,
+            "--samples",
+            "3",
+            *FAST,
+        ]
+        assert run(monkeypatch, *argv, "--budgets", "0.2", "--scopes", "prompt", "prefix") == 0
+    found = results(tmp_path / "out")
+    assert Counter(r.column for r in found) == {
+        column: 3 for column in columns(["full", "snapkv"], [0.2], ["prompt", "prefix"])
+    }
+    assert {r.task for r in found} == {"ruler/qa_1"}
+
+
+@pytest.mark.parametrize("question", ["what x ?", "count x ?", "Who?", "\n\nQuestion", ""])
+def test_probe_begins_differently(question):
+    case = Case("t", None, None, 0, "context", question, (), 1, lambda reply: 0.0)
+    assert case.probe()[0] != question.strip()[:1].lower()

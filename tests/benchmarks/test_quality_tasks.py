@@ -1,0 +1,99 @@
+"""The generated tasks: what they hide can be found, they have their length, and a seed decides all of it."""
+
+import random
+
+import pytest
+
+from benchmarks.quality import tasks
+from benchmarks.quality.tasks import FUNCTION_WORDS, TASKS, Draw, make, names, score, values, words
+
+LENGTHS = (60, 500)
+IN_THE_TEXT = tuple(task for task in TASKS if task != "count")  # how often a name occurs is written nowhere
+LONGEST_SENTENCE = 12
+
+
+@pytest.fixture(params=TASKS)
+def task(request) -> str:
+    return request.param
+
+
+def test_words_are_unique_and_names_are_no_values():
+    assert len(set(words())) == len(words())
+    assert not set(names()) & set(values())
+    assert not set(words()) & set(FUNCTION_WORDS)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_strings_occur_and_the_answer_scores(task, length, seed):
+    sample = make(task, length, random.Random(seed))
+    if task in IN_THE_TEXT:
+        assert all(f" {part} " in f" {sample.context} " for part in sample.expected)
+    assert score(sample, sample.answer) == 1.0
+    assert score(sample, f"well\n {sample.answer}  .") == 1.0
+    assert score(sample, "") == score(sample, sample.question) == 0.0
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_length(task, length):
+    for seed in range(3):
+        size = len(make(task, length, random.Random(seed)).context.split())
+        assert length <= size <= length + LONGEST_SENTENCE
+
+
+def test_a_seed_decides(task):
+    assert make(task, 200, random.Random(5)) == make(task, 200, random.Random(5))
+    assert make(task, 200, random.Random(5)).context != make(task, 200, random.Random(6)).context
+
+
+def test_no_name_is_drawn_twice():
+    draw = Draw(random.Random(0))
+    drawn = [draw.name() for _ in names()]
+    assert sorted(drawn) == sorted(names())
+
+
+def test_the_asked_name_has_one_record_only():
+    for seed in range(5):
+        sample = make("multikey", 800, random.Random(seed))
+        name = sample.question.split()[1]
+        assert sample.context.split().count(name) == 1
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_depth(depth):
+    for seed in range(3):
+        sample = make("single", 1000, random.Random(seed), depth)
+        text = sample.context.split()
+        assert sample.depth == pytest.approx(depth, abs=0.01)
+        assert text.index(sample.question.split()[1]) / len(text) == pytest.approx(depth, abs=0.02)
+
+
+def test_random_depths_spread():
+    depths = [make("single", 300, random.Random(seed)).depth for seed in range(40)]
+    assert min(depths) < 0.2 and max(depths) > 0.8
+
+
+def test_partial_score():
+    sample = make("multiquery", 200, random.Random(0))
+    assert len(sample.expected) == 3
+    assert score(sample, sample.expected[1]) == pytest.approx(1 / 3)
+
+
+def test_a_part_of_a_word_does_not_count():
+    sample = make("single", 60, random.Random(0))
+    assert score(sample, f"x{sample.expected[0]}") == 0.0
+
+
+def test_a_chain_is_written_in_its_order():
+    for seed in range(5):
+        sample = make("chain", 400, random.Random(seed))
+        text, links = sample.context.split(), sample.answer.split()[:3]
+        places = [text.index(f"{link}") for link in links]
+        assert places == sorted(places)
+
+
+def test_count_counts():
+    for seed in range(5):
+        sample = make("count", 300, random.Random(seed))
+        name, number = sample.expected[0].split()
+        assert sample.context.split().count(name) == tasks.NUMBERS.index(number)
