@@ -1,4 +1,4 @@
-"""Show what eviction does: the real server without and with it, on a small model made on the spot."""
+"""Show what eviction does: the real server without and with it, on the small model that comes with the project."""
 
 import argparse
 import asyncio
@@ -15,13 +15,16 @@ from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks.answers import Question, answers_table, ask, make_questions
 from benchmarks.kept import Run, comparison_table, kept_table, parse_evictions
+from benchmarks.quality import NEEDLE
+from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from benchmarks.server import Server, ServerError, Snapshot, tail
 from vllm_kvevict.policies import available
 
 SCRATCH = Path(".demo")
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 8, 4, 64, 512
-FIRST_WORD = 8  # tokens below are special
+LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64  # of the model
+FIRST_WORD = len(SPECIAL)
 BLOCK = PAGE = 32
 TOKEN_BYTES = LAYERS * KV_HEADS * 2 * HEAD_DIM * 2
 PROMPTS_IN_POOL = 4
@@ -76,36 +79,16 @@ def _budget(text: str) -> float:
     return value
 
 
-def make_demo_model(length: int) -> Path:
-    """A random Llama in the scratch folder."""
-    # Imported late: it takes seconds, in which the reader already knows what is coming.
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from benchmarks.models import make_model
-
-    disable_progress_bar()
-    return make_model(
-        SCRATCH / "model",
-        hidden=HIDDEN,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab=VOCAB,
-        max_len=max(4096, length),
-        dtype=torch.bfloat16,
-    )
-
-
 def pool_bytes(prompt: int, output: int) -> int:
     """KV memory for PROMPTS_IN_POOL full requests and the block that vLLM keeps for itself."""
     blocks = PROMPTS_IN_POOL * -(-(prompt + output) // BLOCK) + 1
     return blocks * BLOCK * TOKEN_BYTES
 
 
-async def run_server(name: str, flags: Sequence[str], model: Path, arguments: argparse.Namespace) -> Run:
-    """Start a server, let it answer all requests, end it."""
+async def run_server(
+    name: str, flags: Sequence[str], arguments: argparse.Namespace, questions: Sequence[Question] = ()
+) -> tuple[Run, list[str]]:
+    """Start a server, let it answer all requests and then the questions, end it."""
     length = arguments.prompt + arguments.output
     common = [
         *("--max-model-len", str(length), "--block-size", str(BLOCK)),
@@ -122,15 +105,16 @@ async def run_server(name: str, flags: Sequence[str], model: Path, arguments: ar
         common.append("--enforce-eager")
         env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
     log = SCRATCH / f"{'stock' if not flags else 'eviction'}.log"
-    server = Server(model, log, [*common, *flags], env, arguments.port)
+    server = Server(NEEDLE, log, [*common, *flags], env, arguments.port)
     with progress() as bar:
         task = bar.add_task(f"{name}: starting the server", total=None, state="")
         async with server:
             bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
             run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
+            replies = [await ask(server, question) for question in questions]
             bar.update(task, description=f"{name}: stopping the server", state="")
         bar.update(task, description=f"{name}: done")
-    return run
+    return run, replies
 
 
 async def measure(
@@ -139,7 +123,7 @@ async def measure(
     """Send all requests at once and watch ``/metrics`` until they are answered."""
     choose = random.Random(0)
     prompts = [
-        [choose.randrange(FIRST_WORD, VOCAB) for _ in range(arguments.prompt)]
+        [choose.randrange(FIRST_WORD, len(vocabulary())) for _ in range(arguments.prompt)]
         for _ in range(arguments.requests)
     ]
     seen = [Snapshot()]
@@ -207,21 +191,21 @@ async def show(arguments: argparse.Namespace) -> None:
     console.print(
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
         f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
-        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}.\n"
-        "The model has random weights for now: the text it writes is meaningless, the numbers about memory are real."
+        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then a question about "
+        "a text of the same length, with the full cache and without."
     )
-    with console.status("making a small model"):
-        model = make_demo_model(arguments.prompt + arguments.output)
     eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
-    runs = [
-        await run_server("stock vLLM", [], model, arguments),
-        await run_server(f"{arguments.policy} {arguments.budget:g}", eviction, model, arguments),
-    ]
+    questions = make_questions(arguments.prompt - 32, arguments.policy, arguments.budget)
+    stock, _ = await run_server("stock vLLM", [], arguments)
+    ours, replies = await run_server(
+        f"{arguments.policy} {arguments.budget:g}", eviction, arguments, questions
+    )
     console.print()
-    console.print(comparison_table(runs, memory, LAYERS * KV_HEADS, PAGE))
+    console.print(comparison_table([stock, ours], memory, LAYERS * KV_HEADS, PAGE))
     evictions = parse_evictions((SCRATCH / "eviction.log").read_text(errors="replace"))
     if evictions:
         console.print(kept_table(evictions[0]))
+    console.print(answers_table(questions, replies))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 

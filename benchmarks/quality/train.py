@@ -11,16 +11,18 @@ import itertools
 import json
 import random
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.quality import NEEDLE
 from benchmarks.quality.tasks import TASKS, Draw, Needle, Sentence
 from benchmarks.quality.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, make_tokenizer, vocabulary
 
-HERE = Path(__file__).parent
 MAX_POSITIONS = 5120
 WEIGHTS = {
     "single": 3.0,
@@ -156,12 +158,15 @@ class Conversations:
         return positions
 
 
-def answers_right(logits: Tensor, targets: Tensor) -> tuple[int, int]:
-    """How many of the answers (runs of targets in one row) are right in every token, of how many whole ones."""
+def answers_right(guesses: Tensor, targets: Tensor) -> tuple[int, int]:
+    """How many of the answers (runs of targets in a row, each [rows, length]) are right in every token, of how many.
+
+    An answer that the end of its row cuts off does not count.
+    """
     right = total = 0
-    for row, wanted in zip(logits.argmax(-1), targets, strict=True):
+    for row, wanted in zip(guesses.tolist(), targets.tolist(), strict=True):
         ok, inside = True, False
-        for guess, target in zip(row.tolist(), wanted.tolist(), strict=True):
+        for guess, target in zip(row, wanted, strict=True):
             if target >= 0:
                 inside = True
                 ok &= guess == target
@@ -171,24 +176,86 @@ def answers_right(logits: Tensor, targets: Tensor) -> tuple[int, int]:
     return right, total
 
 
-def main() -> None:
+def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, which then learn retrieval in fewer steps; AdamW for the rest."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    outer = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(inner, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def learn(
+    model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], batch: tuple[Tensor, Tensor, Tensor]
+) -> tuple[float, Tensor]:
+    """One step on a batch. Returns the loss and the guesses, [rows, length], 0 where there is no target."""
+    ids, positions, targets = batch
+    chosen = targets >= 0
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model.model(ids, position_ids=positions).last_hidden_state
+        logits = model.lm_head(states[chosen])
+    loss = torch.nn.functional.cross_entropy(logits.float(), targets[chosen])
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item(), torch.zeros_like(targets).masked_scatter_(chosen, logits.argmax(-1))
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.quality.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--tokens", type=int, default=4096, help="per step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1000, help="of the last stage (default: %(default)s)")
-    parser.add_argument("--patience", type=int, default=1500, help="most steps of any other stage")
-    parser.add_argument("--goal", type=float, default=0.85, help="answers right that end a stage")
-    parser.add_argument("--first-words", type=int, default=150, help="names, and values, in the first stage")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--resume", type=Path, help="go on from this folder's weights")
-    parser.add_argument("--output", type=Path, default=HERE / "needle")
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--hidden", type=int, default=192, help="size of the model (default: %(default)s)")
+    add("--layers", type=int, default=4, help="default: %(default)s")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[32, 64, 64, 128, 256, 512, 1024, 2048],
+        help="tokens of the texts in each stage (default: %(default)s)",
+    )
+    add("--tokens", type=int, default=4096, help="per step (default: %(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=350,
+        help="of the last stage, in which the rate falls (default: %(default)s)",
+    )
+    add("--patience", type=int, default=1500, help="most steps of any other stage (default: %(default)s)")
+    add(
+        "--goal",
+        type=float,
+        default=0.83,
+        help="share of right answers that ends a stage (default: %(default)s)",
+    )
+    add(
+        "--first-words",
+        type=int,
+        default=150,
+        help="names, and values, in the first stage (default: %(default)s)",
+    )
+    add("--lr", type=float, default=3e-3, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    add(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="go on from these weights, with all words and long distances",
+    )
+    add("--output", type=Path, default=NEEDLE, help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_arguments()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     if args.resume:
@@ -198,66 +265,46 @@ def main() -> None:
         # Word vectors of length 1: what an attention head copies then is a confident prediction from the start.
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=args.hidden**-0.5)
     data = Conversations(args.seed)
-    # Muon for the matrices inside the layers learns retrieval in half the steps that AdamW takes.
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    optimizers = make_optimizers(model, args.lr)
     args.output.mkdir(parents=True, exist_ok=True)
-    log = (args.output / "train.log.jsonl").open("a")
     started, step, seen = time.time(), 0, 0
     for stage, length in enumerate(args.lengths):
         last = stage == len(args.lengths) - 1
-        size = max(1, args.tokens // length)
-        data.vocabulary = args.first_words if stage == 0 else None
-        data.jumps = stage >= 2
-        data.repeats = stage == 0
-        recent: list[tuple[int, int]] = []
+        # First few words, over and over; then all words and tasks; then long distances.
+        data.repeats = stage == 0 and not args.resume
+        data.vocabulary = args.first_words if data.repeats else None
+        data.jumps = stage >= 2 or bool(args.resume)
+        share = (0.4, 0.6) if length < 512 else (0.5, 0.9)
+        recent: deque[tuple[int, int]] = deque(maxlen=10)
         for number in range(args.steps if last else args.patience):
-            rate = args.lr * min(1.0, (step + 1) / 100)
-            if last:
-                rate *= max(0.02, 1 - number / args.steps)
+            rate = (
+                args.lr * min(1.0, (step + 1) / 100) * (max(0.02, 1 - number / args.steps) if last else 1.0)
+            )
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = rate
-            share = (0.4, 0.6) if length < 512 else (0.5, 0.9)
-            ids, positions, targets = data.batch(length, size, share)
-            with torch.autocast("cpu", torch.bfloat16):
-                states = model.model(ids, position_ids=positions).last_hidden_state
-                chosen = targets >= 0
-                logits = model.lm_head(states[chosen])
-            loss = torch.nn.functional.cross_entropy(logits.float(), targets[chosen])
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-            step, seen = step + 1, seen + ids.numel()
+            batch = data.batch(length, max(1, args.tokens // length), share)
+            loss, guesses = learn(model, optimizers, batch)
+            step, seen = step + 1, seen + batch[0].numel()
             if step % 5 == 0:
-                full = torch.zeros(*targets.shape, 1, dtype=torch.long)
-                full[chosen] = logits.argmax(-1, keepdim=True)
-                onehot = torch.zeros(*targets.shape, 2).scatter_(-1, (full == targets[..., None]).long(), 1.0)
-                recent.append(answers_right(onehot, targets.clamp(max=1).where(targets < 0, torch.tensor(1))))
-                recent = recent[-10:]
-            if step % 50 == 0:
-                right = sum(r for r, _ in recent) / max(1, sum(t for _, t in recent))
-                entry = {
-                    "step": step,
-                    "length": length,
-                    "tokens": seen,
-                    "seconds": round(time.time() - started),
-                    "loss": round(loss.item(), 4),
-                    "answers_right": round(right, 4),
-                    "lr": rate,
-                }
-                print(json.dumps(entry), flush=True)
+                recent.append(answers_right(guesses, batch[2]))
+            if step % 50:
+                continue
+            right = sum(r for r, _ in recent) / max(1, sum(t for _, t in recent))
+            entry = {
+                "step": step,
+                "length": length,
+                "tokens": seen,
+                "seconds": round(time.time() - started),
+                "loss": round(loss, 4),
+                "answers_right": round(right, 4),
+                "lr": rate,
+            }
+            print(json.dumps(entry), flush=True)
+            with (args.output / "train.log.jsonl").open("a") as log:
                 log.write(json.dumps(entry) + "\n")
-                log.flush()
-                save(model, args.output)
-                if not last and right >= args.goal and len(recent) == 10:
-                    break
-        save(model, args.output)
+            save(model, args.output)
+            if not last and right >= args.goal and len(recent) == recent.maxlen:
+                break
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:

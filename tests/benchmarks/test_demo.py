@@ -10,6 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from benchmarks.answers import answers_table, make_questions
 from benchmarks.demo import TOKEN_BYTES, parse_arguments, pool_bytes
 from benchmarks.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
 from benchmarks.server import Server, ServerError, Snapshot, end, tail
@@ -136,3 +137,18 @@ def test_ending_a_process_ends_its_group(tmp_path):
     log = tmp_path / "log"
     log.write_text("\n".join(str(number) for number in range(100)))
     assert tail(log, 3) == "97\n98\n99"
+
+
+def test_the_question_lies_where_the_last_tokens_do_not_reach():
+    full, chosen, last = make_questions(2000, "snapkv", 0.2)
+    assert (full.policy, chosen.policy, last.policy) == ("full", "snapkv", "streaming-llm")
+    assert full.sample is chosen.sample is last.sample
+    context = full.sample.context
+    assert context.index(full.sample.answer) / len(context) < 0.5
+
+
+def test_answers_are_marked():
+    questions = make_questions(500, "snapkv", 0.2)
+    shown = rendered(answers_table(questions, [questions[0].sample.answer, "a b c", ""]))
+    assert [line.count("right") for line in shown.splitlines() if "│" in line] == [1, 0, 0]
+    assert shown.count("wrong") == 2
