@@ -10,6 +10,7 @@ from benchmarks.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claim
 from benchmarks.quality.plots import SCOPE_TITLES
 from benchmarks.quality.results import Column
 from benchmarks.quality.scores import Mean, Scores, of_length, of_task
+from benchmarks.quality.tasks import TASKS
 
 if TYPE_CHECKING:
     from benchmarks.quality.report import Report
@@ -20,6 +21,11 @@ INTERVALS = (
     f"suite's own score. In brackets: 95 % bootstrap intervals ({SAMPLES:,} resamples of the samples within each "
     "task). Differences are paired: the same samples under both. The intervals are not corrected for the number of "
     "comparisons."
+)
+SYNTHETIC = (
+    "The texts are synthetic: random words, and questions that are answered in the words of the text. A model that was "
+    "trained on nothing else, like the needle model, is small, and what it loses says how the policies differ on such "
+    "texts, not what a large model loses on real ones: measure that with your own model and a public suite."
 )
 
 
@@ -84,7 +90,8 @@ def measured(report: Report) -> list[str]:
     empty = sum(not result.reply.strip() for result in results)
     if empty:
         lines.append(f"- {empty:,} replies were empty")
-    return [*lines, *run_lines(report.runs), "", INTERVALS]
+    synthetic = ["", SYNTHETIC] if any(result.task in TASKS for result in results) else []
+    return [*lines, *run_lines(report.runs), *synthetic, "", INTERVALS]
 
 
 def run_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
