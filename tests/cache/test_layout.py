@@ -112,3 +112,10 @@ def test_vllm_cpu_writer(page_size, head_dim):
     got_keys, got_values = read_back(layout, storage, page_size, head_dim)
     assert torch.equal(got_keys, keys)
     assert torch.equal(got_values, values)
+
+
+@pytest.mark.parametrize("key_order", ORDERS)
+@pytest.mark.parametrize("value_order", ORDERS)
+def test_pages_that_the_decode_kernel_reads(key_order, value_order):
+    layout = PageLayout.probe(writer(32, key_order, value_order), 32, 64, torch.bfloat16, "cpu")
+    assert layout.keys_are_transposed is (key_order is transposed and value_order is plain)

@@ -53,6 +53,15 @@ def test_calls_cover_the_batch_in_head_order(lengths):
     assert sorted(seen) == list(range(sum(lengths) * HEADS))
 
 
+def test_decodes_have_calls_of_their_own():
+    cache = _cache()
+    lengths = [1, 40, 1, 7]
+    slots = [cache.open() for _ in lengths]
+    batch = lay_out(cache, cache.extend(slots, lengths), lengths)
+    assert [call.decodes for call in batch.calls] == [True, False]
+    assert [call.seq_lens[0].tolist() for call in batch.calls] == [[1] * 6, [40] * 3 + [7] * 3]
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
 def test_a_second_call_halves_the_tables_or_is_not_made(widths):

@@ -90,6 +90,7 @@ def test_defaults():
         ({"policy": "snapkv", "page_size": 48}, ["--kv-eviction-config.page_size", "multiple of 32", "48"]),
         ({"policy": "snapkv", "page_size": 0}, ["--kv-eviction-config.page_size", "at least 1"]),
         ({"policy": "snapkv", "check": "no"}, ["--kv-eviction-config.check", "'no'"]),
+        ({"policy": "snapkv", "kernels": "off"}, ["--kv-eviction-config.kernels", "true or false", "'off'"]),
         ({"policy": "snapkv", "scope": "question"}, ["--kv-eviction-config.scope", "prompt or prefix", "'question'"]),
         ({"policy": "snapkv", "scope": None}, ["--kv-eviction-config.scope", "prompt or prefix", "None"]),
         ({"policy": "snapkv", "scope": ["prefix"]}, ["--kv-eviction-config.scope", "prompt or prefix", "['prefix']"]),
@@ -117,10 +118,16 @@ def test_options_survive_json(policy, budget):
         "page_size": 64,
         "check": True,
         "scope": "prefix",
+        "kernels": False,
     }
     options = Options.parse(raw | parameters(policy))
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
-    assert options.check and options.scope == "prefix" and options.params == parameters(policy)
+    assert (
+        options.check
+        and options.scope == "prefix"
+        and not options.kernels
+        and options.params == parameters(policy)
+    )
 
 
 def test_checking_is_switched_by_the_environment(monkeypatch):

@@ -49,6 +49,16 @@ def test_every_policy_and_group_size(models, group):
 
 
 @pytest.mark.engine
+def test_without_our_kernels(models):
+    model = models("llama")
+    asks = [Ask(300, "ada-snapkv", 0.2), Ask(200, "snapkv", 0.3), Ask(120, "full")]
+    with evicting_engine(model, eviction={"kernels": False}) as llm:
+        answers = run(llm, asks, logits=True)
+    for ask, answer in zip(asks, answers, strict=True):
+        _check(model, ask, answer, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3", "mixtral", "llama"])
 def test_models(models, architecture, dtype):

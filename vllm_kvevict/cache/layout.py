@@ -83,6 +83,17 @@ class PageLayout:
             raise RuntimeError("cannot read the KV pages: the writer mixes keys with values")
         return cls(_order(key_place, "key"), _order(value_place, "value"))
 
+    @property
+    def keys_are_transposed(self) -> bool:
+        """Whether a page is its keys, transposed, [head_dim, page_size], then its values, [page_size, head_dim]."""
+        if any(len(digits) > 1 for order in (self.keys, self.values) for digits in (order.token, order.dim)):
+            return False
+        ((page_size, _),), ((head_dim, _),) = self.keys.token, self.keys.dim
+        return self == PageLayout(
+            Order(0, ((page_size, 1),), ((head_dim, page_size),)),
+            Order(page_size * head_dim, ((page_size, head_dim),), ((head_dim, 1),)),
+        )
+
     def key_view(self, storage: torch.Tensor) -> torch.Tensor:
         """Keys of ``storage`` [num_pages, 2 * page_size * head_dim], for ``self.keys.read``."""
         return self.keys.view(storage)

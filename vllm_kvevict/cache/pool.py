@@ -47,8 +47,9 @@ class PagePool:
         """
         self.require(count)
         self._height -= count
+        # From the top downwards, so that neighbours come in ascending order: a row's pages are read as one stream.
         # A copy, since the next give writes over this part of the stack.
-        ids = self._stack[self._height : self._height + count].clone()
+        ids = self._stack[self._height : self._height + count].flip(0)
         self.owners.index_add_(0, ids, self._one.expand(count))
         return ids
 
@@ -66,7 +67,7 @@ class PagePool:
             taken = self.num_pages - self._height
             raise RuntimeError(f"{count} pages were given back to the page pool, but only {taken} were taken")
         self.owners.index_add_(0, ids, self._one.expand(count), alpha=-1)
-        self._stack[self._height : self._height + count] = ids
+        self._stack[self._height : self._height + count] = ids.flip(0)
         self._height += count
 
     def verify(self) -> None:

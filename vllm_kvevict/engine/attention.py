@@ -121,6 +121,12 @@ class RaggedCPUImpl(AttentionImpl):
         runtime = get_runtime()
         seq_lens = call.seq_lens[layer]
         group = self.num_heads // self.num_kv_heads
+        if call.decodes and runtime.decode_attention and not self.softcap:
+            shape = (-1, group, self.head_size)
+            runtime.decode_attention(
+                queries.view(shape), result.view(shape), seq_lens, call.block_tables[layer], self.scale
+            )
+            return
         ops.cpu_attention_with_kv_cache(
             query=queries.view(-1, group, self.head_size),
             key_cache=runtime.key_pages,

@@ -23,12 +23,14 @@ class Call:
         query_start_loc: [R * H + 1] int32, where each sequence's queries start.
         gather: int64, for each query in the order (request, head, token) its place (token, head) in the batch;
             None when the two orders are the same.
+        decodes: every request has one query token.
     """
 
     seq_lens: Tensor
     block_tables: Tensor
     query_start_loc: Tensor
     gather: Tensor | None
+    decodes: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def lay_out(cache: PagedKVCache, step: Step, lengths: Sequence[int]) -> Batch:
     tokens = np.asarray(lengths, np.int64)
     widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
     calls = []
-    for requests in split_by_width(widths):
+    for requests in _calls(tokens, widths):
         slots, seq_lens = step.slots, step.seq_lens
         if len(requests) < len(tokens):
             index = torch.from_numpy(requests).to(slots.device)
@@ -70,6 +72,7 @@ def lay_out(cache: PagedKVCache, step: Step, lengths: Sequence[int]) -> Batch:
                 block_tables=cache.block_tables(slots, int(widths[requests].max())),
                 query_start_loc=torch.from_numpy(query_start_loc).to(slots.device),
                 gather=None if gather is None else torch.from_numpy(gather).to(slots.device),
+                decodes=bool((tokens[requests] == 1).all()),
             )
         )
     return Batch(int(tokens.sum()), step.write_slots, calls)
@@ -88,6 +91,12 @@ def _query_order(
     first = (starts[:, None] * heads + np.arange(heads)).ravel()
     token = np.arange(ends[-1]) - np.repeat(ends - per_sequence, per_sequence)
     return query_start_loc, np.repeat(first, per_sequence) + token * heads
+
+
+def _calls(tokens: IntArray, widths: IntArray) -> list[IntArray]:
+    """Indices of the requests of each attention call: decodes have a kernel of their own."""
+    kinds = [np.flatnonzero(kind) for kind in (tokens == 1, tokens > 1)]
+    return [kind[part] for kind in kinds if kind.size for part in split_by_width(widths[kind])]
 
 
 def split_by_width(widths: IntArray) -> list[IntArray]:

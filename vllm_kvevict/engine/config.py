@@ -26,6 +26,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "page_size": 32,
     "decode_reserve": 512,
     "scope": "prompt",
+    "kernels": True,
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
@@ -110,6 +111,7 @@ class Options:
         page_size: tokens of one KV head in a page.
         decode_reserve: tokens of output that admission expects of a request at most.
         scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
+        kernels: use the project's own kernels where there is one for the machine and the model.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
 
@@ -120,6 +122,7 @@ class Options:
     page_size: int = ENGINE_DEFAULTS["page_size"]
     decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
     scope: str = ENGINE_DEFAULTS["scope"]
+    kernels: bool = ENGINE_DEFAULTS["kernels"]
     check: bool = False
 
     @classmethod
@@ -141,16 +144,15 @@ class Options:
                 f"--kv-eviction: unknown policy {policy!r} (choose from {', '.join(available())})"
             )
         budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
-        check = raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")
-        if not isinstance(check, bool):
-            raise KVEvictionError(f"--kv-eviction-config.check must be true or false, got {check!r}")
+        check = _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1"))
+        kernels = _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"]))
         scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
         if scope not in SCOPES:
             raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
         engine = {
             name: _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), int(name != "min_prompt"))
             for name, default in ENGINE_DEFAULTS.items()
-            if name != "scope"
+            if name not in ("scope", "kernels")
         }
         if engine["page_size"] % 32:
             raise KVEvictionError(
@@ -167,7 +169,7 @@ class Options:
             policy_config(policy, budget, raw)
         except ValueError as error:
             raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
-        return cls(policy, budget, raw, **engine, scope=scope, check=check)
+        return cls(policy, budget, raw, **engine, scope=scope, kernels=kernels, check=check)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that :meth:`parse` reads back."""
@@ -255,6 +257,12 @@ def options_of(vllm_config: Any) -> Options | None:
     """The options that vLLM's configuration carries; None when eviction is off."""
     config = vllm_config.additional_config
     return Options.parse(config[KEY]) if isinstance(config, dict) and KEY in config else None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise KVEvictionError(f"--kv-eviction-config.{name} must be true or false, got {value!r}")
+    return value
 
 
 def _whole(name: str, value: Any, least: int = 1) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -21,10 +22,14 @@ from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
 from vllm_kvevict.engine.projection import OutputProjections
 from vllm_kvevict.engine.rows import batch_request_ids
+from vllm_kvevict.kernels.build import BuildError
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
 from vllm_kvevict.parallel import TensorComm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger("vllm.kv_eviction")
 
 
 @dataclass
@@ -83,6 +88,7 @@ class Runtime:
             write=self.write,
         )
         self.key_pages, self.value_pages = self.paged_views(storage)
+        self.decode_attention = self._decode_attention()
         first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
             self.vllm_config.parallel_config
         )
@@ -109,6 +115,19 @@ class Runtime:
             self.projections.of,
         )
         self.attached = True
+
+    def _decode_attention(self) -> DecodeAttention | None:
+        """Our kernel, or None where vLLM's op serves decodes too."""
+        cache = self.cache
+        if not (self.options.kernels and cache.layout.keys_are_transposed):
+            return None
+        if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
+            return None
+        try:
+            return DecodeAttention(cache.storage, cache.page_size)
+        except BuildError as error:
+            logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
+            return None
 
     def paged_views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the pool as the paged op wants them, [pages, 1 head, page_size, head_size] each."""

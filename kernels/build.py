@@ -1,0 +1,69 @@
+"""Compile a C++ kernel for the processor it runs on, once; later starts find it in the cache."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be compiled; the message says why and what would help."""
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL:
+    """The library of ``kernels/<name>.cpp``.
+
+    Raises:
+        BuildError: no compiler, no folder for the result, or the compiler refused.
+    """
+    source = Path(__file__).with_name(f"{name}.cpp")
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler was found: install g++ or name one in CXX")
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"{name}-{_fingerprint(source, compiler)}.so"
+        if not library.exists():
+            # Workers may compile at the same time: each writes a file of its own and the last name wins.
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as scratch:
+                _compile(compiler, source, scratch.name)
+            os.replace(scratch.name, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"kernel {name} could not be compiled or loaded: {error}") from None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: ``vllm_kvevict`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvevict"
+
+
+def _compile(compiler: str, source: Path, target: str) -> None:
+    run = subprocess.run([compiler, *FLAGS, str(source), "-o", target], capture_output=True, text=True)
+    if run.returncode:
+        os.unlink(target)
+        reason = next((line for line in run.stderr.splitlines() if "error" in line), f"code {run.returncode}")
+        raise BuildError(f"{compiler} could not compile {source.name}: {reason}")
+
+
+def _fingerprint(source: Path, compiler: str) -> str:
+    """Changes with whatever changes the machine code."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    parts = [source.read_text(), *FLAGS, compiler, version, _processor()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What ``-march=native`` looks at."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,67 @@
+"""Compiling a kernel: once, and with a reason when it cannot be done."""
+
+import ctypes
+
+import pytest
+
+from vllm_kvevict.kernels import build
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder, and no library from an earlier test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.load.cache_clear()
+    yield
+    build.load.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The commands that were run."""
+    commands = []
+    compile_ = build._compile
+    monkeypatch.setattr(build, "_compile", lambda *args: (commands.append(args), compile_(*args)))
+    return commands
+
+
+def test_compiles_once(compiled):
+    assert isinstance(build.load("decode_attention"), ctypes.CDLL)
+    build.load.cache_clear()  # as another process
+    build.load("decode_attention")
+    assert len(compiled) == 1
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
+
+
+def test_other_flags_are_another_library(compiled, monkeypatch):
+    build.load("decode_attention")
+    build.load.cache_clear()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    build.load("decode_attention")
+    assert len(compiled) == 2 and len(list(build.cache_folder().iterdir())) == 2
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match=r"install g\+\+ or name one in CXX"):
+        build.load("decode_attention")
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text(
+        "#!/bin/sh\n[ $1 = --version ] || { echo 'x.cpp:1: error: no such thing' >&2; exit 1; }\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match="no such thing"):
+        build.load("decode_attention")
+    assert list(build.cache_folder().iterdir()) == []
+
+
+def test_no_folder_for_the_result(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="could not be compiled or loaded"):
+        build.load("decode_attention")
