@@ -15,8 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import estimate, paired_ratio, record, save
+from benchmarks.scenarios import TOKEN_BYTES, model
 from benchmarks.sides import Outcome, Side, Workload, running
-from benchmarks.throughput import TOKEN_BYTES, model
 from vllm_kvevict.policies import available
 
 TARGET, TARGET_LENGTH = 0.03, 8192

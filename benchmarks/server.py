@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 LOG_TAIL, LOG_WIDTH = 25, 300
@@ -26,10 +27,10 @@ LOGGING: dict[str, Any] = {
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain"}},
     "loggers": {
         "vllm": {"handlers": ["out"], "level": "INFO", "propagate": False},
-        # One line for each eviction.
-        "vllm.kv_eviction": {"level": "DEBUG"},
     },
 }
+EVICTION_LINES = {"vllm.kv_eviction": {"level": "DEBUG"}}
+"""The logger that writes one line for each eviction."""
 
 
 class ServerError(RuntimeError):
@@ -46,6 +47,8 @@ class Snapshot:
         preemptions, output_tokens: counters.
         evictions, evicted_entries, freed_pages: counters, 0 without eviction; an entry is one token in one
             layer and KV head.
+        decision_seconds, compaction_seconds: sums over all evictions.
+        physical_pages, logical_entries: held over all ranks; None without eviction.
     """
 
     running: int = 0
@@ -56,17 +59,26 @@ class Snapshot:
     evictions: int = 0
     evicted_entries: int = 0
     freed_pages: int = 0
+    decision_seconds: float = 0.0
+    compaction_seconds: float = 0.0
+    physical_pages: int | None = None
+    logical_entries: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
         """Read the text of ``/metrics``; series that differ in labels are added up."""
         totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
+        # The many buckets of histograms, which nobody needs here, would take most of the time.
+        lines = [line for line in text.splitlines() if "_bucket{" not in line]
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
 
         def count(name: str) -> int:
             return int(totals.get(f"vllm:{name}", 0))
+
+        def count_if_there(name: str) -> int | None:
+            return count(name) if f"vllm:{name}" in totals else None
 
         return cls(
             running=count("num_requests_running"),
@@ -77,6 +89,10 @@ class Snapshot:
             evictions=count("kv_eviction_evictions_total"),
             evicted_entries=count("kv_eviction_evicted_tokens_total"),
             freed_pages=count("kv_eviction_freed_pages_total"),
+            decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
+            compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
+            physical_pages=count_if_there("kv_eviction_physical_pages"),
+            logical_entries=count_if_there("kv_eviction_logical_kv_tokens"),
         )
 
 
@@ -89,10 +105,17 @@ class Server:
         flags: further arguments of ``vllm serve``.
         env: environment variables on top of this process's.
         port: where to listen; a free one by default.
+        log_evictions: whether the log gets a line for each eviction, which takes the server some time.
     """
 
     def __init__(
-        self, model: Path, log: Path, flags: Sequence[str], env: Mapping[str, str], port: int | None = None
+        self,
+        model: Path,
+        log: Path,
+        flags: Sequence[str],
+        env: Mapping[str, str],
+        port: int | None = None,
+        log_evictions: bool = True,
     ):
         self.model, self.log = str(model), log
         self.port = port or _free_port()
@@ -101,13 +124,14 @@ class Server:
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         self.command = [str(vllm), "serve", self.model, *address, *flags]
         self._env = {**os.environ, **env}
+        self._loggers = LOGGING["loggers"] | (EVICTION_LINES if log_evictions else {})
         self._process: subprocess.Popen | None = None
 
     async def __aenter__(self) -> "Server":
         _require_port(self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         logging = self.log.with_suffix(".logging.json")
-        logging.write_text(json.dumps(LOGGING))
+        logging.write_text(json.dumps(LOGGING | {"loggers": self._loggers}))
         self._env["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
         self._client = httpx.AsyncClient(base_url=self.url, timeout=60)
         try:
@@ -145,6 +169,14 @@ class Server:
         response.raise_for_status()
         return Snapshot.parse(response.text)
 
+    def cpu_seconds(self) -> float:
+        """CPU seconds that all processes of the server have used so far."""
+        self.check()
+        assert self._process is not None
+        first = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (first, *first.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
+
     async def _answering(self) -> None:
         deadline = time.monotonic() + START_PATIENCE
         while time.monotonic() < deadline:
@@ -169,6 +201,61 @@ def end(process: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
+
+
+def cpu_environment(threads: int, ranks: int) -> dict[str, str]:
+    """Environment of a measured server whose ranks have so many OpenMP threads each.
+
+    Ranks are bound to the first cores if that leaves a core to the client and the other processes. Otherwise the
+    system places all threads, so that no rank is held on a core that it has to share while another one is free.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "nobind"
+    if threads * ranks < len(cores):
+        shares = [cores[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
+        bound = "|".join(",".join(str(core) for core in share) for share in shares)
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_KVEVICT_CHECK": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process like Ctrl-C, so that it ends its children; for programs without asyncio."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt  # not by SIGINT, which a script's background jobs ignore
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_benchmark(work: Coroutine[Any, Any, None]) -> int:
+    """Run what starts servers; the exit code. Whatever ends it, also Ctrl-C and SIGTERM, ends the servers."""
+    try:
+        asyncio.run(_cancelled_by_sigterm(work))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted; the servers were ended", file=sys.stderr)
+        return 130
+    except ServerError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _cancelled_by_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
 
 
 def tail(path: Path, lines: int = LOG_TAIL) -> str:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,7 +100,7 @@ class Side:
 
     def wait(self) -> None:
         """Return when the engine has started."""
-        self._receive()
+        self.receive()
 
     def run(self, workload: Workload, **sampling: Any) -> Outcome:
         """Run all requests of a workload to their end.
@@ -108,8 +108,20 @@ class Side:
         Args:
             sampling: further fields of the requests' ``SamplingParams``.
         """
-        self._pipe.send((workload, sampling))
-        return self._receive()
+        return self.call(_run, workload, sampling)
+
+    def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Let the engine's process do something and return its answer, which must not be a string.
+
+        Args:
+            work: a function of a module, called with the engine (:class:`Engine`) and the arguments.
+        """
+        self.send(work, *arguments)
+        return self.receive()
+
+    def send(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """The first half of :meth:`call`, so that several sides can work at the same time."""
+        self._pipe.send((work, arguments))
 
     def close(self) -> None:
         """End the process."""
@@ -120,7 +132,8 @@ class Side:
             self._process.kill()
             self._process.join()
 
-    def _receive(self) -> Any:
+    def receive(self) -> Any:
+        """The second half of :meth:`call`. Raises RuntimeError if the engine failed."""
         try:
             answer = self._pipe.recv()
         except EOFError:
@@ -177,7 +190,7 @@ def _preloads() -> list[str]:
     return [str(path) for path in found]
 
 
-class _Probe:
+class Probe:
     """Watches the scheduler and the engine's steps from inside."""
 
     def __init__(self, llm: Any):
@@ -231,32 +244,46 @@ class _Probe:
         ledger.on_report = watched
 
 
+@dataclass
+class Engine:
+    """What work in a child gets: vLLM's ``LLM``, and who watches it."""
+
+    llm: Any
+    probe: Probe
+
+
+def _run(engine: Engine, workload: Workload, sampling: dict[str, Any]) -> Outcome:
+    """Run all requests of a workload to their end."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=workload.output_len, temperature=0, ignore_eos=True, detokenize=False, **sampling
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts()]
+    probe = engine.probe
+    probe.reset()
+    wall, cpu = time.perf_counter(), time.process_time()
+    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Outcome(wall, cpu, produced, probe.peak, probe.preemptions, probe.steps, probe.evictions)
+
+
 def _serve(pipe: Connection, log: str, model: str, settings: dict[str, Any]) -> None:
-    """The child: an engine that runs workloads until it is told to end."""
+    """The child: an engine that works until it is told to end."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
         import vllm_kvevict.engine  # noqa: F401, I001  (adds the arguments that settings may hold)
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
         llm = LLM(model, **settings)
-        probe = _Probe(llm)
+        engine = Engine(llm, Probe(llm))
         pipe.send(None)
         while (order := pipe.recv()) is not None:
-            workload, sampling = order
-            params = SamplingParams(
-                max_tokens=workload.output_len, temperature=0, ignore_eos=True, detokenize=False, **sampling
-            )
-            prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts()]
-            probe.reset()
-            wall, cpu = time.perf_counter(), time.process_time()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-            pipe.send(
-                Outcome(wall, cpu, produced, probe.peak, probe.preemptions, probe.steps, probe.evictions)
-            )
+            work, arguments = order
+            pipe.send(work(engine, *arguments))
     except (EOFError, KeyboardInterrupt):
         pass
     except Exception as error:

@@ -1,272 +1,312 @@
-"""Requests against two engines in the same KV memory: stock vLLM and vLLM with eviction, in turns."""
+"""Requests against ``vllm serve`` without and with eviction, in the same KV memory and in turns.
+
+A scenario is one load with targets; a sweep varies one thing of a load. All servers of a comparison are up at once, and
+one at a time is driven.
+"""
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
 from statistics import median
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import Estimate, paired_ratio, record, save
-from benchmarks.sides import Outcome, Side, Workload, running
-from vllm_kvevict.policies import available
+from benchmarks.load import Run, drive
+from benchmarks.measure import Estimate, record, save
+from benchmarks.options import add_options, budget, changed, require_room, whole
+from benchmarks.scenarios import (
+    KV_HEADS,
+    LAYERS,
+    PER_CPU,
+    SCENARIOS,
+    SPEED,
+    STOCK,
+    Round,
+    Scenario,
+    make_server,
+    ratios,
+    targets,
+)
+from benchmarks.server import Server, run_benchmark
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 8, 4, 64, 512
-BLOCK = 128
-"""vLLM's block size on CPU."""
-SCRATCH = Path(__file__).parent / "out"
-PAIRS = 7
-TOKEN_BYTES = LAYERS * KV_HEADS * 2 * HEAD_DIM * 2
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A workload and the memory it runs in.
-
-    Attributes:
-        about: shown in help and results.
-        pool: how many full requests (prompt and output) the KV memory holds.
-        budget: of the engine with eviction.
-    """
-
-    about: str
-    requests: int
-    input_len: int
-    output_len: int
-    pool: int
-    budget: float
-
-    def kv_bytes(self) -> int:
-        """KV memory, with the one block that vLLM keeps for itself."""
-        blocks = self.pool * -(-(self.input_len + self.output_len) // BLOCK) + 1
-        return blocks * BLOCK * TOKEN_BYTES
-
-
-SCENARIOS = {
-    "pool-bound": Scenario(
-        "memory for 4 of 24 requests: eviction lets more run at once", 24, 2048, 256, 4, 0.2
-    ),
-    "overhead": Scenario(
-        "everything fits and nothing is evicted: what the extension costs", 8, 2048, 128, 8, 1.0
-    ),
-    "prefill-bound": Scenario(
-        "everything fits and prompts dominate: eviction has little to save", 8, 4096, 32, 8, 0.2
-    ),
+SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3, rounds=3)
+SWEEPS: dict[str, tuple[str, ...]] = {
+    "pool": ("2", "3", "4", "6", "9", "12"),
+    "budget": ("0.05", "0.1", "0.2", "0.4", "0.7", "1.0"),
+    "context": ("256", "512", "1024", "2048", "4096"),
+    "parallel": ("1x1", "2x1", "1x2", "2x2"),
 }
+"""What can be varied, and its values: full requests in the KV memory, budgets, prompt tokens, TPxPP."""
+SWEPT = {"pool": "pool", "budget": "budgets", "context": "input_len"}
+"""The scenario's field that a sweep sets; parallel sets two."""
+WIDTH = 130
+"""Of the tables, in characters."""
+LEAST_ROUNDS = 3
+"""Fewer give no interval that a target could be held against."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A result and what it should reach.
+def vary(base: Scenario, what: str, value: str) -> Scenario:
+    """The scenario of one value of a sweep.
 
-    Attributes:
-        name: what was measured.
-        value: the result.
-        bound: what it should be.
-        at_most: whether the bound is an upper one.
+    Raises:
+        ValueError: for a value that does not exist or that the model does not allow.
     """
-
-    name: str
-    value: float
-    bound: float
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether the target is reached."""
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-    def __str__(self) -> str:
-        sign = "<=" if self.at_most else ">="
-        return (
-            f"{self.name}: {self.value:.3g}, target {sign} {self.bound:g}: {'met' if self.met else 'MISSED'}"
-        )
+    if what == "pool":
+        return replace(base, pool=whole(value))
+    if what == "budget":
+        return replace(base, budgets=(budget(value),))
+    if what == "context":
+        return replace(base, input_len=whole(value))
+    if not (ranks := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)):
+        raise ValueError("expected TPxPP, such as 2x1")
+    tensor, pipeline = int(ranks[1]), int(ranks[2])
+    if KV_HEADS % tensor or LAYERS % pipeline:
+        raise ValueError(f"the model has {KV_HEADS} KV heads and {LAYERS} layers to divide")
+    return replace(base, tensor=tensor, pipeline=pipeline)
 
 
-def targets(name: str, speed: Estimate, ours: Sequence[Outcome]) -> list[Target]:
-    """What a scenario should reach."""
-    tokens_per_second = "output tokens/s, times stock's"
-    if name == "pool-bound":
-        return [
-            Target("requests running at once", min(run.peak_running for run in ours), 12),
-            Target("preemptions", max(run.preemptions for run in ours), 2, at_most=True),
-            Target(tokens_per_second, speed.median, 1.25),
-        ]
-    return [Target(tokens_per_second, speed.median, 0.92)] if name == "overhead" else []
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
+    """Read the command line.
 
-
-def model(max_len: int) -> Path:
-    """The random Llama of all speed benchmarks, bf16."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from benchmarks.models import make_model
-
-    disable_progress_bar()
-    return make_model(
-        SCRATCH / f"model-{max_len}",
-        hidden=HIDDEN,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_len=max_len,
-        dtype=torch.bfloat16,
-    )
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Scenario]:
-    """Read the command line: the options and the scenario with its changes."""
+    Returns:
+        The options, and what to run: the scenario by its name, or those of a sweep by their values.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.throughput",
         description=__doc__,
         epilog=" ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items()),
     )
-    parser.add_argument("scenario", nargs="?", choices=SCENARIOS, default="pool-bound", help="%(default)s")
-    parser.add_argument("--policy", choices=available(), default="ada-snapkv", help="default: %(default)s")
-    for field, kind, text in (
-        ("budget", float, "--kv-budget"),
-        ("requests", int, "requests that arrive together"),
-        ("input-len", int, "tokens of each prompt"),
-        ("output-len", int, "tokens of each answer"),
-        ("pool", int, "full requests that the KV memory holds"),
-    ):
-        parser.add_argument(f"--{field}", type=kind, metavar="N", help=f"{text} (default: the scenario's)")
-    parser.add_argument(
-        "--pairs", type=int, default=PAIRS, metavar="N", help="runs of each side (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="OpenMP threads of each engine (default: all %(default)s cores)",
-    )
-    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: throughput-SCENARIO)")
+    parser.add_argument("scenario", nargs="?", choices=SCENARIOS, help="default: pool-bound")
+    add_options(parser)
+    parser.add_argument("--sweep", choices=SWEEPS, help="vary this instead of running a scenario")
+    parser.add_argument("--values", nargs="+", metavar="V", help="of the sweep (default: its own)")
     arguments = parser.parse_args(argv)
-    names = ("budget", "requests", "input_len", "output_len", "pool")
-    changes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if any(value <= 0 for value in changes.values()):
-        parser.error("sizes must be positive")
-    return arguments, replace(SCENARIOS[arguments.scenario], **changes)
+    if not arguments.sweep:
+        if arguments.values:
+            parser.error("--values belong to --sweep")
+        arguments.scenario = arguments.scenario or "pool-bound"
+        scenario = changed(arguments, SCENARIOS[arguments.scenario])
+        require_room(parser, scenario)
+        return arguments, {arguments.scenario: scenario}
+    if arguments.scenario:
+        parser.error("--sweep has a load of its own: leave the scenario out")
+    if arguments.sweep in SWEPT and getattr(arguments, SWEPT[arguments.sweep]) is not None:
+        parser.error(f"--sweep {arguments.sweep} sets that itself: give --values")
+    base = changed(arguments, SWEEP_BASE)
+    scenarios = {}
+    for value in arguments.values or SWEEPS[arguments.sweep]:
+        try:
+            scenarios[value] = vary(base, arguments.sweep, value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            parser.error(f"--values {value}: {error}")
+        require_room(parser, scenarios[value])
+    return arguments, scenarios
 
 
-def run_pairs(sides: Sequence[Side], workload: Workload, pairs: int) -> list[list[Outcome]]:
-    """Let the sides run the same requests in turns, new requests in each pair.
+class Bench:
+    """A progress bar and the servers of one comparison at a time.
 
-    Returns:
-        For each pair the outcome of each side.
+    Args:
+        threads: OpenMP threads of each rank.
+        runs: how many runs the whole invocation has.
     """
-    rounds = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("starting two engines", total=(pairs + 1) * len(sides))
-        with running(*sides):
-            for index in range(pairs + 1):
-                # The first, short round warms up and is not counted.
-                work = replace(workload, seed=index) if index else replace(workload, output_len=4, seed=-1)
-                outcomes = []
-                for side in sides:
-                    bar.update(task, description=side.name if index else f"{side.name}: warming up")
-                    outcomes.append(side.run(work))
-                    bar.advance(task)
-                if index:
-                    rounds.append(outcomes)
-            bar.update(task, description="done")
-    return rounds
+
+    def __init__(self, threads: int, runs: int):
+        self.threads = threads
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Not on stdout: that is redirected while vLLM's client is at work.
+        self.bar = Progress(*columns, console=Console(stderr=True))
+        self.task: TaskID = self.bar.add_task("starting", total=runs)
+
+    def say(self, text: str) -> None:
+        """Show what is going on."""
+        self.bar.update(self.task, description=text)
+
+    async def start(self, stack: AsyncExitStack, scenario: Scenario, prefix: str = "") -> dict[str, Server]:
+        """Start the sides' servers and warm them up; the stack ends them."""
+        servers = {}
+        for side in scenario.sides:
+            self.say(f"{prefix}{side}: starting")
+            servers[side] = await stack.enter_async_context(make_server(scenario, side, self.threads))
+        for side, server in servers.items():
+            self.say(f"{prefix}{side}: warming up")
+            load = replace(scenario.load(scenario.input_len, 4, seed=0), requests=2, rate=None)
+            await drive(server, load, scenario.kv_bytes())
+        return servers
+
+    async def round(
+        self, scenario: Scenario, servers: dict[str, Server], number: int, prefix: str = ""
+    ) -> Round:
+        """Let the sides take their turns; the number decides on the prompts, which are the same for all sides."""
+        runs = {}
+        for turn in scenario.turns():
+            self.say(f"{prefix}round {number}, {turn.name}")
+            load = scenario.load(turn.input_len, turn.output_len, seed=number)
+            runs[turn.name] = await drive(servers[turn.side], load, scenario.kv_bytes())
+            self.bar.advance(self.task)
+        return runs
+
+    async def run(self, scenario: Scenario, prefix: str = "") -> list[Round]:
+        """All rounds of a scenario, on servers of its own."""
+        async with AsyncExitStack() as stack:
+            servers = await self.start(stack, scenario, prefix)
+            return [
+                await self.round(scenario, servers, number, prefix)
+                for number in range(1, scenario.rounds + 1)
+            ]
 
 
-def compare(stock: Sequence[Outcome], ours: Sequence[Outcome], what: Callable[[Outcome], float]) -> Estimate:
-    """Ours over stock's."""
-    return paired_ratio([what(run) for run in ours], [what(run) for run in stock])
-
-
-def main() -> int:
-    """Run one scenario; the exit code."""
-    arguments, scenario = parse_arguments()
-    console = Console()
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > 0.5 * cores:
-        console.print(
-            f"The load average is {load:.1f} on {cores} cores: others are working here, so the results will be noisy, "
-            f"above all with as many threads as cores.",
-            style="yellow",
+def runs_table(title: str, rounds: Sequence[Round]) -> Table:
+    """Medians of every turn over the rounds; counts from the least to the most."""
+    table = Table(title=title)
+    table.add_column("median of a run", no_wrap=True)
+    for column in ("seconds", "CPU s", "tokens/s", "at once", "preempted", "KV MiB", "live MiB", "evicting"):
+        table.add_column(column, justify="right")
+    for turn in rounds[0]:
+        runs = [one[turn] for one in rounds]
+        table.add_row(
+            turn,
+            _median(runs, lambda run: run.wall, ".2f"),
+            _median(runs, lambda run: run.cpu, ".2f"),
+            _median(runs, lambda run: run.tokens_per_second, ".1f"),
+            _span([run.peak_running for run in runs]),
+            _span([run.preemptions for run in runs]),
+            _median(runs, lambda run: run.physical_bytes / 2**20, ".1f"),
+            "-"
+            if turn_is_stock(runs)
+            else _median(runs, lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
+            "-" if turn_is_stock(runs) else _median(runs, lambda run: run.evict_share, ".1%"),
         )
-    length = scenario.input_len + scenario.output_len
-    settings = {
-        "max_model_len": length,
-        "kv_cache_memory_bytes": scenario.kv_bytes(),
-        "dtype": "bfloat16",
-    }
-    path = model(max(4096, length))
-    sides = [
-        Side("stock vLLM", path, arguments.threads, **settings),
-        Side(
-            f"{arguments.policy} {scenario.budget:g}",
-            path,
-            arguments.threads,
-            **settings,
-            kv_eviction=arguments.policy,
-            kv_budget=scenario.budget,
-        ),
-    ]
-    workload = Workload(scenario.requests, scenario.input_len, scenario.output_len)
-    rounds = run_pairs(sides, workload, arguments.pairs)
-    stock, ours = [pair[0] for pair in rounds], [pair[1] for pair in rounds]
+    return table
 
-    measures: dict[str, Callable[[Outcome], float]] = {
-        "output tokens/s": lambda run: run.output_tokens / run.wall,
-        "seconds": lambda run: run.wall,
-        "CPU seconds": lambda run: run.cpu,
-        "seconds in steps with prompt tokens": lambda run: run.prefill_seconds,
-        "seconds in steps with output tokens only": lambda run: run.decode_seconds,
-    }
-    ratios = {name: compare(stock, ours, what) for name, what in measures.items()}
-    result = Table(
-        title=f"{arguments.scenario}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
-        f"KV memory for {scenario.pool}"
-    )
-    result.add_column("median")
-    for column in (*(side.name for side in sides), "ratio [95 %]"):
-        result.add_column(column, justify="right")
-    for name, what in measures.items():
-        result.add_row(
-            name, *(f"{median(what(run) for run in runs):.2f}" for runs in (stock, ours)), str(ratios[name])
-        )
-    for label, name in (("most running at once", "peak_running"), ("preemptions", "preemptions")):
-        result.add_row(label, *(_span([getattr(run, name) for run in runs]) for runs in (stock, ours)), "")
-    console.print(result)
 
-    reached = targets(arguments.scenario, ratios["output tokens/s"], ours)
-    if scenario != SCENARIOS[arguments.scenario]:
-        reached = []  # they hold for the scenario's own sizes
-    for target in reached:
-        console.print(str(target), style="green" if target.met else "red", highlight=False)
-    content = {
-        "scenario": asdict(scenario),
-        "policy": arguments.policy,
-        "threads": arguments.threads,
-        "load_average_at_start": load,
-        "ratios": {name: asdict(ratio) for name, ratio in ratios.items()},
-        "targets": [{**asdict(target), "met": target.met} for target in reached],
-        "pairs": [
-            {"stock": left.summary(), "ours": right.summary()}
-            for left, right in zip(stock, ours, strict=True)
-        ],
-    }
-    name = arguments.name or f"throughput-{arguments.scenario}"
-    console.print(f"written to {save(name, record('throughput', content))}")
-    return 0
+def turn_is_stock(runs: Sequence[Run]) -> bool:
+    """Whether the server knows nothing of eviction."""
+    return runs[0].logical_bytes is None
+
+
+def _median(runs: Sequence[Run], what: Callable[[Run], float], form: str) -> str:
+    return format(median(what(run) for run in runs), form)
 
 
 def _span(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return f"{low}" if low == high else f"{low} to {high}"
+
+
+def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> Table:
+    """One row for each value and side with eviction."""
+    table = Table(title=f"--sweep {what}")
+    for column in (
+        what,
+        "side",
+        "tokens/s",
+        "stock's",
+        "ratio [95 %]",
+        "per CPU s [95 %]",
+        "at once",
+        "stock's",
+    ):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for value, (scenario, rounds) in results.items():
+        stock = [one[STOCK] for one in rounds]
+        for side, reached in ratios(scenario, rounds).items():
+            runs = [one[side] for one in rounds]
+            table.add_row(
+                value,
+                side,
+                *(_median(of, lambda run: run.tokens_per_second, ".1f") for of in (runs, stock)),
+                str(reached[SPEED]),
+                str(reached[PER_CPU]),
+                *(_span([run.peak_running for run in of]) for of in (runs, stock)),
+            )
+    return table
+
+
+def as_record(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Everything about one comparison: the raw runs and their ratios."""
+    return {
+        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
+        "rounds": [{turn: run.summary() for turn, run in runs.items()} for runs in rounds],
+        "ratios": estimates(ratios(scenario, rounds)),
+    }
+
+
+def estimates(nested: dict[str, Any]) -> dict[str, Any]:
+    """Nested estimates as nested dictionaries."""
+    return {
+        name: asdict(value) if isinstance(value, Estimate) else estimates(value)
+        for name, value in nested.items()
+    }
+
+
+def warn_if_busy(console: Console) -> float:
+    """The load average; says so if others are working on this machine."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.5 * cores:
+        console.print(
+            f"The load average is {load:.1f} on {cores} cores: others are working here, so the results will be noisy.",
+            style="yellow",
+        )
+    return load
+
+
+async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
+    """Run everything, print it and save it."""
+    console = Console(width=WIDTH)
+    common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
+    runs = sum(scenario.rounds * len(scenario.turns()) for scenario in scenarios.values())
+    bench = Bench(arguments.threads, runs)
+    results = {}
+    with bench.bar:
+        for value, scenario in scenarios.items():
+            prefix = f"{arguments.sweep} {value}, " if arguments.sweep else ""
+            results[value] = (scenario, await bench.run(scenario, prefix))
+        bench.say("done")
+    if arguments.sweep:
+        name = f"throughput-sweep-{arguments.sweep}"
+        console.print(sweep_table(arguments.sweep, results))
+        content = {
+            "sweep": arguments.sweep,
+            **common,
+            "values": [{"value": value, **as_record(*result)} for value, result in results.items()],
+        }
+    else:
+        name = f"throughput-{arguments.scenario}"
+        content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
+    console.print(f"written to {save(arguments.name or name, record('throughput', content))}")
+
+
+def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
+    """Print the tables and targets of a scenario; what goes into its record."""
+    title = (
+        f"{name}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
+        f"KV memory for {scenario.pool}, {scenario.policy}"
+    )
+    console.print(runs_table(title, rounds))
+    for side, reached in ratios(scenario, rounds).items():
+        for measure, ratio in reached.items():
+            console.print(f"{side}: {measure}: {ratio}", highlight=False)
+    # They hold for the scenario's own sizes.
+    same = replace(scenario, rounds=SCENARIOS[name].rounds) == SCENARIOS[name]
+    wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
+    for target in wanted:
+        console.print(str(target), style="green" if target.met else "red", highlight=False)
+    return as_record(scenario, rounds) | {
+        "targets": [{**asdict(target), "met": target.met} for target in wanted]
+    }
+
+
+def main() -> int:
+    """Run one scenario or sweep; the exit code."""
+    return run_benchmark(measure(*parse_arguments()))
 
 
 if __name__ == "__main__":

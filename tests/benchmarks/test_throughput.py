@@ -1,16 +1,66 @@
-"""Scenarios, targets and workloads; no engine is started."""
+"""Scenarios, sweeps, ratios and targets; no engine is started."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from benchmarks.sides import Outcome, Workload
-from benchmarks.throughput import BLOCK, SCENARIOS, TOKEN_BYTES, Target, compare, parse_arguments, targets
+from benchmarks import scenarios
+from benchmarks.load import Run
+from benchmarks.measure import Estimate
+from benchmarks.scenarios import (
+    BLOCK,
+    DECODING,
+    PER_CPU,
+    POSSIBLE,
+    SCENARIOS,
+    SPEED,
+    TARGETS,
+    TOKEN_BYTES,
+    Scenario,
+    Target,
+    figures,
+    make_server,
+    ratios,
+    targets,
+)
+from benchmarks.throughput import (
+    SWEEP_BASE,
+    SWEEPS,
+    as_record,
+    parse_arguments,
+    runs_table,
+    show_scenario,
+    sweep_table,
+)
 
 
-def outcome(wall: float, peak: int = 4, preemptions: int = 0) -> Outcome:
-    steps = [(0.5, 2048, 1), (0.25, 0, 1), (0.25, 0, 1)]
-    return Outcome(wall, wall, 100, peak, preemptions, steps)
+def run_of(
+    wall: float, tokens: int = 100, cpu: float = 1.0, peak: int = 4, preemptions: int = 0, live=None
+) -> Run:
+    seconds = {
+        name: {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0} for name in ("ttft", "tpot", "itl", "e2e")
+    }
+    return Run(wall, cpu, 8, 0, 1000, tokens, seconds, peak, 2.0**20, live, preemptions, 0, 0.0, 0.0)
+
+
+def ours(wall: float, **changes) -> Run:
+    return run_of(wall, live=2**19, **changes)
+
+
+def rounds_of(scenario: Scenario, ours_wall: float = 1.0, **changes) -> list[dict[str, Run]]:
+    """Three rounds in which stock vLLM takes 2 s."""
+    return [
+        {name: run_of(2.0) if name == "stock" else ours(ours_wall, **changes) for name in scenario.sides}
+        for _ in range(3)
+    ]
+
+
+def rendered(table) -> str:
+    console = Console(file=io.StringIO(), width=130)
+    console.print(table)
+    return console.file.getvalue()
 
 
 def test_targets_are_met_at_their_bound():
@@ -19,12 +69,70 @@ def test_targets_are_met_at_their_bound():
     assert "MISSED" in str(Target("at least", 11, 12))
 
 
-def test_pool_bound_targets_take_the_worst_run():
-    stock, ours = [outcome(3.0), outcome(3.0)], [outcome(2.0, peak=13), outcome(2.0, peak=11, preemptions=3)]
-    speed = compare(stock, ours, lambda run: run.output_tokens / run.wall)
-    assert speed.median == pytest.approx(1.5)
-    assert [target.met for target in targets("pool-bound", speed, ours)] == [False, False, True]
-    assert targets("prefill-bound", speed, ours) == []
+def test_the_whole_interval_has_to_reach_a_target():
+    value = Estimate(1.3, 1.2, 1.4)
+    assert Target("at least", value, 1.2).met and not Target("at least", value, 1.25).met
+    assert (
+        Target("at most", value, 1.4, at_most=True).met
+        and not Target("at most", value, 1.35, at_most=True).met
+    )
+    assert str(Target("speed", value, 1.25)) == "speed: 1.3 [1.2, 1.4], target >= 1.25: MISSED"
+
+
+def test_ratios_are_taken_over_stock():
+    reached = ratios(SCENARIOS["fits"], rounds_of(SCENARIOS["fits"], cpu=0.5))
+    assert list(reached) == ["budget 1", "budget 0.2"]
+    for one in reached.values():
+        assert (one[SPEED].median, one[PER_CPU].median) == (2.0, 2.0)
+
+
+def test_phases_say_what_would_be_possible():
+    scenario = SCENARIOS["memory-bound"]
+    turns = {turn.name: (turn.side, turn.input_len, turn.output_len) for turn in scenario.turns()}
+    assert turns == {
+        "stock": ("stock", 2048, 768),
+        "budget 0.2": ("budget 0.2", 2048, 768),
+        "stock, prefill": ("stock", 2048, 1),
+        "stock, short as budget 0.2": ("stock", 410, 768),
+        "stock, short as budget 0.2, prefill": ("stock", 410, 1),
+        "budget 0.2, prefill": ("budget 0.2", 2048, 1),
+    }
+    walls = dict(zip(turns, (90.0, 40.0, 20.0, 18.0, 2.0, 15.0), strict=True))
+    reached = figures(scenario, "budget 0.2", [{name: run_of(wall) for name, wall in walls.items()}])
+    assert reached[POSSIBLE].median == pytest.approx((20 + 18 - 2) / 40)
+    assert reached[DECODING].median == pytest.approx((90 - 20) / (40 - 15))
+    assert reached[SPEED].median == pytest.approx(90 / 40)
+
+
+def test_pool_bound_counts_take_the_worst_run():
+    scenario = SCENARIOS["pool-bound"]
+    rounds = rounds_of(scenario, peak=13)
+    rounds[1]["budget 0.2"] = ours(1.0, peak=11, preemptions=3)
+    assert [target.met for target in targets("pool-bound", scenario, rounds)] == [True, False, False]
+    assert targets("prefill-bound", SCENARIOS["prefill-bound"], rounds) == []
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_target_can_be_met_and_missed(name):
+    scenario = SCENARIOS[name]
+    for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
+        rounds = [
+            {
+                turn.name: ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
+                if turn.name == "budget 0.2"
+                else run_of(0.1 if turn.output_len == 1 else 2.0)
+                for turn in scenario.turns()
+            }
+            for _ in range(3)
+        ]
+        if name != "memory-bound":
+            for one in rounds:
+                one |= {
+                    side: ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
+                    for side in scenario.evicting
+                }
+        wanted = targets(name, scenario, rounds)
+        assert len(wanted) >= len(TARGETS[name]) and all(target.met == met for target in wanted)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -36,21 +144,82 @@ def test_pool_holds_as_many_full_requests_as_it_says(name):
 
 
 def test_options_change_the_scenario():
-    arguments, scenario = parse_arguments(["overhead", "--requests", "3", "--budget", "0.5"])
-    assert scenario == replace(SCENARIOS["overhead"], requests=3, budget=0.5)
-    assert arguments.pairs >= 7
+    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rate", "2", "--rounds", "1"]
+    arguments, chosen = parse_arguments(["overhead", *changes])
+    expected = replace(SCENARIOS["overhead"], requests=3, budgets=(0.5, 0.2), rate=2.0, rounds=1)
+    assert chosen == {"overhead": expected} and arguments.threads == 1
+    assert parse_arguments([])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
+
+
+def test_a_sweep_varies_one_thing():
+    _, pools = parse_arguments(["--sweep", "pool", "--requests", "5"])
+    assert [scenario.pool for scenario in pools.values()] == [2, 3, 4, 6, 9, 12]
+    assert {replace(one, pool=3) for one in pools.values()} == {replace(SWEEP_BASE, requests=5)}
+    _, budgets = parse_arguments(["--sweep", "budget", "--values", "0.3", "64"])
+    assert [scenario.budgets for scenario in budgets.values()] == [(0.3,), (64.0,)]
+    _, parallel = parse_arguments(["--sweep", "parallel"])
+    assert [(one.tensor, one.pipeline) for one in parallel.values()] == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    _, contexts = parse_arguments(["--sweep", "context"])
+    assert [one.input_len for one in contexts.values()] == [256, 512, 1024, 2048, 4096]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("overhead --requests 0", "--requests: must be at least 1"),
+        ("overhead --budget 1.5", "--budget: must be in"),
+        ("overhead --spread 1", "--spread: must be"),
+        ("overhead --rate inf", "--rate: must be"),
+        ("overhead --pool 1 --spread 0.5", "--pool 1 does not hold"),
+        ("overhead --values 3", "--values belong to --sweep"),
+        ("overhead --sweep pool", "--sweep has a load of its own"),
+        ("--sweep pool --pool 3", "--sweep pool sets that itself"),
+        ("--sweep pool --values 1 --spread 0.5", "--pool 1 does not hold"),
+        ("--sweep parallel --values 3x1", "--values 3x1: "),
+        ("--sweep parallel --values 2", "--values 2: expected TPxPP"),
+        ("--sweep context --values -5x", "--values"),
+    ],
+)
+def test_bad_arguments_are_named(capsys, line, message):
     with pytest.raises(SystemExit):
-        parse_arguments(["overhead", "--requests", "0"])
+        parse_arguments(line.split())
+    assert message in capsys.readouterr().err
 
 
-def test_workloads_never_repeat_a_prompt():
-    first, again, other = Workload(3, 64, 1, 0), Workload(3, 64, 1, 0), Workload(3, 64, 1, 1)
-    assert first.prompts() == again.prompts()
-    prompts = [tuple(prompt) for prompt in first.prompts() + other.prompts()]
-    assert len(set(prompts)) == 6 and {len(prompt) for prompt in prompts} == {64}
+def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
+    scenario = replace(SCENARIOS["pool-bound"], tensor=2)
+    stock, evicting = (make_server(scenario, side, threads=1).command for side in scenario.sides)
+    assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+    port = stock.index("--port") + 1
+    assert stock[:port] + stock[port + 1 :] == evicting[:port] + evicting[port + 1 : -4]
+    per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
+    assert int(per_rank) * 2 == scenario.kv_bytes()
+    assert stock[stock.index("--tensor-parallel-size") + 1] == "2"
 
 
-def test_steps_with_and_without_prompt_tokens_are_told_apart():
-    run = outcome(1.0)
-    assert (run.prefill_seconds, run.decode_seconds) == (0.5, 0.5)
-    assert run.summary()["steps"] == 3
+def test_tables_show_every_turn_and_value():
+    scenario = SCENARIOS["pool-bound"]
+    rounds = rounds_of(scenario, peak=13)
+    text = rendered(runs_table("title", rounds))
+    assert "stock" in text and "budget 0.2" in text and "50.0" in text and "100.0" in text and "13" in text
+    text = rendered(sweep_table("pool", {"3": (scenario, rounds), "4": (scenario, rounds)}))
+    assert text.count("2 [2, 2]") == 2 and set(SWEEPS) >= {"pool"}
+
+
+def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds():
+    scenario = SCENARIOS["overhead"]
+    console = Console(file=io.StringIO())
+    rounds = rounds_of(scenario)
+    (target,) = show_scenario(console, "overhead", scenario, rounds)["targets"]
+    assert target["met"] and target["bound"] == 0.92
+    assert show_scenario(console, "overhead", scenario, rounds[:2])["targets"] == []
+    assert show_scenario(console, "overhead", replace(scenario, requests=1), rounds)["targets"] == []
+
+
+def test_the_record_holds_the_raw_runs():
+    scenario = SCENARIOS["pool-bound"]
+    content = as_record(scenario, rounds_of(scenario))
+    assert len(content["rounds"]) == 3 and content["rounds"][0]["stock"]["wall"] == 2.0
+    assert content["ratios"]["budget 0.2"][SPEED] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert content["scenario"]["kv_bytes"] == scenario.kv_bytes()

@@ -1,0 +1,1 @@
+"""This project beside NVIDIA's kvpress on Hugging Face transformers: ``python -m benchmarks.kvpress``."""

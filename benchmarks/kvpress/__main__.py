@@ -1,0 +1,319 @@
+"""The same requests for this project and for NVIDIA's kvpress, at the same budget and in turns.
+
+Our engine gets all requests at once and batches them itself. kvpress runs on Hugging Face transformers with the best
+that its user can do: one batch of all requests, which works for prompts of equal length only, and one request after
+another. Without a policy, transformers and our engine show what the engines alone are worth. Random Llama (8 layers,
+8 query and 4 KV heads of 64), bf16. The first run builds the environment .venv-kvpress.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.kvpress.check import check, describe
+from benchmarks.kvpress.environment import kvpress_python
+from benchmarks.kvpress.opponent import Opponent
+from benchmarks.kvpress.runs import Round, Run, from_outcome, opponent_side, run_batches
+from benchmarks.load import PAGE_BYTES
+from benchmarks.measure import Estimate, paired_ratio, record, save
+from benchmarks.scenarios import Scenario, Target, model
+from benchmarks.server import ended_by_sigterm
+from benchmarks.sides import Side, Workload, running
+from benchmarks.throughput import LEAST_ROUNDS, warn_if_busy
+
+POLICIES = ("snapkv", "ada-snapkv")
+"""What both have; the parameters are ours by default, but kvpress pools by average."""
+WINDOW = 32
+TARGET = 5.0
+CHECKED_TOKENS = 16
+FULL, PLAIN = "ours, no eviction", "transformers, one batch"
+
+
+def ours(policy: str) -> str:
+    """Our engine's side."""
+    return f"ours, {policy}"
+
+
+def batched(policy: str) -> str:
+    """The side of kvpress with all requests in one batch."""
+    return f"kvpress, {policy}, one batch"
+
+
+def alone(policy: str) -> str:
+    """The side of kvpress with one request after another."""
+    return f"kvpress, {policy}, one by one"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kvpress",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value, text in (
+        ("requests", 8, "that arrive together"),
+        ("input-len", 2048, "tokens of each prompt"),
+        ("output-len", 256, "tokens of each answer"),
+        ("rounds", 3, "runs of each side"),
+        ("threads", 1, "OpenMP threads of each program"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="share of the prompt that is kept (%(default)s)",
+    )
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
+    parser.add_argument("--name", default="kvpress", help="of the file in benchmarks/results/ (%(default)s)")
+    arguments = parser.parse_args(argv)
+    for name, least in (("requests", 1), ("output-len", 2), ("rounds", 1), ("threads", 1)):
+        if getattr(arguments, name.replace("-", "_")) < least:
+            parser.error(f"--{name} must be at least {least}")
+    cores = len(os.sched_getaffinity(0))
+    if arguments.threads > cores:
+        parser.error(f"--threads must be at most {cores}, the number of cores")
+    if not 0 < arguments.budget < 1:
+        parser.error("--budget must be above 0 and below 1")
+    if arguments.budget * arguments.input_len <= WINDOW:
+        parser.error(
+            f"--input-len {arguments.input_len} and --budget {arguments.budget:g} must keep more than {WINDOW} tokens, "
+            f"the window of both programs"
+        )
+    arguments.policies = list(dict.fromkeys(arguments.policies))
+    return arguments
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A side's part of a round.
+
+    Attributes:
+        side: name.
+        run: what answers the requests of the round.
+    """
+
+    side: str
+    run: Callable[[Workload], Run]
+
+
+def make_turns(arguments: argparse.Namespace, engines: dict[str, Side], opponent: Opponent) -> list[Turn]:
+    """The turns of a round: what is compared stands side by side."""
+
+    def engine(side: Side, policy: str) -> Callable[[Workload], Run]:
+        return lambda work: from_outcome(side.run(work, extra_args={"kv_eviction": policy}), work.requests)
+
+    def transformers(policy: str | None, size: int) -> Callable[[Workload], Run]:
+        return lambda work: run_batches(
+            opponent, work.prompts(), size, work.output_len, policy, arguments.budget
+        )
+
+    turns = [
+        Turn(FULL, engine(engines[arguments.policies[0]], "full")),
+        Turn(PLAIN, transformers(None, arguments.requests)),
+    ]
+    for policy in arguments.policies:
+        turns += [
+            Turn(ours(policy), engine(engines[policy], policy)),
+            Turn(batched(policy), transformers(policy, arguments.requests)),
+            Turn(alone(policy), transformers(policy, 1)),
+        ]
+    return turns
+
+
+@contextmanager
+def started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Side], Opponent]]:
+    """One engine of ours for each policy and the process of kvpress, all idle until they are asked."""
+    python = kvpress_python(console)
+    scenario = Scenario(
+        "", arguments.requests, arguments.input_len, arguments.output_len, pool=arguments.requests
+    )
+    path = model(max(4096, scenario.max_len))
+    console.print("starting kvpress and an engine for each policy", highlight=False)
+    with closing(Opponent(python, path, arguments.threads)) as opponent:
+        opponent.wait()
+        engines = {
+            policy: Side(
+                f"kvpress {policy}",
+                path,
+                arguments.threads,
+                dtype="bfloat16",
+                max_model_len=scenario.max_len,
+                kv_cache_memory_bytes=scenario.kv_bytes(),
+                kv_eviction=policy,
+                kv_budget=arguments.budget,
+                kv_eviction_config={"pooling": "avg", "min_prompt": 0},
+            )
+            for policy in arguments.policies
+        }
+        with running(*engines.values()):
+            yield engines, opponent
+
+
+def run_rounds(turns: Sequence[Turn], work: Workload, rounds: int, bar: Progress) -> list[Round]:
+    """Let the sides take turns, with new prompts in each round; a short round before warms up."""
+    done = []
+    task = bar.add_task("warming up", total=rounds * len(turns))
+    for turn in turns:
+        turn.run(replace(work, requests=2, output_len=4, seed=-1))
+    for number in range(1, rounds + 1):
+        runs = {}
+        for turn in turns:
+            bar.update(task, description=turn.side)
+            runs[turn.side] = turn.run(replace(work, seed=number))
+            bar.advance(task)
+        done.append(runs)
+    bar.update(task, description="done")
+    return done
+
+
+def ratio(rounds: Sequence[Round], one: str, other: str, what: Callable[[Run], float]) -> Estimate | None:
+    """One side over another, round by round; None if one of them answered nothing in some round."""
+    if not all(runs[side].answered for runs in rounds for side in (one, other)):
+        return None
+    return paired_ratio([what(runs[one]) for runs in rounds], [what(runs[other]) for runs in rounds])
+
+
+def ratios(rounds: Sequence[Round], policies: Sequence[str]) -> dict[str, dict[str, Estimate | None]]:
+    """Ours over theirs: output tokens per second and per CPU second, by the pair of sides."""
+    pairs = [(FULL, PLAIN)]
+    for policy in policies:
+        pairs += [(ours(policy), batched(policy)), (ours(policy), alone(policy))]
+    return {
+        f"{one} / {other}": {
+            "output tokens/s": ratio(rounds, one, other, lambda run: run.tokens_per_second),
+            "output tokens per CPU second": ratio(
+                rounds, one, other, lambda run: run.output_tokens / run.cpu
+            ),
+            "milliseconds per decode step": ratio(rounds, one, other, lambda run: run.step_ms),
+        }
+        for one, other in pairs
+    }
+
+
+def targets(rounds: Sequence[Round], policies: Sequence[str]) -> list[Target]:
+    """What each policy should reach against the better use of kvpress that always worked."""
+    found = []
+    for policy in policies:
+        other = opponent_side(rounds, batched(policy), alone(policy))
+        speed = other and ratio(rounds, ours(policy), other, lambda run: run.tokens_per_second)
+        if speed:
+            found.append(Target(f"output tokens/s of {ours(policy)} / {other}", speed, TARGET))
+    return found
+
+
+def runs_table(title: str, rounds: Sequence[Round]) -> Table:
+    """Medians of every side over the rounds in which it answered."""
+    table = Table(title=title)
+    table.add_column("median of a round")
+    for column in ("tokens/s", "seconds", "CPU s", "prefill s", "decode s", "ms/step", "KV MiB", "failed"):
+        table.add_column(column, justify="right")
+    for side in rounds[0]:
+        runs = [one[side] for one in rounds if one[side].answered]
+        failed = sum(len(one[side].errors) for one in rounds)
+        figures: list[Callable[[Run], float]] = [
+            lambda run: run.tokens_per_second,
+            lambda run: run.wall,
+            lambda run: run.cpu,
+            lambda run: run.prefill,
+            lambda run: run.decode,
+            lambda run: run.step_ms,
+        ]
+        cells = [f"{median(what(run) for run in runs):.2f}" if runs else "-" for what in figures]
+        stored = [run.stored_bytes for run in runs if run.stored_bytes is not None]
+        table.add_row(side, *cells, f"{median(stored) / 2**20:.1f}" if stored else "-", str(failed))
+    return table
+
+
+def show(
+    console: Console, arguments: argparse.Namespace, rounds: Sequence[Round], checks: dict[str, dict]
+) -> dict[str, Any]:
+    """Print tables, checks and targets; what goes into the record."""
+    size = f"{arguments.requests} x ({arguments.input_len} in, {arguments.output_len} out)"
+    title = f"{size}, budget {arguments.budget:g}, threads of each side: {arguments.threads}"
+    console.print(runs_table(title, rounds))
+    console.print("prefill s: steps that read prompts (ours also decode in them); KV MiB: after the prefill")
+    for errors in {error for one in rounds for run in one.values() for error in run.errors}:
+        console.print(f"kvpress failed: {errors}", style="yellow", highlight=False)
+    table = Table(title="ours / theirs, 95 % interval")
+    compared = ratios(rounds, arguments.policies)
+    for column in ("sides", *next(iter(compared.values()))):
+        table.add_column(column)
+    for pair, figures in compared.items():
+        table.add_row(pair, *("failed" if value is None else str(value) for value in figures.values()))
+    console.print(table)
+    for name, found in checks.items():
+        console.print(describe(name, found), highlight=False)
+    wanted = targets(rounds, arguments.policies) if len(rounds) >= LEAST_ROUNDS else []
+    for target in wanted:
+        console.print(str(target), style="green" if target.met else "red", highlight=False)
+    if not wanted:
+        console.print(
+            f"no target: {LEAST_ROUNDS} rounds are needed, in which kvpress answered", style="yellow"
+        )
+    return {
+        "checks": checks,
+        "ratios": {
+            pair: {name: value and asdict(value) for name, value in figures.items()}
+            for pair, figures in compared.items()
+        },
+        "targets": [{**asdict(target), "met": target.met} for target in wanted],
+        "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
+    }
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> None:
+    """Run everything, print it and save it."""
+    load = warn_if_busy(console)
+    work = Workload(arguments.requests, arguments.input_len, arguments.output_len)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with started(arguments, console) as (engines, opponent), Progress(*columns, console=console) as bar:
+        rounds = run_rounds(make_turns(arguments, engines, opponent), work, arguments.rounds, bar)
+        bar.add_task("do both compute the same?", total=None)
+        asked = replace(work, output_len=min(work.output_len, CHECKED_TOKENS), seed=-2)
+        checks = {"no eviction": check(engines[arguments.policies[0]], opponent, asked, None, 1.0)}
+        for policy in arguments.policies:
+            checks[policy] = check(engines[policy], opponent, asked, policy, arguments.budget)
+    for policy in arguments.policies:
+        # Measured only in the check: to listen while the clock runs would cost time.
+        for one in rounds:
+            one[ours(policy)].stored_bytes = checks[policy]["ours_pages"] * PAGE_BYTES
+    results = {
+        "settings": vars(arguments),
+        "load_average_at_start": load,
+        "kvpress_versions": opponent.versions,
+        **show(console, arguments, rounds, checks),
+    }
+    console.print(f"written to {save(arguments.name, record('kvpress', results))}")
+
+
+def main() -> int:
+    """The exit code."""
+    arguments, console = parse_arguments(), Console(width=130)
+    try:
+        with ended_by_sigterm():
+            measure(arguments, console)
+    except KeyboardInterrupt:
+        print("interrupted; all processes were ended", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What one side did with the requests of a round, and which of kvpress's two ways it is compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.kvpress.opponent import Opponent
+from benchmarks.sides import Outcome
+
+
+@dataclass
+class Run:
+    """The requests of a round on one side.
+
+    Attributes:
+        wall, cpu: seconds; CPU seconds of all threads. Of the requests that were answered.
+        prefill, decode: seconds of wall in which prompts were read, and of the rest.
+        decode_steps: how many steps ``decode`` was.
+        output_tokens: of all requests that were answered.
+        answered: requests.
+        errors: what the side said of each batch that it could not answer.
+        stored_bytes: KV memory of all requests right after their prefill; None: not measured.
+    """
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    decode_steps: int = 0
+    output_tokens: int = 0
+    answered: int = 0
+    errors: list[str] = field(default_factory=list)
+    stored_bytes: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens of the answered requests over their seconds; 0 without any."""
+        return self.output_tokens / self.wall if self.wall else 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a decode step."""
+        return 1e3 * self.decode / self.decode_steps if self.decode_steps else 0.0
+
+
+Round = dict[str, Run]
+"""One run of each side, by the side's name."""
+
+
+def from_outcome(outcome: Outcome, requests: int) -> Run:
+    """The run of vLLM's engine. Steps that read prompts may decode other requests as well."""
+    return Run(
+        wall=outcome.wall,
+        cpu=outcome.cpu,
+        prefill=outcome.prefill_seconds,
+        decode=outcome.decode_seconds,
+        decode_steps=sum(not prompt_tokens for _, prompt_tokens, _ in outcome.steps),
+        output_tokens=outcome.output_tokens,
+        answered=requests,
+    )
+
+
+def run_batches(
+    opponent: Opponent, prompts: list[list[int]], size: int, output_len: int, press: str | None, budget: float
+) -> Run:
+    """Give the prompts to kvpress or transformers, so many at a time.
+
+    A batch that fails adds its error and nothing else: its time does not count against the others.
+    """
+    run = Run(stored_bytes=0)
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
+        answer = opponent.generate(batch, output_len, press, budget)
+        if "error" in answer:
+            run.errors.append(answer["error"])
+            continue
+        run.wall += answer["wall"]
+        run.cpu += answer["cpu"]
+        run.prefill += answer["prefill"]
+        run.decode += answer["decode"]
+        run.decode_steps += output_len - 1
+        run.output_tokens += sum(len(ids) for ids in answer["ids"])
+        run.answered += len(batch)
+        assert run.stored_bytes is not None
+        run.stored_bytes += answer["stored_bytes"]
+    return run
+
+
+def opponent_side(rounds: Sequence[Round], batched: str, alone: str) -> str | None:
+    """The side to compare with: the batch where it always worked, else one request at a time.
+
+    Returns:
+        The side's name; None if there is a round in which not even single requests were answered.
+    """
+    if not any(one[batched].errors for one in rounds):
+        return batched
+    return alone if all(one[alone].answered for one in rounds) else None

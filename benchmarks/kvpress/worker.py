@@ -1,0 +1,113 @@
+"""kvpress and transformers behind standard input and output, one JSON object per line.
+
+Runs in the environment of kvpress, which this project is not installed in: imports nothing of the project.
+``python worker.py MODEL`` first says which versions it runs, then answers each order
+
+    {"prompts": [[...], ...], "output_len": 256, "press": "snapkv", "budget": 0.2}
+
+where all prompts have the same length and are one batch, and ``press`` is null for plain transformers. The answer
+holds what :func:`generate` returns, or ``{"error": "..."}`` if kvpress raised an exception.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from importlib import metadata
+
+import torch
+from kvpress import AdaKVPress, SnapKVPress  # type: ignore
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+PACKAGES = ("kvpress", "transformers", "torch")
+WINDOW, KERNEL = 32, 7
+
+
+def make_press(name, budget):
+    """The press of a policy that keeps this share of the prompt."""
+    snapkv = SnapKVPress(compression_ratio=1 - budget, window_size=WINDOW, kernel_size=KERNEL)
+    return {"snapkv": snapkv, "ada-snapkv": AdaKVPress(snapkv)}[name]
+
+
+def stored_bytes(cache):
+    """Bytes of memory behind all keys and values."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def attended_entries(model, cache):
+    """Entries of all layers, heads and requests that attention sees.
+
+    AdaKVPress stores everything: in each step it overwrites the keys of what it chose to evict, so that they get no
+    weight.
+    """
+    stored = sum(layer.keys[..., 0].numel() for layer in cache.layers)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    hidden = [getattr(attention, "masked_key_indices", None) for attention in attentions]
+    return stored - sum(len(indices[0]) for indices in hidden if indices is not None)
+
+
+@torch.inference_mode()
+def generate(model, prompts, output_len, press, budget):
+    """Compress while the prompts are read, then decode greedily, without looking for the end of the text.
+
+    A loop of one's own, as in kvpress's pipeline; ``model.generate`` takes as long and tells less.
+
+    Returns:
+        wall, cpu, prefill, decode: seconds; cpu of all threads, decode of all steps after the first token.
+        ids: [requests][output_len].
+        likely: [requests][5], the most likely first tokens.
+        stored_bytes, attended_entries: right after the prefill.
+    """
+    batch = torch.tensor(prompts)
+    cache = DynamicCache()
+    start, cpu = time.perf_counter(), time.process_time()
+    with make_press(press, budget)(model) if press else contextlib.nullcontext():
+        logits = model(batch, past_key_values=cache, logits_to_keep=1).logits
+    ids = [logits[:, -1].argmax(-1, keepdim=True)]
+    prefill = time.perf_counter() - start
+    found = {
+        "likely": logits[:, -1].topk(5).indices.tolist(),
+        "stored_bytes": stored_bytes(cache),
+        "attended_entries": attended_entries(model, cache),
+    }
+    resumed = time.perf_counter()
+    # True positions: the cache is shorter than the text, so the model could not count them itself.
+    positions = torch.full_like(ids[0], batch.shape[1])
+    for step in range(output_len - 1):
+        logits = model(ids[-1], past_key_values=cache, position_ids=positions + step).logits
+        ids.append(logits[:, -1].argmax(-1, keepdim=True))
+    decode = time.perf_counter() - resumed
+    return {
+        "wall": prefill + decode,
+        "cpu": time.process_time() - cpu,
+        "prefill": prefill,
+        "decode": decode,
+        "ids": torch.cat(ids, dim=1).tolist(),
+        **found,
+    }
+
+
+def main():
+    # Libraries print what they like; the answers keep the real standard output to themselves.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        sys.argv[1], dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    print(json.dumps({"versions": versions, "threads": torch.get_num_threads()}), file=answers)
+    for line in sys.stdin:
+        try:
+            answer = generate(model, **json.loads(line))
+        # For example kvpress's search that does not converge; the next prompts may work.
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

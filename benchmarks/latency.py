@@ -1,0 +1,189 @@
+"""Latencies under Poisson arrivals: ``vllm serve`` without and with eviction, in the same KV memory and in turns.
+
+First stock vLLM shows how many requests per second it completes when all arrive at once. Then every round sends both
+sides the same requests at several rates, given as multiples of that.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.load import PERCENTILES
+from benchmarks.measure import RESULTS, Estimate, record, save
+from benchmarks.options import add_options, changed, positive, require_room
+from benchmarks.scenarios import STOCK, Round, Scenario, compare
+from benchmarks.server import run_benchmark
+from benchmarks.throughput import WIDTH, Bench, as_record, estimates, warn_if_busy
+
+BASE = Scenario("Poisson arrivals, memory for 4 requests", *(24, 1024, 128), pool=4, spread=0.3, rounds=3)
+RATES = (0.25, 0.5, 0.75, 1.0)
+STATISTICS = [f"p{percentile}" for percentile in PERCENTILES]
+
+
+@dataclass(frozen=True)
+class AtRate:
+    """The rounds at one rate.
+
+    Attributes:
+        multiple: of what stock vLLM completes.
+        rate: requests per second.
+        rounds: a run of each side.
+    """
+
+    multiple: float
+    rate: float
+    rounds: list[Round]
+
+    def ratios(self, side: str) -> dict[str, dict[str, Estimate]]:
+        """The side's latencies over stock's, by latency and percentile; below 1 the side is faster.
+
+        Without those that the answers have not: an answer of one token has no time between tokens.
+        """
+        return {
+            name: {statistic: self._ratio(side, name, statistic) for statistic in STATISTICS}
+            for name in self.rounds[0][STOCK].latency
+        }
+
+    def _ratio(self, side: str, name: str, statistic: str) -> Estimate:
+        return compare(
+            self.rounds,
+            lambda runs: runs[side].latency[name][statistic],
+            lambda runs: runs[STOCK].latency[name][statistic],
+        )
+
+    def seconds(self, side: str, name: str, statistic: str) -> float:
+        """Median over the rounds."""
+        return median(runs[side].latency[name][statistic] for runs in self.rounds)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Scenario]:
+    """Read the command line: the options and the scenario with its changes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.latency", description=__doc__)
+    add_options(parser)
+    parser.add_argument(
+        "--rates",
+        type=positive,
+        nargs="+",
+        default=RATES,
+        metavar="X",
+        help="multiples of the requests per second that stock vLLM completes when all arrive at once "
+        "(default: %(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.rate is not None:
+        parser.error("--rate is measured here: choose multiples of it by --rates")
+    scenario = changed(arguments, BASE)
+    require_room(parser, scenario)
+    return arguments, scenario
+
+
+async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
+    """Run everything, print it, draw it and save it."""
+    console = Console(width=WIDTH)
+    load_average = warn_if_busy(console)
+    bench = Bench(arguments.threads, len(scenario.sides) * (1 + scenario.rounds * len(arguments.rates)))
+    with bench.bar:
+        saturation, results = await run_rates(bench, scenario, arguments.rates)
+        bench.say("done")
+    for name, run in saturation.items():
+        console.print(
+            f"{name}: {run.requests_per_second:.3g} requests/s when all arrive at once", highlight=False
+        )
+    console.print(latency_table(scenario, results))
+    name = arguments.name or "latency"
+    content = {
+        "threads": arguments.threads,
+        "load_average_at_start": load_average,
+        "saturation": {side: run.summary() for side, run in saturation.items()},
+        "rates": [
+            {
+                "multiple": at.multiple,
+                **as_record(replace(scenario, rate=at.rate), at.rounds),
+                "latency_ratios": estimates({side: at.ratios(side) for side in scenario.evicting}),
+            }
+            for at in results
+        ],
+    }
+    path = save(name, record("latency", content))
+    console.print(f"written to {path} and {plot(scenario, results, RESULTS / f'{name}.png')}")
+
+
+async def run_rates(
+    bench: Bench, scenario: Scenario, multiples: Sequence[float]
+) -> tuple[Round, list[AtRate]]:
+    """One run of each side at saturation, then the rounds; in each the sides take turns at every rate."""
+    async with AsyncExitStack() as stack:
+        servers = await bench.start(stack, scenario)
+        saturation = await bench.round(scenario, servers, number=0, prefix="all at once, ")
+        stock = saturation[STOCK].requests_per_second
+        results = [AtRate(multiple, multiple * stock, []) for multiple in multiples]
+        for number in range(1, scenario.rounds + 1):
+            for at in results:
+                prefix = f"{at.rate:.2g} requests/s, "
+                runs = await bench.round(replace(scenario, rate=at.rate), servers, number, prefix)
+                at.rounds.append(runs)
+    return saturation, results
+
+
+def latency_table(scenario: Scenario, results: Sequence[AtRate]) -> Table:
+    """One row for each rate, side and latency, in milliseconds."""
+    table = Table(
+        title=f"milliseconds, {scenario.policy}; the 99th of {scenario.requests} is about the slowest"
+    )
+    for column in ("requests/s", "side", "latency"):
+        table.add_column(column)
+    for statistic in ("p50", "p99"):
+        for column in (f"stock's {statistic}", statistic, "ratio [95 %]"):
+            table.add_column(column, justify="right")
+    for at in results:
+        for side in scenario.evicting:
+            for name, reached in at.ratios(side).items():
+                cells = []
+                for statistic in ("p50", "p99"):
+                    cells += [f"{at.seconds(of, name, statistic) * 1e3:.1f}" for of in (STOCK, side)]
+                    cells.append(str(reached[statistic]))
+                table.add_row(f"{at.rate:.3g} ({at.multiple:g}x)", side, name, *cells)
+    return table
+
+
+def plot(scenario: Scenario, results: Sequence[AtRate], path: Path) -> Path:
+    """Draw time to the first token and per further token over the rate; returns the path."""
+    import matplotlib.pyplot as plt
+
+    names = [name for name in ("ttft", "tpot") if name in results[0].rounds[0][STOCK].latency]
+    figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False)
+    titles = {"ttft": "time to the first token", "tpot": "time per further token"}
+    for panel, name in zip(panels[0], names, strict=True):
+        for number, side in enumerate(scenario.sides):
+            for statistic, style in (("p50", "-"), ("p99", "--")):
+                panel.plot(
+                    [at.rate for at in results],
+                    [at.seconds(side, name, statistic) for at in results],
+                    style,
+                    marker="o",
+                    color=f"C{number}",
+                    label=f"{side}, {statistic}",
+                )
+        panel.set(title=titles[name], xlabel="requests per second", ylabel="seconds", ylim=(0, None))
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def main() -> int:
+    """Measure; the exit code."""
+    return run_benchmark(measure(*parse_arguments()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""The project's own operations beside what the machine allows: ``python -m benchmarks.micro``.
+
+One rank with 8 layers of 8 query and 4 KV heads of 64 in bf16, no engine. The floor of an operation is the longer of
+two times: its bytes at the speed at which this machine reads memory, and its FLOPs at the speed of its bf16 matrix
+product, both measured in every round with the same threads. Bytes are the operands and results, each once; of
+operations that only build index tensors, those tensors. Data that fits into a cache can be faster than the floor.
+Rows of a decode step are of all layers.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from benchmarks import ledger
+from benchmarks.attention import DTYPE, GROUP, HEAD_DIM, KV_HEADS, LAYERS, PAGE, QUERY_HEADS, Holding
+from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
+from benchmarks.measure import RESULTS, Estimate, estimate, record, save
+from vllm_kvevict.cache import PagedKVCache, Step
+from vllm_kvevict.engine.batch import Batch, Call, lay_out
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
+
+ENTRY_BYTES = 2 * HEAD_DIM * DTYPE.itemsize
+"""Key and value of one token in one KV head."""
+STEPS = PAGE
+"""Decode steps in a round of page allocation: every row takes one page."""
+
+
+def plan(holding: Holding, call: Call, layer: int) -> Tensor:
+    """The op's own schedule of a call, which the engine makes in every layer."""
+    seq_lens = call.seq_lens[layer]
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=seq_lens.shape[0],
+        num_heads=GROUP,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        seq_lens=seq_lens,
+        dtype=DTYPE,
+        query_start_loc=call.query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=holding.isa,
+        enable_kv_split=True,
+    )
+
+
+def attend(holding: Holding, call: Call, layer: int, queries: Tensor, output: Tensor) -> None:
+    """Attention of one layer as the engine calls it.
+
+    Args:
+        queries, output: [tokens * KV heads, GROUP * HEAD_DIM], in the order (token, head); output is filled.
+    """
+    mine = queries if call.gather is None else queries.index_select(0, call.gather)
+    part = torch.empty_like(mine)
+    ops.cpu_attention_with_kv_cache(
+        query=mine.view(-1, GROUP, HEAD_DIM),
+        key_cache=holding.key_pages,
+        value_cache=holding.value_pages,
+        output=part.view(-1, GROUP, HEAD_DIM),
+        query_start_loc=call.query_start_loc,
+        seq_lens=call.seq_lens[layer],
+        scale=HEAD_DIM**-0.5,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=call.block_tables[layer],
+        softcap=0.0,
+        scheduler_metadata=plan(holding, call, layer),
+        s_aux=None,
+    )
+    if call.gather is None:
+        output.copy_(part)
+    else:
+        output.index_copy_(0, call.gather, part)
+
+
+def store(holding: Holding, batch: Batch, layer: int, entries: Tensor) -> None:
+    """Write a step's keys and values, both ``entries`` [tokens * KV heads, HEAD_DIM], into their pages."""
+    pages, slots = (holding.key_pages, holding.value_pages), batch.write_slots[layer]
+    ops.cpu_attn_reshape_and_cache(entries.unsqueeze(1), entries.unsqueeze(1), *pages, slots, holding.isa)
+
+
+def decode_work(holding: Holding, batch: int) -> Work:
+    """Floor of the attention of a decode step, all layers: every stored entry meets the query heads of its KV head."""
+    stored = sum(int(call.seq_lens.sum()) for call in holding.batch.calls)
+    queries = LAYERS * batch * QUERY_HEADS * HEAD_DIM * DTYPE.itemsize
+    return Work(stored * ENTRY_BYTES + 2 * queries, 4 * GROUP * HEAD_DIM * stored)
+
+
+def step_operations(batch: int, context: int, share: float) -> list[Operation]:
+    """A decode step of ``batch`` requests, all layers: attention, KV write, pages, metadata."""
+    whole, part = Holding(batch, context, 1.0, seed=0), Holding(batch, context, share, seed=1)
+    entries = torch.randn(batch * KV_HEADS, HEAD_DIM).to(DTYPE)
+    queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
+    slots, ones = list(range(batch)), [1] * batch
+    lengths = {slot: part.cache.lengths.of(slot) for slot in slots}
+    step: list[Step] = []
+
+    def decode(holding: Holding) -> Callable[[], None]:
+        def run() -> None:
+            for layer in range(LAYERS):
+                for call in holding.batch.calls:
+                    attend(holding, call, layer, queries, torch.empty_like(queries))
+
+        return run
+
+    def write() -> None:
+        for layer in range(LAYERS):
+            store(part, part.batch, layer, entries)
+
+    def extend() -> None:
+        step[:] = [part.cache.extend(slots, ones)]
+
+    def restore() -> None:
+        """Give back what earlier rounds added."""
+        for slot in slots:
+            for layer in range(LAYERS):
+                kept = [torch.arange(count) for count in lengths[slot][layer].tolist()]
+                part.cache.compact(slot, layer, kept)
+
+    def metadata() -> list[Tensor]:
+        laid = lay_out(part.cache, step[0], ones)
+        plans = [plan(part, call, layer) for call in laid.calls for layer in range(LAYERS)]
+        tables = [t for call in laid.calls for t in (call.block_tables, call.query_start_loc)]
+        return [*plans, *tables]
+
+    extend()
+    index_bytes = nbytes(step[0].seq_lens, step[0].write_slots)
+    return [
+        Operation(
+            f"decode attention, all KV of {batch} x {context}", decode(whole), decode_work(whole, batch)
+        ),
+        Operation(f"decode attention, ragged {share:.0%} of the KV", decode(part), decode_work(part, batch)),
+        Operation(
+            "KV write, decode step", write, Work(2 * LAYERS * batch * KV_HEADS * ENTRY_BYTES), repeats=STEPS
+        ),
+        Operation("page allocation, decode step", extend, Work(index_bytes), restore, STEPS),
+        Operation("batch metadata, decode step", metadata, Work(nbytes(*metadata())), repeats=STEPS),
+    ]
+
+
+def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]:
+    """The last chunk of one prompt, and its eviction in one layer."""
+    prompt, growing, moving = (Holding(1, context, 1.0, seed) for seed in (2, 3, 4))
+
+    def refill(cache: PagedKVCache, tokens: int) -> None:
+        """Let the cache's one request hold this many tokens."""
+        cache.close([0])
+        assert cache.open() == 0
+        if tokens:
+            cache.extend([0], [tokens])
+
+    refill(prompt.cache, context - chunk)
+    step = prompt.cache.extend([0], [chunk])
+    batch = lay_out(prompt.cache, step, [chunk])
+    queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
+    entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(DTYPE)
+    pairs = KV_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)
+    one_layer = KV_HEADS * context * ENTRY_BYTES
+
+    configs = {name: EvictionConfig(name, keep_ratio=share) for name in ("ada-snapkv", "lava")}
+    window = configs["ada-snapkv"].window_for(context)
+    q_window = torch.randn(QUERY_HEADS, window, HEAD_DIM).to(DTYPE)
+    logits = 2 * QUERY_HEADS * window * context * HEAD_DIM
+
+    def score(policy: str) -> Any:
+        values = prompt.cache.read_values(0, 0, context) if "values" in configs[policy].needs else None
+        inputs = LayerInputs(q_window, prompt.cache.read_keys(0, 0, context), values)
+        return score_layer(configs[policy], inputs, 0, LAYERS)
+
+    def attend_chunk() -> None:
+        for call in batch.calls:
+            attend(prompt, call, 0, queries, torch.empty_like(queries))
+
+    scores = score("ada-snapkv")
+    (kept,) = select(configs["ada-snapkv"], [scores], context)
+    survivors = sum(positions.numel() for positions in kept)
+    return [
+        Operation(
+            f"prefill attention, {chunk} at {context}, one layer",
+            attend_chunk,
+            Work(one_layer + 2 * nbytes(queries), 4 * GROUP * HEAD_DIM * pairs),
+        ),
+        Operation(
+            f"KV write, {chunk} tokens, one layer",
+            lambda: store(prompt, batch, 0, entries),
+            Work(4 * nbytes(entries)),
+            repeats=STEPS,
+        ),
+        Operation(
+            f"page allocation, {chunk} tokens",
+            lambda: growing.cache.extend([0], [chunk]),
+            Work(nbytes(step.seq_lens, step.write_slots)),
+            lambda: refill(growing.cache, context - chunk),
+        ),
+        Operation(
+            "scoring, snapkv, one layer",
+            lambda: score("ada-snapkv"),
+            Work(one_layer // 2 + nbytes(scores.scores), logits),
+            repeats=4,
+        ),
+        Operation(
+            "scoring, lava, one layer",
+            lambda: score("lava"),
+            Work(one_layer + nbytes(scores.scores), logits),
+            repeats=4,
+        ),
+        Operation(
+            "selection, ada-snapkv, one layer",
+            lambda: select(configs["ada-snapkv"], [scores], context),
+            Work(nbytes(scores.scores, *kept)),
+            repeats=4,
+        ),
+        Operation(
+            f"compaction to {share:.0%}, one layer",
+            lambda: moving.cache.compact(0, 0, kept),
+            Work(2 * survivors * ENTRY_BYTES),
+            lambda: refill(moving.cache, context),
+        ),
+    ]
+
+
+def ledger_operation(batch: int) -> Operation:
+    """The scheduler's account of one request and step; Python without tensors, so it has no floor."""
+    requests = ledger.make_requests(batch, ledger.PROMPT)
+    manager, _ = ledger.make_ledger(requests[:-1], 1, seed=0)
+    for request in requests[:-1]:
+        request.num_computed_tokens = ledger.PROMPT
+    return Operation(
+        "ledger, one request and step",
+        lambda: ledger.decode_round(manager, requests[:-1], requests[-1]),
+        times_itself=True,
+    )
+
+
+def shown(value: Estimate) -> str:
+    """An estimate with three digits and without exponents."""
+    median, low, high = (
+        f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (value.median, value.low, value.high)
+    )
+    return f"{median} [{low}, {high}]"
+
+
+def plot(timings: Sequence[Timing], threads: int) -> str:
+    """Bars of time over floor."""
+    from matplotlib import pyplot
+
+    bars = [(timing.name, timing.times_floor) for timing in reversed(timings) if timing.times_floor]
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(bars) + 1))
+    medians = [times.median for _, times in bars]
+    spans = [[t.median - t.low for _, t in bars], [t.high - t.median for _, t in bars]]
+    axes.barh([name for name, _ in bars], medians, xerr=spans, color="tab:blue", ecolor="black")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set(xscale="log", xlabel=f"time over the machine's floor, {threads} thread{'s' * (threads > 1)}")
+    figure.tight_layout()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "micro.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default, text in (
+        ("batch", 8, "requests in a decode step"),
+        ("context", 8192, "tokens of each request"),
+        ("chunk", 2048, "tokens of a prefill chunk"),
+        ("rounds", 9, "rounds of each operation"),
+        ("threads", len(os.sched_getaffinity(0)), "threads of each operation"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--share", type=float, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    for name in ("batch", "rounds", "threads"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if (most := ledger.OUTPUT // ledger.STEPS - 1) < arguments.rounds:
+        parser.error(f"--rounds must be at most {most}, for the ledger's sake")
+    if arguments.context < 256:
+        parser.error("--context must be at least 256")
+    if not 1 < arguments.chunk < arguments.context:
+        parser.error("--chunk must be above 1 and below --context")
+    if not 0 < arguments.share <= 0.5:
+        parser.error("--share must be in (0, 0.5]")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    current_platform.import_kernels()
+    torch.manual_seed(0)
+    operations = [
+        *step_operations(arguments.batch, arguments.context, arguments.share),
+        *prompt_operations(arguments.context, arguments.chunk, arguments.share),
+        ledger_operation(arguments.batch),
+    ]
+    with torch.inference_mode():
+        timings, rates = measure(operations, Machine(), arguments.rounds)
+    memory, arithmetic = (
+        estimate([rate.memory / 1e9 for rate in rates]),
+        estimate([rate.arithmetic / 1e9 for rate in rates]),
+    )
+    console = Console(width=140)
+    table = Table(
+        title=f"{arguments.threads} thread(s): memory {memory} GB/s, bf16 matrix product {arithmetic} GFLOP/s"
+    )
+    for column in ("operation", "ms [95 %]", "floor ms", "times the floor [95 %]", "bound by"):
+        table.add_column(
+            column, no_wrap=True, justify="left" if column in ("operation", "bound by") else "right"
+        )
+    for timing in timings:
+        floor = "-" if timing.floor_ms is None else f"{timing.floor_ms:.3g}"
+        times = "-" if timing.times_floor is None else shown(timing.times_floor)
+        table.add_row(timing.name, shown(timing.ms), floor, times, timing.bound)
+    console.print(table)
+    content = {
+        "settings": vars(arguments),
+        "memory_GB_per_s": asdict(memory),
+        "arithmetic_GFLOP_per_s": asdict(arithmetic),
+        "rates": [asdict(rate) for rate in rates],
+        "operations": [asdict(timing) for timing in timings],
+    }
+    print(f"written to {save('micro', record('micro', content))} and {plot(timings, arguments.threads)}")
+
+
+if __name__ == "__main__":
+    main()

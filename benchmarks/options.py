@@ -1,0 +1,95 @@
+"""Command line options that the serving benchmarks share."""
+
+import argparse
+from dataclasses import replace
+
+from benchmarks.scenarios import Scenario
+from vllm_kvevict.policies import available
+
+
+def whole(text: str) -> int:
+    """A positive integer of the command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A positive, finite number of the command line."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def budget(text: str) -> float:
+    """A budget of the command line, by the rule of ``--kv-budget``."""
+    value = positive(text)
+    if value > 1 and not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """A number in [0, 1) of the command line."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that change a scenario, and those of every serving benchmark."""
+    own = "default: the scenario's"
+    parser.add_argument("--policy", choices=available(), help=own)
+    parser.add_argument(
+        "--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=f"one side for each ({own})"
+    )
+    for name, kind, text in (
+        ("requests", whole, "requests of each run"),
+        ("input-len", whole, "tokens of each prompt"),
+        ("output-len", whole, "tokens of each answer"),
+        ("spread", share, "lengths are uniform within this share around theirs"),
+        ("rate", positive, "requests per second, Poisson"),
+        ("concurrency", whole, "most requests that the client has in flight"),
+        ("pool", whole, "full requests that the KV memory holds"),
+        ("rounds", whole, "runs of each side"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text} ({own})")
+    parser.add_argument(
+        "--threads",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="OpenMP threads of each rank (default: %(default)s)",
+    )
+    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: by what is measured)")
+
+
+def changed(arguments: argparse.Namespace, base: Scenario) -> Scenario:
+    """The scenario with the options that were given."""
+    names = (
+        "policy",
+        "budgets",
+        "requests",
+        "input_len",
+        "output_len",
+        "spread",
+        "rate",
+        "concurrency",
+        "pool",
+    )
+    given = {name: getattr(arguments, name) for name in (*names, "rounds")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if "budgets" in changes:
+        changes["budgets"] = tuple(dict.fromkeys(changes["budgets"]))
+    return replace(base, **changes)
+
+
+def require_room(parser: argparse.ArgumentParser, scenario: Scenario) -> None:
+    """End the program unless the KV memory holds the longest request, as vLLM demands."""
+    if scenario.max_len > scenario.pool * (scenario.input_len + scenario.output_len):
+        parser.error(
+            f"--pool {scenario.pool} does not hold the longest request of --spread {scenario.spread:g}"
+        )

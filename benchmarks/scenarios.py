@@ -1,0 +1,289 @@
+"""What the serving benchmarks run: the model, the loads and the memory they run in, the sides, the targets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.load import ENTRY_BYTES, HEAD_DIM, Load, Run, longest
+from benchmarks.measure import Estimate, paired_ratio
+from benchmarks.server import Server, cpu_environment
+
+LAYERS, HEADS, KV_HEADS, HIDDEN = 8, 8, 4, 512
+BLOCK = 128
+"""vLLM's block size on CPU."""
+TOKEN_BYTES = LAYERS * KV_HEADS * ENTRY_BYTES
+"""Keys and values of one token in all layers and heads."""
+SCRATCH = Path(__file__).parent / "out"
+STOCK = "stock"
+
+Round = dict[str, Run]
+"""One run of every turn, by the turn's name."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A run within a round.
+
+    Attributes:
+        name: of the run in tables and results; the side's own name for the full load.
+        side: whose server runs it.
+        input_len, output_len: tokens of each request.
+    """
+
+    name: str
+    side: str
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load, the memory it runs in, and the sides that run it.
+
+    Attributes:
+        about: shown in help and results.
+        requests, input_len, output_len, spread, rate, concurrency: see Load.
+        pool: how many full requests (prompt and output) the KV memory holds.
+        policy: of the sides with eviction.
+        budgets: one side with eviction for each.
+        rounds: how often every turn runs.
+        phases: whether rounds also hold the phases alone, which say what would be possible.
+        tensor, pipeline: ranks of each server.
+    """
+
+    about: str
+    requests: int
+    input_len: int
+    output_len: int
+    pool: int
+    budgets: tuple[float, ...] = (0.2,)
+    policy: str = "ada-snapkv"
+    rounds: int = 7
+    spread: float = 0.0
+    rate: float | None = None
+    concurrency: int | None = None
+    phases: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest possible request."""
+        return longest(self.input_len, self.spread) + longest(self.output_len, self.spread)
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes of each server."""
+        return self.tensor * self.pipeline
+
+    @property
+    def evicting(self) -> dict[str, float]:
+        """Name and budget of the sides with eviction."""
+        return {f"budget {budget:g}": budget for budget in self.budgets}
+
+    @property
+    def sides(self) -> list[str]:
+        """Stock vLLM and the sides with eviction."""
+        return [STOCK, *self.evicting]
+
+    def kv_bytes(self) -> int:
+        """KV memory of all ranks, with the one block that vLLM keeps for itself."""
+        blocks = self.pool * -(-(self.input_len + self.output_len) // BLOCK) + 1
+        return blocks * BLOCK * TOKEN_BYTES
+
+    def load(self, input_len: int, output_len: int, seed: int) -> Load:
+        """The requests of one run."""
+        return Load(self.requests, input_len, output_len, self.spread, self.rate, self.concurrency, seed)
+
+    def turns(self) -> list[Turn]:
+        """The runs of one round, in order."""
+        turns = [Turn(side, side, self.input_len, self.output_len) for side in self.sides]
+        if self.phases:
+            turns.append(Turn(prefill(STOCK), STOCK, self.input_len, 1))
+            for side, budget in self.evicting.items():
+                kept = round(budget * self.input_len) if budget <= 1 else int(budget)
+                turns.append(Turn(short(side), STOCK, kept, self.output_len))
+                turns.append(Turn(prefill(short(side)), STOCK, kept, 1))
+                turns.append(Turn(prefill(side), side, self.input_len, 1))
+        return turns
+
+
+def prefill(name: str) -> str:
+    """The turn that computes the prompts of another turn and one token of each answer."""
+    return f"{name}, prefill"
+
+
+def short(side: str) -> str:
+    """The turn of stock vLLM whose prompts are as long as what the side keeps."""
+    return f"{STOCK}, short as {side}"
+
+
+SCENARIOS = {
+    "memory-bound": Scenario(
+        "memory for 3 of 24 long requests, beside what is possible at all",
+        *(24, 2048, 768),
+        pool=3,
+        rounds=3,
+        phases=True,
+    ),
+    "fits": Scenario(
+        "everything fits: what the extension costs, with and without evictions",
+        *(8, 512, 128),
+        pool=8,
+        budgets=(1.0, 0.2),
+    ),
+    "pool-bound": Scenario(
+        "memory for 4 of 24 requests: eviction lets more run at once", *(24, 2048, 256), pool=4
+    ),
+    "overhead": Scenario(
+        "everything fits and nothing is evicted: what the extension costs on long prompts",
+        *(8, 2048, 128),
+        pool=8,
+        budgets=(1.0,),
+    ),
+    "prefill-bound": Scenario(
+        "everything fits and prompts dominate: eviction has little to save", *(8, 4096, 32), pool=8
+    ),
+}
+
+SPEED, PER_CPU = "output tokens/s over stock's", "output tokens per CPU second over stock's"
+POSSIBLE = "speed over what is possible without saving prefill"
+DECODING = "speed of decoding over stock's"
+TARGETS = {
+    "memory-bound": {POSSIBLE: 0.85, SPEED: 1.6, DECODING: 2.5},
+    "fits": {PER_CPU: 0.97},
+    "pool-bound": {SPEED: 1.25},
+    "overhead": {SPEED: 0.92},
+    "prefill-bound": {},
+}
+"""What the low end of a ratio's interval should reach."""
+RUNNING_AT_ONCE, PREEMPTIONS = 12, 2
+"""What pool-bound should reach in every run, besides."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A result and what it should reach.
+
+    Attributes:
+        name: what was measured.
+        value: an estimate, whose whole interval counts, or the count of the worst run.
+        bound: what it should be.
+        at_most: whether the bound is an upper one.
+    """
+
+    name: str
+    value: Estimate | float
+    bound: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is reached."""
+        if self.at_most:
+            return (self.value.high if isinstance(self.value, Estimate) else self.value) <= self.bound
+        return (self.value.low if isinstance(self.value, Estimate) else self.value) >= self.bound
+
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        return f"{self.name}: {self.value}, target {sign} {self.bound:g}: {'met' if self.met else 'MISSED'}"
+
+
+def compare(
+    rounds: Sequence[Round], ours: Callable[[Round], float], theirs: Callable[[Round], float]
+) -> Estimate:
+    """Ratio of two figures of the same round, over all rounds."""
+    return paired_ratio([ours(one) for one in rounds], [theirs(one) for one in rounds])
+
+
+def figures(scenario: Scenario, side: str, rounds: Sequence[Round]) -> dict[str, Estimate]:
+    """What a side with eviction reached, as ratios."""
+    result = {
+        SPEED: compare(
+            rounds, lambda runs: runs[side].tokens_per_second, lambda runs: runs[STOCK].tokens_per_second
+        ),
+        PER_CPU: compare(
+            rounds,
+            lambda runs: runs[side].tokens_per_cpu_second,
+            lambda runs: runs[STOCK].tokens_per_cpu_second,
+        ),
+    }
+    if scenario.phases:
+        result[POSSIBLE] = compare(
+            rounds, lambda runs: possible_seconds(side, runs), lambda runs: runs[side].wall
+        )
+        result[DECODING] = compare(
+            rounds, lambda runs: decode_seconds(STOCK, runs), lambda runs: decode_seconds(side, runs)
+        )
+    return result
+
+
+def ratios(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
+    """The figures of each side with eviction."""
+    return {side: figures(scenario, side, rounds) for side in scenario.evicting}
+
+
+def possible_seconds(side: str, runs: Round) -> float:
+    """Seconds of computing every prompt once and decoding as if the prompts were as short as what is kept."""
+    return runs[prefill(STOCK)].wall + decode_seconds(short(side), runs)
+
+
+def decode_seconds(name: str, runs: Round) -> float:
+    """Seconds that a turn takes beyond computing its prompts."""
+    return runs[name].wall - runs[prefill(name)].wall
+
+
+def targets(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
+    """What the scenario of this name should reach."""
+    wanted = [
+        Target(f"{side}: {measure}", reached[measure], bound)
+        for side, reached in ratios(scenario, rounds).items()
+        for measure, bound in TARGETS[name].items()
+    ]
+    if name == "pool-bound":
+        ours = [one[side] for one in rounds for side in scenario.evicting]
+        wanted.append(
+            Target("requests running at once", min(run.peak_running for run in ours), RUNNING_AT_ONCE)
+        )
+        wanted.append(Target("preemptions", max(run.preemptions for run in ours), PREEMPTIONS, at_most=True))
+    return wanted
+
+
+def model(max_len: int) -> Path:
+    """The random Llama of all speed benchmarks, bf16."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from benchmarks.models import make_model
+
+    disable_progress_bar()
+    return make_model(
+        SCRATCH / f"model-{max_len}",
+        hidden=HIDDEN,
+        layers=LAYERS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_len=max_len,
+        dtype=torch.bfloat16,
+    )
+
+
+def make_server(scenario: Scenario, side: str, threads: int) -> Server:
+    """The server of a side, not started yet; ``threads`` are OpenMP threads of each rank.
+
+    Apart from the eviction all sides get the same, and vLLM's defaults otherwise.
+    """
+    flags = [
+        *("--max-model-len", str(scenario.max_len), "--dtype", "bfloat16"),
+        *("--kv-cache-memory-bytes", str(scenario.kv_bytes() // scenario.ranks)),  # of each rank
+        "--disable-uvicorn-access-log",
+    ]
+    if scenario.ranks > 1:
+        flags += ["--tensor-parallel-size", str(scenario.tensor)]
+        flags += ["--pipeline-parallel-size", str(scenario.pipeline)]
+    if side != STOCK:
+        flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.evicting[side]:g}"]
+    log = SCRATCH / f"serve-{side.replace(' ', '-')}.log"
+    env = cpu_environment(threads, scenario.ranks)
+    return Server(model(max(4096, scenario.max_len)), log, flags, env, log_evictions=False)

@@ -1,0 +1,260 @@
+"""What pages and their bookkeeping waste: ``python -m benchmarks.waste``.
+
+One engine serves the same requests under each policy. When every prompt is read and evicted, and after every decode
+step from there, it says how many KV entries it stores, how many pages they take, and how large everything is that
+exists only to find them again: page tables, free pages, row lengths, and the accounts of the worker and of the
+scheduler. Nothing is timed, so the figures have no spread; the worst step counts against the targets.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decode import CHUNK, admit, drop, output_len, prefill, requests
+from benchmarks.measure import record, save
+from benchmarks.scenarios import BLOCK, TOKEN_BYTES, model
+from benchmarks.sides import Engine, Side, Workload, running
+from vllm_kvevict.policies import available
+
+LIVE, METADATA = 0.95, 0.03
+"""Targets: live entries in the pages held at least, metadata over the KV bytes held at most."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one moment of an engine shows.
+
+    Attributes:
+        tokens: of each request, prompt and output.
+        entries: KV entries stored, over all layers and KV heads.
+        pages: pages held.
+        page_size: entries that a page has room for.
+        page_bytes: size of a page.
+        metadata: bytes of what finds the entries again, by its name.
+    """
+
+    tokens: list[int]
+    entries: int
+    pages: int
+    page_size: int
+    page_bytes: int
+    metadata: dict[str, int]
+
+    @property
+    def live(self) -> float:
+        """Share of the room in the held pages that entries take."""
+        return self.entries / (self.pages * self.page_size)
+
+    @property
+    def overhead(self) -> float:
+        """Metadata over the bytes of the pages held."""
+        return sum(self.metadata.values()) / self.kv_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the pages held."""
+        return self.pages * self.page_bytes
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes of the blocks in which stock vLLM would hold the same requests."""
+        return sum(-(-tokens // BLOCK) for tokens in self.tokens) * BLOCK * TOKEN_BYTES
+
+
+def object_bytes(root: Any, seen: set[int] | None = None) -> int:
+    """Bytes of an object and of all that it refers to, each object once; classes and code do not count."""
+    seen = set() if seen is None else seen
+    if id(root) in seen or isinstance(root, (type, FunctionType, ModuleType)):
+        return 0
+    seen.add(id(root))
+    if isinstance(root, (torch.Tensor, np.ndarray)):
+        return int(root.nbytes)
+    inside: list[Any] = []
+    if isinstance(root, dict):
+        inside = [*root, *root.values()]
+    elif isinstance(root, (list, tuple, set, frozenset)):
+        inside = list(root)
+    elif hasattr(root, "__dict__"):
+        inside = [root.__dict__]
+    return sys.getsizeof(root) + sum(object_bytes(item, seen) for item in inside)
+
+
+# What the engine's process does.
+
+
+def sample(engine: Engine) -> Sample:
+    """This moment of an engine with eviction."""
+    from vllm_kvevict.engine.runtime import get_runtime
+
+    runtime = get_runtime()
+    cache = runtime.cache
+    return Sample(
+        tokens=[request.num_computed_tokens for request in requests(engine)],
+        entries=cache.stored_entries,
+        pages=cache.physical_pages,
+        page_size=cache.page_size,
+        page_bytes=cache.storage[0].nbytes,
+        metadata={
+            "page tables": object_bytes(cache.tables),
+            "free pages": object_bytes(cache.pool),
+            "row lengths": object_bytes(cache.lengths),
+            "worker's requests": object_bytes(runtime.live),
+            "ledger": object_bytes(engine.probe.scheduler.kv_cache_manager.accounts),
+        },
+    )
+
+
+def hold(engine: Engine, workload: Workload, steps: int, policy: str) -> list[Sample]:
+    """Read and evict all prompts, then decode.
+
+    Returns:
+        A sample after the last eviction, and one after each step.
+
+    Raises:
+        RuntimeError: not every request was evicted.
+    """
+    engine.probe.reset()
+    total = admit(engine, workload, policy)
+    if prefill(engine, float("inf")) != total or len(engine.probe.evictions) != workload.requests:
+        raise RuntimeError(f"{len(engine.probe.evictions)} of {workload.requests} requests were evicted")
+    samples = [sample(engine)]
+    for _ in range(steps):
+        engine.llm.llm_engine.step()
+        samples.append(sample(engine))
+    drop(engine)
+    engine.llm.llm_engine.step()  # the worker hears of it
+    return samples
+
+
+# What the parent does.
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The figures of a policy, shares as fractions; the raw samples with them."""
+    lives, overheads = [one.live for one in samples], [one.overhead for one in samples]
+    heaviest = max(samples, key=lambda one: one.overhead)
+    return {
+        "live_after_evictions": lives[0],
+        "live_mean": sum(lives) / len(lives),
+        "live_worst": min(lives),
+        "metadata_worst": max(overheads),
+        "metadata_worst_bytes": heaviest.metadata,
+        "kv_bytes": samples[-1].kv_bytes,
+        "stock_bytes": samples[-1].stock_bytes,
+        "samples": [asdict(one) for one in samples],
+    }
+
+
+def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Whether every policy reaches the targets in every step, by the target's sentence."""
+    live = min(figures["live_worst"] for figures in results.values())
+    metadata = max(figures["metadata_worst"] for figures in results.values())
+    return {
+        f"live entries in pages, worst step: {live:.1%}, target >= {LIVE:.0%}": live >= LIVE,
+        f"metadata over KV held, worst step: {metadata:.2%}, target < {METADATA:.0%}": metadata < METADATA,
+    }
+
+
+def tables(results: dict[str, dict[str, Any]]) -> list[Table]:
+    """What is held, and what the metadata consists of."""
+    held = Table(title="live entries in the pages held, and what is held after the last step")
+    for column in ("policy", "after evictions", "mean", "worst step", "KV MiB", "stock's MiB", "of stock's"):
+        held.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    parts = Table(title="metadata in the worst step, KiB")
+    names = list(next(iter(results.values()))["metadata_worst_bytes"])
+    for column in ("policy", *names, "over KV held"):
+        parts.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for policy, figures in results.items():
+        ours, stock = figures["kv_bytes"], figures["stock_bytes"]
+        shares = (figures[name] for name in ("live_after_evictions", "live_mean", "live_worst"))
+        sizes = (f"{ours / 2**20:.1f}", f"{stock / 2**20:.1f}", f"{ours / stock:.1%}")
+        held.add_row(policy, *(f"{share:.1%}" for share in shares), *sizes)
+        bytes_of = figures["metadata_worst_bytes"]
+        parts.add_row(
+            policy, *(f"{bytes_of[name] / 1024:.1f}" for name in names), f"{figures['metadata_worst']:.2%}"
+        )
+    return [held, parts]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.waste",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    policies = [policy for policy in available() if policy != "full"]
+    parser.add_argument(
+        "--policies", nargs="+", choices=policies, default=["ada-snapkv", "snapkv", "lava"], metavar="POLICY"
+    )
+    for name, default, text in (
+        ("requests", 16, "requests at once"),
+        ("input-len", 2048, "tokens of each prompt"),
+        ("output-len", 64, "decode steps after the last eviction"),
+        ("budget", 512, "tokens per KV head"),
+        ("page-size", 32, "entries of a page"),
+        ("threads", len(os.sched_getaffinity(0)), "OpenMP threads of the engine"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    arguments = parser.parse_args(argv)
+    for name in ("requests", "output_len", "threads"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 32 < arguments.budget < arguments.input_len:
+        parser.error("--budget must be above 32, the policies' window, and below --input-len")
+    if arguments.input_len < 256:
+        parser.error("--input-len must be at least 256: shorter prompts are kept whole")
+    if arguments.page_size not in (32, 64, 128):
+        parser.error("--page-size must be 32, 64 or 128")
+    return arguments
+
+
+def main() -> int:
+    """Sample every policy; the exit code."""
+    arguments = parse_arguments()
+    console = Console(width=120)
+    count, length, steps = arguments.requests, arguments.input_len, arguments.output_len
+    workload = Workload(count, length, output_len(count, length, steps))
+    max_len = length + workload.output_len
+    blocks = count * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
+    side = Side(
+        "waste",
+        model(max(4096, max_len)),
+        arguments.threads,
+        dtype="bfloat16",
+        max_model_len=max_len,
+        max_num_batched_tokens=CHUNK,
+        kv_cache_memory_bytes=blocks * BLOCK * TOKEN_BYTES,
+        kv_eviction=arguments.policies[0],
+        kv_budget=arguments.budget,
+        kv_eviction_config={"page_size": arguments.page_size},
+    )
+    results = {}
+    with running(side):
+        for policy in track(arguments.policies, "policies", console=console):
+            results[policy] = summary(side.call(hold, workload, steps, policy))
+    for table in tables(results):
+        console.print(table)
+    reached = verdicts(results)
+    for sentence, met in reached.items():
+        style = "green" if met else "red"
+        console.print(f"{sentence}: {'met' if met else 'MISSED'}", style=style, highlight=False)
+    content = {"settings": vars(arguments), "policies": results, "targets": reached}
+    console.print(f"written to {save('waste', record('waste', content))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
