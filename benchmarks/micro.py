@@ -21,7 +21,18 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from benchmarks import ledger
-from benchmarks.attention import DTYPE, GROUP, HEAD_DIM, KV_HEADS, LAYERS, PAGE, QUERY_HEADS, Holding
+from benchmarks.attention import (
+    DTYPE,
+    GROUP,
+    HEAD_DIM,
+    KERNEL,
+    KV_HEADS,
+    LAYERS,
+    OP,
+    PAGE,
+    QUERY_HEADS,
+    Holding,
+)
 from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
 from benchmarks.measure import RESULTS, Estimate, estimate, record, save
 from vllm_kvevict.cache import PagedKVCache, Step
@@ -53,7 +64,7 @@ def plan(holding: Holding, call: Call, layer: int) -> Tensor:
 
 
 def attend(holding: Holding, call: Call, layer: int, queries: Tensor, output: Tensor) -> None:
-    """Attention of one layer as the engine calls it.
+    """Attention of one layer by vLLM's op, as the engine calls it.
 
     Args:
         queries, output: [tokens * KV heads, GROUP * HEAD_DIM], in the order (token, head); output is filled.
@@ -97,20 +108,28 @@ def decode_work(holding: Holding, batch: int) -> Work:
 
 def step_operations(batch: int, context: int, share: float) -> list[Operation]:
     """A decode step of ``batch`` requests, all layers: attention, KV write, pages, metadata."""
-    whole, part = Holding(batch, context, 1.0, seed=0), Holding(batch, context, share, seed=1)
+    whole = Holding(batch, context, 1.0, KERNEL, seed=0)
+    part = Holding(batch, context, share, KERNEL, seed=1)
     entries = torch.randn(batch * KV_HEADS, HEAD_DIM).to(DTYPE)
     queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
     slots, ones = list(range(batch)), [1] * batch
     lengths = {slot: part.cache.lengths.of(slot) for slot in slots}
     step: list[Step] = []
 
-    def decode(holding: Holding) -> Callable[[], None]:
+    def by_op(holding: Holding) -> Callable[[], None]:
         def run() -> None:
             for layer in range(LAYERS):
                 for call in holding.batch.calls:
                     attend(holding, call, layer, queries, torch.empty_like(queries))
 
         return run
+
+    def decode_operations(holding: Holding, held: str) -> list[Operation]:
+        work = decode_work(holding, batch)
+        return [
+            Operation(f"decode attention, {held}, {attention}", run, work)
+            for attention, run in ((OP, by_op(holding)), (KERNEL, holding.decode))
+        ]
 
     def write() -> None:
         for layer in range(LAYERS):
@@ -135,10 +154,8 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
     extend()
     index_bytes = nbytes(step[0].seq_lens, step[0].write_slots)
     return [
-        Operation(
-            f"decode attention, all KV of {batch} x {context}", decode(whole), decode_work(whole, batch)
-        ),
-        Operation(f"decode attention, ragged {share:.0%} of the KV", decode(part), decode_work(part, batch)),
+        *decode_operations(whole, f"all KV of {batch} x {context}"),
+        *decode_operations(part, f"ragged {share:.0%} of the KV"),
         Operation(
             "KV write, decode step", write, Work(2 * LAYERS * batch * KV_HEADS * ENTRY_BYTES), repeats=STEPS
         ),
@@ -149,7 +166,7 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
 
 def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]:
     """The last chunk of one prompt, and its eviction in one layer."""
-    prompt, growing, moving = (Holding(1, context, 1.0, seed) for seed in (2, 3, 4))
+    prompt, growing, moving = (Holding(1, context, 1.0, OP, seed) for seed in (2, 3, 4))
 
     def refill(cache: PagedKVCache, tokens: int) -> None:
         """Let the cache's one request hold this many tokens."""
