@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from benchmarks.measure import RESULTS, Estimate, estimate, paired_ratio, record, save
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import lay_out
-from vllm_kvevict.kernels.decode_attention import DecodeAttention
+from vllm_kvevict.engine.batch import Call, lay_out
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 8, 4, 64, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -53,8 +53,10 @@ class Holding:
             self.cache.extend([slot], [context])
             if share < 1:
                 self._evict(slot, context, share, random)
-        self.batch = lay_out(self.cache, self.cache.extend(slots, [1] * batch), [1] * batch)
-        self.query = torch.randn(batch * KV_HEADS, GROUP, HEAD_DIM).to(DTYPE)
+        self.step = self.cache.extend(slots, [1] * batch)
+        self.calls = lay_out(self.cache, self.step, kernel=False).calls
+        self.query = torch.randn(batch, QUERY_HEADS, HEAD_DIM).to(DTYPE)
+        self.entries = torch.randn(batch, KV_HEADS, HEAD_DIM).to(DTYPE)
         self.output = torch.empty_like(self.query)
 
     def _evict(self, slot: int, context: int, share: float, random: torch.Generator) -> None:
@@ -76,55 +78,65 @@ class Holding:
             keys.unsqueeze(1), values.unsqueeze(1), *self._views(storage), slots, self.isa
         )
 
+    def plan(self, call: Call, layer: int) -> torch.Tensor:
+        """The op's own schedule of a call, which it needs anew in every layer."""
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=call.seq_lens.shape[1],
+            num_heads=GROUP,
+            num_kv_heads=1,
+            head_dim=HEAD_DIM,
+            seq_lens=call.seq_lens[layer],
+            dtype=DTYPE,
+            query_start_loc=call.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=True,
+        )
+
+    def attend(self, call: Call, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of one layer by vLLM's op; ``query`` and ``output`` are [rows, GROUP, HEAD_DIM] of the call."""
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=self.key_pages,
+            value_cache=self.value_pages,
+            output=output,
+            query_start_loc=call.query_start_loc,
+            seq_lens=call.seq_lens[layer],
+            scale=HEAD_DIM**-0.5,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=call.block_tables[layer],
+            softcap=0.0,
+            scheduler_metadata=self.plan(call, layer),
+            s_aux=None,
+        )
+
     def decode(self) -> None:
-        """Attention of one step, all layers."""
-        (call,) = self.batch.calls
+        """Attention of one step, all layers; the kernel stores the new entries, too."""
+        if self.kernel:
+            tables = self.cache.tables
+            for layer in range(LAYERS):
+                rows = Rows(tables.arena, tables.row_starts, tables.kv_len, self.step.slots, layer * KV_HEADS)
+                self.kernel(self.query, self.entries, self.entries, self.output, rows, None, HEAD_DIM**-0.5)
+            return
+        (call,) = self.calls
+        query, output = self.query.view(-1, GROUP, HEAD_DIM), self.output.view(-1, GROUP, HEAD_DIM)
         for layer in range(LAYERS):
-            seq_lens = call.seq_lens[layer]
-            if self.kernel:
-                self.kernel(self.query, self.output, seq_lens, call.block_tables[layer], HEAD_DIM**-0.5)
-                continue
-            plan = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=seq_lens.shape[0],
-                num_heads=GROUP,
-                num_kv_heads=1,
-                head_dim=HEAD_DIM,
-                seq_lens=seq_lens,
-                dtype=DTYPE,
-                query_start_loc=call.query_start_loc,
-                causal=True,
-                sliding_window_size=-1,
-                isa=self.isa,
-                enable_kv_split=True,
-            )
-            ops.cpu_attention_with_kv_cache(
-                query=self.query,
-                key_cache=self.key_pages,
-                value_cache=self.value_pages,
-                output=self.output,
-                query_start_loc=call.query_start_loc,
-                seq_lens=seq_lens,
-                scale=HEAD_DIM**-0.5,
-                causal=True,
-                alibi_slopes=None,
-                sliding_window=-1,
-                block_table=call.block_tables[layer],
-                softcap=0.0,
-                scheduler_metadata=plan,
-                s_aux=None,
-            )
+            self.attend(call, layer, query, output)
 
 
-def timed(work: Callable[[], None], repeats: int) -> "Times":
+Times = tuple[float, float]
+"""Wall and CPU seconds."""
+
+
+def timed(work: Callable[[], None], repeats: int) -> Times:
     """Wall and CPU seconds of one call, over some repeats."""
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         work()
     return (time.perf_counter() - wall) / repeats, (time.process_time() - cpu) / repeats
-
-
-Times = tuple[float, float]
-"""Wall and CPU seconds."""
 
 
 def compare(batch: int, context: int, share: float, pairs: int) -> dict[str, list[Times]]:

@@ -11,25 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import RESULTS, Estimate, estimate, paired_ratio, record, save
-from benchmarks.scenarios import (
-    BLOCK,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    LAYERS,
-    SCRATCH,
-    TOKEN_BYTES,
-    Target,
-)
+from benchmarks.measure import RESULTS, Estimate, estimate, paired_ratio, record, save, warn_if_busy
+from benchmarks.options import budget, whole
+from benchmarks.scenarios import BLOCK, LAYERS, TOKEN_BYTES, Target, model
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
@@ -170,33 +160,13 @@ def output_len(batch: int, context: int, steps: int) -> int:
     return reading + steps + 1
 
 
-def make_model(layers: int, max_len: int) -> Path:
-    """The random Llama of all speed benchmarks with another number of layers."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from benchmarks import models
-
-    disable_progress_bar()
-    return models.make_model(
-        SCRATCH / f"model-{layers}-layers-{max_len}",
-        hidden=HIDDEN,
-        layers=layers,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_len=max_len,
-        dtype=torch.bfloat16,
-    )
-
-
 def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
     """Stock vLLM and eviction, in KV memory for all full requests."""
     longest = max(arguments.contexts)
     steps = WARM_UP + arguments.pairs * arguments.steps
     max_len = longest + output_len(arguments.batch, longest, steps)
     blocks = arguments.batch * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
-    path = make_model(layers, max_len)
+    path = model(max_len, layers)
     settings: dict[str, Any] = {
         "max_model_len": max_len,
         "max_num_batched_tokens": CHUNK,
@@ -309,40 +279,33 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch", type=int, default=BATCH, metavar="N", help="requests (default: %(default)s)")
+    add("--batch", type=whole, default=BATCH, metavar="N", help="requests (default: %(default)s)")
     add(
         "--contexts",
-        type=int,
+        type=whole,
         nargs="+",
         default=[CONTEXT],
         metavar="N",
         help="prompt tokens (default: %(default)s)",
     )
     add("--policy", choices=available(), default=POLICY, help="default: %(default)s")
-    add("--budget", type=float, default=BUDGET, metavar="X", help="--kv-budget (default: %(default)s)")
-    add("--pairs", type=int, default=9, metavar="N", help="blocks of each side (default: %(default)s)")
-    add("--steps", type=int, default=8, metavar="N", help="steps of a block (default: %(default)s)")
+    add("--budget", type=budget, default=BUDGET, metavar="X", help="--kv-budget (default: %(default)s)")
+    add("--pairs", type=whole, default=9, metavar="N", help="blocks of each side (default: %(default)s)")
+    add("--steps", type=whole, default=8, metavar="N", help="steps of a block (default: %(default)s)")
     cores = len(os.sched_getaffinity(0))
     add(
         "--threads",
-        type=int,
+        type=whole,
         default=cores,
         metavar="N",
         help="of each engine (default: all %(default)s cores)",
     )
-    add("--model-layers", type=int, nargs="+", default=[LAYERS], metavar="N", help="default: %(default)s")
+    add("--model-layers", type=whole, nargs="+", default=[LAYERS], metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(argv)
-    for name in ("batch", "pairs", "steps", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if min(arguments.model_layers) < 1:
-        parser.error("--model-layers must be at least 1")
     if min(arguments.contexts) < 256:
         parser.error("--contexts must be at least 256: shorter prompts are kept whole")
     if arguments.batch > CHUNK // 2:
         parser.error(f"--batch must be at most {CHUNK // 2}")
-    if arguments.budget <= 0 or (arguments.budget > 1 and arguments.budget % 1):
-        parser.error("--budget must be a ratio in (0, 1] or a whole number of tokens")
     return arguments
 
 
@@ -350,7 +313,7 @@ def main() -> int:
     """Measure all cells; the exit code."""
     arguments = parse_arguments()
     console = Console(width=120)
-    load = os.getloadavg()[0]
+    load = warn_if_busy(console)
     cells = []
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     for layers in arguments.model_layers:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000
@@ -55,6 +56,17 @@ def cpu_model() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def warn_if_busy(console: Console) -> float:
+    """The load average; says so if others are working on this machine."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.5 * cores:
+        console.print(
+            f"The load average is {load:.1f} on {cores} cores: others are working here, so the results will be noisy.",
+            style="yellow",
+        )
+    return load
 
 
 def record(module: str, results: Any) -> dict[str, Any]:

@@ -34,74 +34,41 @@ from benchmarks.attention import (
     Holding,
 )
 from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
-from benchmarks.measure import RESULTS, Estimate, estimate, record, save
-from vllm_kvevict.cache import PagedKVCache, Step
-from vllm_kvevict.engine.batch import Batch, Call, lay_out
+from benchmarks.load import ENTRY_BYTES
+from benchmarks.measure import RESULTS, Estimate, estimate, record, save, warn_if_busy
+from benchmarks.options import positive, whole
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
 
-ENTRY_BYTES = 2 * HEAD_DIM * DTYPE.itemsize
-"""Key and value of one token in one KV head."""
 STEPS = PAGE
 """Decode steps in a round of page allocation: every row takes one page."""
 
 
-def plan(holding: Holding, call: Call, layer: int) -> Tensor:
-    """The op's own schedule of a call, which the engine makes in every layer."""
-    seq_lens = call.seq_lens[layer]
-    return ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=seq_lens.shape[0],
-        num_heads=GROUP,
-        num_kv_heads=1,
-        head_dim=HEAD_DIM,
-        seq_lens=seq_lens,
-        dtype=DTYPE,
-        query_start_loc=call.query_start_loc,
-        causal=True,
-        sliding_window_size=-1,
-        isa=holding.isa,
-        enable_kv_split=True,
-    )
-
-
 def attend(holding: Holding, call: Call, layer: int, queries: Tensor, output: Tensor) -> None:
-    """Attention of one layer by vLLM's op, as the engine calls it.
+    """Attention of one layer by vLLM's op, with the copies that the engine makes.
 
     Args:
         queries, output: [tokens * KV heads, GROUP * HEAD_DIM], in the order (token, head); output is filled.
     """
     mine = queries if call.gather is None else queries.index_select(0, call.gather)
     part = torch.empty_like(mine)
-    ops.cpu_attention_with_kv_cache(
-        query=mine.view(-1, GROUP, HEAD_DIM),
-        key_cache=holding.key_pages,
-        value_cache=holding.value_pages,
-        output=part.view(-1, GROUP, HEAD_DIM),
-        query_start_loc=call.query_start_loc,
-        seq_lens=call.seq_lens[layer],
-        scale=HEAD_DIM**-0.5,
-        causal=True,
-        alibi_slopes=None,
-        sliding_window=-1,
-        block_table=call.block_tables[layer],
-        softcap=0.0,
-        scheduler_metadata=plan(holding, call, layer),
-        s_aux=None,
-    )
+    holding.attend(call, layer, mine.view(-1, GROUP, HEAD_DIM), part.view(-1, GROUP, HEAD_DIM))
     if call.gather is None:
         output.copy_(part)
     else:
         output.index_copy_(0, call.gather, part)
 
 
-def store(holding: Holding, batch: Batch, layer: int, entries: Tensor) -> None:
-    """Write a step's keys and values, both ``entries`` [tokens * KV heads, HEAD_DIM], into their pages."""
-    pages, slots = (holding.key_pages, holding.value_pages), batch.write_slots[layer]
+def store(holding: Holding, slots: Tensor, entries: Tensor) -> None:
+    """Write keys and values, both ``entries`` [tokens * KV heads, HEAD_DIM], into their places in the pages."""
+    pages = holding.key_pages, holding.value_pages
     ops.cpu_attn_reshape_and_cache(entries.unsqueeze(1), entries.unsqueeze(1), *pages, slots, holding.isa)
 
 
 def decode_work(holding: Holding, batch: int) -> Work:
     """Floor of the attention of a decode step, all layers: every stored entry meets the query heads of its KV head."""
-    stored = sum(int(call.seq_lens.sum()) for call in holding.batch.calls)
+    stored = sum(int(call.seq_lens.sum()) for call in holding.calls)
     queries = LAYERS * batch * QUERY_HEADS * HEAD_DIM * DTYPE.itemsize
     return Work(stored * ENTRY_BYTES + 2 * queries, 4 * GROUP * HEAD_DIM * stored)
 
@@ -114,12 +81,11 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
     queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
     slots, ones = list(range(batch)), [1] * batch
     lengths = {slot: part.cache.lengths.of(slot) for slot in slots}
-    step: list[Step] = []
 
     def by_op(holding: Holding) -> Callable[[], None]:
         def run() -> None:
             for layer in range(LAYERS):
-                for call in holding.batch.calls:
+                for call in holding.calls:
                     attend(holding, call, layer, queries, torch.empty_like(queries))
 
         return run
@@ -131,12 +97,14 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
             for attention, run in ((OP, by_op(holding)), (KERNEL, holding.decode))
         ]
 
+    places = part.cache.write_slots(part.step)
+
     def write() -> None:
         for layer in range(LAYERS):
-            store(part, part.batch, layer, entries)
+            store(part, places[layer], entries)
 
     def extend() -> None:
-        step[:] = [part.cache.extend(slots, ones)]
+        part.cache.extend(slots, ones)
 
     def restore() -> None:
         """Give back what earlier rounds added."""
@@ -146,21 +114,25 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
                 part.cache.compact(slot, layer, kept)
 
     def metadata() -> list[Tensor]:
-        laid = lay_out(part.cache, step[0], ones)
-        plans = [plan(part, call, layer) for call in laid.calls for layer in range(LAYERS)]
+        laid = lay_out(part.cache, part.step, kernel=False)
+        plans = [part.plan(call, layer) for call in laid.calls for layer in range(LAYERS)]
         tables = [t for call in laid.calls for t in (call.block_tables, call.query_start_loc)]
         return [*plans, *tables]
 
-    extend()
-    index_bytes = nbytes(step[0].seq_lens, step[0].write_slots)
+    # Lengths are read and written, and every row takes a page, which is zeroed, in as many steps as it has entries.
+    rows = batch * LAYERS * KV_HEADS
+    growth = rows * (2 * part.cache.tables.kv_len.itemsize + ENTRY_BYTES)
     return [
         *decode_operations(whole, f"all KV of {batch} x {context}"),
         *decode_operations(part, f"ragged {share:.0%} of the KV"),
         Operation(
-            "KV write, decode step", write, Work(2 * LAYERS * batch * KV_HEADS * ENTRY_BYTES), repeats=STEPS
+            f"KV write, decode step, {OP}",
+            write,
+            Work(2 * LAYERS * batch * KV_HEADS * ENTRY_BYTES),
+            repeats=STEPS,
         ),
-        Operation("page allocation, decode step", extend, Work(index_bytes), restore, STEPS),
-        Operation("batch metadata, decode step", metadata, Work(nbytes(*metadata())), repeats=STEPS),
+        Operation("page allocation, decode step", extend, Work(growth), restore, STEPS),
+        Operation(f"batch metadata, decode step, {OP}", metadata, Work(nbytes(*metadata())), repeats=STEPS),
     ]
 
 
@@ -177,7 +149,8 @@ def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]
 
     refill(prompt.cache, context - chunk)
     step = prompt.cache.extend([0], [chunk])
-    batch = lay_out(prompt.cache, step, [chunk])
+    batch = lay_out(prompt.cache, step, kernel=False)
+    places = prompt.cache.write_slots(step)
     queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
     entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(DTYPE)
     pairs = KV_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)
@@ -208,14 +181,14 @@ def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]
         ),
         Operation(
             f"KV write, {chunk} tokens, one layer",
-            lambda: store(prompt, batch, 0, entries),
+            lambda: store(prompt, places[0], entries),
             Work(4 * nbytes(entries)),
             repeats=STEPS,
         ),
         Operation(
             f"page allocation, {chunk} tokens",
             lambda: growing.cache.extend([0], [chunk]),
-            Work(nbytes(step.seq_lens, step.write_slots)),
+            Work(LAYERS * KV_HEADS * (2 + chunk // PAGE) * prompt.cache.tables.arena.itemsize),
             lambda: refill(growing.cache, context - chunk),
         ),
         Operation(
@@ -300,28 +273,27 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("threads", len(os.sched_getaffinity(0)), "threads of each operation"),
     ):
         parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument(
-        "--share", type=float, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
+        "--share", type=positive, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    for name in ("batch", "rounds", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     if (most := ledger.OUTPUT // ledger.STEPS - 1) < arguments.rounds:
         parser.error(f"--rounds must be at most {most}, for the ledger's sake")
     if arguments.context < 256:
         parser.error("--context must be at least 256")
     if not 1 < arguments.chunk < arguments.context:
         parser.error("--chunk must be above 1 and below --context")
-    if not 0 < arguments.share <= 0.5:
+    if arguments.share > 0.5:
         parser.error("--share must be in (0, 0.5]")
     return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
+    console = Console(width=140)
+    load = warn_if_busy(console)
     torch.set_num_threads(arguments.threads)
     current_platform.import_kernels()
     torch.manual_seed(0)
@@ -336,7 +308,6 @@ def main() -> None:
         estimate([rate.memory / 1e9 for rate in rates]),
         estimate([rate.arithmetic / 1e9 for rate in rates]),
     )
-    console = Console(width=140)
     table = Table(
         title=f"{arguments.threads} thread(s): memory {memory} GB/s, bf16 matrix product {arithmetic} GFLOP/s"
     )
@@ -351,6 +322,7 @@ def main() -> None:
     console.print(table)
     content = {
         "settings": vars(arguments),
+        "load_average_at_start": load,
         "memory_GB_per_s": asdict(memory),
         "arithmetic_GFLOP_per_s": asdict(arithmetic),
         "rates": [asdict(rate) for rate in rates],

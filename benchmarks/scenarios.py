@@ -249,7 +249,7 @@ def targets(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
     return wanted
 
 
-def model(max_len: int) -> Path:
+def model(max_len: int, layers: int = LAYERS) -> Path:
     """The random Llama of all speed benchmarks, bf16."""
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -258,9 +258,9 @@ def model(max_len: int) -> Path:
 
     disable_progress_bar()
     return make_model(
-        SCRATCH / f"model-{max_len}",
+        SCRATCH / f"model-{layers}-layers-{max_len}",
         hidden=HIDDEN,
-        layers=LAYERS,
+        layers=layers,
         heads=HEADS,
         kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,

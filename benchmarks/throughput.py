@@ -5,7 +5,6 @@ one at a time is driven.
 """
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from benchmarks.load import Run, drive
-from benchmarks.measure import Estimate, record, save
+from benchmarks.measure import Estimate, record, save, warn_if_busy
 from benchmarks.options import add_options, budget, changed, require_room, whole
 from benchmarks.scenarios import (
     KV_HEADS,
@@ -179,15 +178,13 @@ def runs_table(title: str, rounds: Sequence[Round]) -> Table:
             _span([run.peak_running for run in runs]),
             _span([run.preemptions for run in runs]),
             _median(runs, lambda run: run.physical_bytes / 2**20, ".1f"),
-            "-"
-            if turn_is_stock(runs)
-            else _median(runs, lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
-            "-" if turn_is_stock(runs) else _median(runs, lambda run: run.evict_share, ".1%"),
+            "-" if _is_stock(runs) else _median(runs, lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
+            "-" if _is_stock(runs) else _median(runs, lambda run: run.evict_share, ".1%"),
         )
     return table
 
 
-def turn_is_stock(runs: Sequence[Run]) -> bool:
+def _is_stock(runs: Sequence[Run]) -> bool:
     """Whether the server knows nothing of eviction."""
     return runs[0].logical_bytes is None
 
@@ -245,17 +242,6 @@ def estimates(nested: dict[str, Any]) -> dict[str, Any]:
         name: asdict(value) if isinstance(value, Estimate) else estimates(value)
         for name, value in nested.items()
     }
-
-
-def warn_if_busy(console: Console) -> float:
-    """The load average; says so if others are working on this machine."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > 0.5 * cores:
-        console.print(
-            f"The load average is {load:.1f} on {cores} cores: others are working here, so the results will be noisy.",
-            style="yellow",
-        )
-    return load
 
 
 async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:

@@ -1,4 +1,4 @@
-// Attention of one new token per sequence over ragged pages.
+// Attention of one new token per request over ragged pages, which first take in the token's key and value.
 //
 // A sequence is one (request, KV head): its pages hold entries of this head only, and its query rows are the
 // query heads that share the head. A page is its keys, transposed, then its values:
@@ -86,12 +86,19 @@ Floats exponential(Floats x) {
   return x > lowest ? result : Floats{};
 }
 
+// Bring a block into the cache.
+template <class T>
+void fetch(const typename T::type* block) {
+  for (int i = 0; i < BLOCK; i += 64 / sizeof *block) __builtin_prefetch(block + i);
+}
+
 // scores[r][place(t)] = query[r] . key t, for one block of entries.
-template <class T, int ROWS>
-void score(const typename T::type* keys, const float* query, Shape shape, float* scores) {
+template <class T, int ROWS, bool FETCH>
+void score(const typename T::type* keys, const float* query, Shape shape, float* scores, int64_t next) {
   Floats sums[ROWS][2] = {};
   for (int d = 0; d < shape.head_dim; ++d) {
     Floats low, high;
+    if (FETCH) fetch<T>(keys + d * shape.page_size + next);
     T::block(keys + d * shape.page_size, low, high);
     for (int r = 0; r < ROWS; ++r) {
       const float q = query[r * shape.head_dim + d];
@@ -103,14 +110,16 @@ void score(const typename T::type* keys, const float* query, Shape shape, float*
 }
 
 // out[r][place(d)] += sum over t of weights[r][place(t)] * values[t][d], for one block of entries and WIDTH of dims.
-template <class T, int ROWS, int WIDTH>
-void add_dims(const typename T::type* values, const float* weights, int entries, Shape shape, float* out) {
+template <class T, int ROWS, int WIDTH, bool FETCH>
+void add_dims(const typename T::type* values, const float* weights, int entries, Shape shape, float* out,
+              int64_t next) {
   Floats sums[ROWS][2 * WIDTH];
   for (int r = 0; r < ROWS; ++r) std::memcpy(sums[r], out + r * shape.head_dim, sizeof sums[r]);
   for (int t = 0; t < entries; ++t) {
     const float* weight = weights + T::place(t);
     for (int w = 0; w < WIDTH; ++w) {
       Floats low, high;
+      if (FETCH) fetch<T>(values + t * shape.head_dim + w * BLOCK + next);
       T::block(values + t * shape.head_dim + w * BLOCK, low, high);
       for (int r = 0; r < ROWS; ++r) {
         sums[r][2 * w] += weight[r * shape.page_size] * low;
@@ -121,12 +130,12 @@ void add_dims(const typename T::type* values, const float* weights, int entries,
   for (int r = 0; r < ROWS; ++r) std::memcpy(out + r * shape.head_dim, sums[r], sizeof sums[r]);
 }
 
-template <class T, int ROWS>
-void add(const typename T::type* values, const float* weights, int entries, Shape shape, float* out) {
+template <class T, int ROWS, bool FETCH>
+void add(const typename T::type* values, const float* weights, int entries, Shape shape, float* out, int64_t next) {
   int d = 0;
   for (; d + 2 * BLOCK <= shape.head_dim; d += 2 * BLOCK)
-    add_dims<T, ROWS, 2>(values + d, weights, entries, shape, out + d);
-  if (d < shape.head_dim) add_dims<T, ROWS, 1>(values + d, weights, entries, shape, out + d);
+    add_dims<T, ROWS, 2, FETCH>(values + d, weights, entries, shape, out + d, next);
+  if (d < shape.head_dim) add_dims<T, ROWS, 1, FETCH>(values + d, weights, entries, shape, out + d, next);
 }
 
 // Softmax-weighted sums over some entries, not yet divided, of `group` rows.
@@ -135,11 +144,11 @@ struct Part {
 };
 
 // One page, for at most four query rows: as many as the registers hold.
-template <class T, int ROWS>
+template <class T, int ROWS, bool FETCH>
 void attend_page(const typename T::type* page, int entries, const float* query, Shape shape, float* scores,
-                 Part part) {
+                 Part part, int64_t next) {
   const int padded = (entries + BLOCK - 1) / BLOCK * BLOCK;
-  for (int t = 0; t < entries; t += BLOCK) score<T, ROWS>(page + t, query, shape, scores + t);
+  for (int t = 0; t < entries; t += BLOCK) score<T, ROWS, FETCH>(page + t, query, shape, scores + t, next);
   for (int r = 0; r < ROWS; ++r) {
     float* s = scores + r * shape.page_size;
     for (int t = entries; t < padded; ++t) s[padded - BLOCK + T::place(t % BLOCK)] = LOWEST;
@@ -166,7 +175,23 @@ void attend_page(const typename T::type* page, int entries, const float* query, 
   }
   const auto* values = page + shape.page_size * shape.head_dim;
   for (int t = 0; t < entries; t += BLOCK)
-    add<T, ROWS>(values + t * shape.head_dim, scores + t, std::min(BLOCK, entries - t), shape, part.out);
+    add<T, ROWS, FETCH>(values + t * shape.head_dim, scores + t, std::min(BLOCK, entries - t), shape, part.out, next);
+}
+
+// One page, for all query rows; the page `next` elements further on is fetched meanwhile.
+template <class T, bool FETCH>
+void attend_rows(const typename T::type* page, int entries, const float* query, Shape shape, float* scores,
+                 Part part, int64_t next) {
+  for (int r = 0; r < shape.group;) {
+    const float* q = query + r * shape.head_dim;
+    const Part rows = {part.largest + r, part.sum + r, part.out + r * shape.head_dim};
+    switch (std::min(shape.group - r, 4)) {
+      case 1: attend_page<T, 1, FETCH>(page, entries, q, shape, scores, rows, next); r += 1; break;
+      case 2: attend_page<T, 2, FETCH>(page, entries, q, shape, scores, rows, next); r += 2; break;
+      case 3: attend_page<T, 3, FETCH>(page, entries, q, shape, scores, rows, next); r += 3; break;
+      default: attend_page<T, 4, FETCH>(page, entries, q, shape, scores, rows, next); r += 4;
+    }
+  }
 }
 
 template <class T>
@@ -182,19 +207,11 @@ void attend(const typename T::type* pages, const int32_t* table, int first, int 
     const auto* page = pages + *id * page_elements;
     const int entries = std::min(size, last - start);
     // A neighbour is fetched by the hardware, which does not see a jump coming.
-    if (start + size < last && id[1] != id[0] + 1)
-      for (int i = 0; i < page_elements; i += 64 / sizeof *page)
-        __builtin_prefetch(pages + id[1] * page_elements + i);
-    for (int r = 0; r < shape.group;) {
-      const float* q = query + r * dim;
-      const Part rows = {part.largest + r, part.sum + r, part.out + r * dim};
-      switch (std::min(shape.group - r, 4)) {
-        case 1: attend_page<T, 1>(page, entries, q, shape, scores, rows); r += 1; break;
-        case 2: attend_page<T, 2>(page, entries, q, shape, scores, rows); r += 2; break;
-        case 3: attend_page<T, 3>(page, entries, q, shape, scores, rows); r += 3; break;
-        default: attend_page<T, 4>(page, entries, q, shape, scores, rows); r += 4;
-      }
-    }
+    const int64_t jump = start + size < last ? id[1] - id[0] : 1;
+    if (jump == 1)
+      attend_rows<T, false>(page, entries, query, shape, scores, part, 0);
+    else
+      attend_rows<T, true>(page, entries, query, shape, scores, part, jump * page_elements);
   }
 }
 
@@ -210,41 +227,85 @@ void merge(Part total, Part next, Shape shape) {
   }
 }
 
-struct Item {
-  int sequence, first, last;
+// Where sequences are: the row of KV head h of the batch's request i is slots[i] * stride + first + h.
+struct Rows {
+  const int32_t *arena, *starts, *lengths;  // page ids; of each row, its first page's place there and its entries
+  const int64_t* slots;
+  int64_t stride, first;
+};
+
+// A matrix whose rows are tokens; the heads of a token lie side by side.
+template <class E>
+struct Tokens {
+  E* data;
+  int64_t stride;
+  E* head(int64_t token, int64_t offset) const { return data + token * stride + offset; }
 };
 
 template <class T>
-void decode(const typename T::type* query, typename T::type* output, const typename T::type* pages,
-            const int32_t* lengths, const int32_t* tables, int64_t width, int sequences, Shape shape, float scale) {
-  const int rows = shape.group, dim = shape.head_dim, cut = std::max(CUT / shape.page_size, 1) * shape.page_size;
+struct Step {
+  Tokens<const typename T::type> query, keys, values;
+  Tokens<typename T::type> output;
+  const int64_t* tokens;  // of each request, its row in the matrices; null: the request's own number
+  int64_t token(int request) const { return tokens ? tokens[request] : request; }
+};
+
+// Write an entry into its page.
+template <class E>
+void store(const E* key, const E* value, E* page, int entry, Shape shape) {
+  for (int d = 0; d < shape.head_dim; ++d) page[d * shape.page_size + entry] = key[d];
+  std::memcpy(page + (shape.page_size + entry) * shape.head_dim, value, shape.head_dim * sizeof *value);
+}
+
+struct Item {
+  int request, head, first, last;
+  bool newest;  // whether it holds the entry that the step adds
+};
+
+template <class T>
+void decode(const Step<T>& step, typename T::type* pages, const Rows& rows, int requests, int heads, Shape shape,
+            float scale) {
+  const int group = shape.group, dim = shape.head_dim, size = shape.page_size;
+  const int cut = std::max(CUT / size, 1) * size;
+  const int64_t page_elements = 2 * (int64_t)size * dim;
   std::vector<Item> items;
-  for (int i = 0; i < sequences; ++i)
-    for (int first = 0; first < lengths[i]; first += cut) items.push_back({i, first, std::min(first + cut, lengths[i])});
-  const int count = items.size(), floats = rows * (dim + 2);
+  for (int i = 0; i < requests; ++i)
+    for (int h = 0; h < heads; ++h) {
+      const int length = rows.lengths[rows.slots[i] * rows.stride + rows.first + h];
+      for (int first = 0; first < length; first += cut)
+        items.push_back({i, h, first, std::min(first + cut, length), first + cut >= length});
+    }
+  const int count = items.size(), floats = group * (dim + 2);
   std::vector<float> parts((size_t)count * floats);
   auto part = [&](int i) {
     float* from = parts.data() + (size_t)i * floats;
-    return Part{from, from + rows, from + 2 * rows};
+    return Part{from, from + group, from + 2 * group};
   };
 #pragma omp parallel
   {
-    std::vector<float> scaled(rows * dim), scores(std::min(rows, 4) * shape.page_size);
+    std::vector<float> scaled(group * dim), scores(std::min(group, 4) * size);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < count; ++i) {
       const Item item = items[i];
-      const auto* q = query + (int64_t)item.sequence * rows * dim;
-      for (int d = 0; d < rows * dim; ++d) scaled[d] = scale * T::value(q[d]);
-      attend<T>(pages, tables + item.sequence * width, item.first, item.last, scaled.data(), shape, scores.data(),
-                part(i));
+      const int64_t token = step.token(item.request);
+      const int32_t* table =
+          rows.arena + rows.starts[rows.slots[item.request] * rows.stride + rows.first + item.head];
+      if (item.newest) {
+        const int entry = item.last - 1, own = item.head * dim;
+        store(step.keys.head(token, own), step.values.head(token, own), pages + table[entry / size] * page_elements,
+              entry % size, shape);
+      }
+      const auto* q = step.query.head(token, item.head * group * dim);
+      for (int d = 0; d < group * dim; ++d) scaled[d] = scale * T::value(q[d]);
+      attend<T>(pages, table, item.first, item.last, scaled.data(), shape, scores.data(), part(i));
     }
 #pragma omp for schedule(static)
     for (int i = 0; i < count; ++i) {
       if (items[i].first) continue;  // the first part of a sequence takes the others in
       const Part total = part(i);
       for (int j = i + 1; j < count && items[j].first; ++j) merge(total, part(j), shape);
-      auto* to = output + (int64_t)items[i].sequence * rows * dim;
-      for (int r = 0; r < rows; ++r)
+      auto* to = step.output.head(step.token(items[i].request), items[i].head * group * dim);
+      for (int r = 0; r < group; ++r)
         for (int d = r * dim; d < (r + 1) * dim; ++d)
           to[d] = T::element(total.out[d / BLOCK * BLOCK + T::place(d % BLOCK)] / total.sum[r]);
     }
@@ -253,13 +314,19 @@ void decode(const typename T::type* query, typename T::type* output, const typen
 
 }  // namespace
 
-// query, output: [sequences, group, head_dim]; pages: [pages, 2 * page_size * head_dim]; lengths: [sequences], all
-// positive; tables: [sequences, width].
+// query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim]; their strides are in
+// elements from token to token. pages: [pages, 2 * page_size * head_dim]. starts, lengths: [slots, stride], all
+// lengths of the batch positive, the new entry included.
 #define DECODE_ATTENTION(NAME, TYPE)                                                                              \
-  extern "C" void NAME(const TYPE::type* query, TYPE::type* output, const TYPE::type* pages,                      \
-                       const int32_t* lengths, const int32_t* tables, int64_t width, int sequences, int group,    \
-                       int head_dim, int page_size, float scale) {                                                \
-    decode<TYPE>(query, output, pages, lengths, tables, width, sequences, {group, head_dim, page_size}, scale);   \
+  extern "C" void NAME(const TYPE::type* query, int64_t query_stride, const TYPE::type* keys, int64_t key_stride, \
+                       const TYPE::type* values, int64_t value_stride, TYPE::type* output, int64_t output_stride, \
+                       const int64_t* tokens, TYPE::type* pages, const int32_t* arena, const int32_t* starts,     \
+                       const int32_t* lengths, const int64_t* slots, int64_t stride, int64_t first, int requests, \
+                       int heads, int group, int head_dim, int page_size, float scale) {                          \
+    decode<TYPE>({{query, query_stride}, {keys, key_stride}, {values, value_stride}, {output, output_stride},     \
+                  tokens},                                                                                        \
+                 pages, {arena, starts, lengths, slots, stride, first}, requests, heads,                          \
+                 {group, head_dim, page_size}, scale);                                                            \
   }
 
 DECODE_ATTENTION(decode_attention_float32, Float32)

@@ -1,19 +1,46 @@
-"""Attention of one new token per sequence over ragged pages, on a CPU."""
+"""Attention of one new token per request over ragged pages, on a CPU."""
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_kvevict.kernels.build import load
 
-_ARGUMENTS = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[ctypes.c_int] * 4, ctypes.c_float]
+_MATRIX = [ctypes.c_void_p, ctypes.c_int64]
+_ARGUMENTS = [
+    *(_MATRIX * 4),
+    *([ctypes.c_void_p] * 6),
+    *([ctypes.c_int64] * 2),
+    *([ctypes.c_int] * 5),
+    ctypes.c_float,
+]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def supports(dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
     """Whether the kernel can read pages of this kind."""
     return dtype in DTYPES and page_size % 32 == 0 and head_dim % 32 == 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The page tables that a call reads. A row is one KV head of one layer of a request.
+
+    Attributes:
+        arena: int32 [size], page ids.
+        starts: int32 [slots, rows], contiguous: place in the arena of each row's first page.
+        lengths: int32 [slots, rows], contiguous: entries of each row, with the new token's.
+        slots: int64 [R], the batch's requests.
+        first: row of the layer's first KV head.
+    """
+
+    arena: Tensor
+    starts: Tensor
+    lengths: Tensor
+    slots: Tensor
+    first: int
 
 
 class DecodeAttention:
@@ -34,27 +61,45 @@ class DecodeAttention:
         self._decode = getattr(load("decode_attention"), f"decode_attention_{DTYPES[pages.dtype]}")
         self._decode.argtypes, self._decode.restype = _ARGUMENTS, None
 
-    def __call__(self, query: Tensor, output: Tensor, lengths: Tensor, tables: Tensor, scale: float) -> None:
-        """Attend; softmax(scale * q k) v over each sequence's entries, in fp32.
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        rows: Rows,
+        tokens: Tensor | None,
+        scale: float,
+    ) -> None:
+        """Store each request's new entry as the last of its rows, and attend: softmax(scale * q k) v, in fp32.
 
         Args:
-            query: [S, G, head_dim], the dtype of the pages: G query heads for each of S sequences.
-            output: as the query and contiguous, filled in place.
-            lengths: int32 [S], contiguous: entries of each sequence, at least one.
-            tables: int32 [S, width], contiguous: pages of each sequence.
+            query: [T, Hq, head_dim], the dtype of the pages; the tokens may lie apart, a token's heads may not.
+            key, value: [T, Hkv, head_dim], likewise. Hq / Hkv query heads share a KV head.
+            output: as the query, filled in place for the tokens below.
+            rows: of the batch, R requests.
+            tokens: int64 [R], of each request its token among the T; None: the first R, in order.
             scale: of the logits.
         """
-        sequences, group, head_dim = query.shape
-        query = query.contiguous()  # with one KV head it is a view of the projection's output
+        kv_heads, head_dim = key.shape[1:]
+        matrices = []
+        for matrix in (query, key, value, output):
+            if matrix.stride(2) != 1 or matrix.stride(1) != head_dim:
+                raise ValueError(f"a token's heads must lie side by side, got strides {matrix.stride()}")
+            matrices += [matrix.data_ptr(), matrix.stride(0)]
         self._decode(
-            query.data_ptr(),
-            output.data_ptr(),
+            *matrices,
+            None if tokens is None else tokens.data_ptr(),
             self.pages.data_ptr(),
-            lengths.data_ptr(),
-            tables.data_ptr(),
-            tables.shape[1],
-            sequences,
-            group,
+            rows.arena.data_ptr(),
+            rows.starts.data_ptr(),
+            rows.lengths.data_ptr(),
+            rows.slots.data_ptr(),
+            rows.lengths.shape[1],
+            rows.first,
+            rows.slots.numel(),
+            kv_heads,
+            query.shape[1] // kv_heads,
             head_dim,
             self.page_size,
             scale,
@@ -62,15 +107,31 @@ class DecodeAttention:
 
 
 def reference(
-    query: Tensor, pages: Tensor, page_size: int, lengths: Tensor, tables: Tensor, scale: float
-) -> Tensor:
-    """The same in plain torch, sequence by sequence; arguments as above. Returns fp32 [S, G, head_dim]."""
-    head_dim = query.shape[-1]
-    keys, values = pages.float().view(len(pages), 2, -1).unbind(1)
-    outputs = []
-    for q, length, table in zip(query.float(), lengths.tolist(), tables.long(), strict=True):
-        mine = table[: -(-length // page_size)]
-        k = keys[mine].view(-1, head_dim, page_size).transpose(1, 2).flatten(0, 1)[:length]
-        v = values[mine].view(-1, head_dim)[:length]
-        outputs.append((scale * q @ k.T).softmax(-1) @ v)
-    return torch.stack(outputs)
+    pages: Tensor,
+    page_size: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    rows: Rows,
+    tokens: Tensor | None,
+    scale: float,
+) -> None:
+    """The same in plain torch, row by row; arguments as above. The output may have more precision than the pages."""
+    kv_heads, head_dim = key.shape[1:]
+    group = query.shape[1] // kv_heads
+    keys = pages[:, : page_size * head_dim].view(-1, head_dim, page_size)
+    values = pages[:, page_size * head_dim :].view(-1, page_size, head_dim)
+    for i, slot in enumerate(rows.slots.tolist()):
+        token = i if tokens is None else int(tokens[i])
+        for head in range(kv_heads):
+            row = rows.first + head
+            start, length = int(rows.starts[slot, row]), int(rows.lengths[slot, row])
+            table = rows.arena[start : start + -(-length // page_size)].long()
+            last = table[-1], (length - 1) % page_size
+            keys[last[0], :, last[1]] = key[token, head]
+            values[last] = value[token, head]
+            k = keys[table].transpose(1, 2).flatten(0, 1)[:length].to(output.dtype)
+            v = values[table].flatten(0, 1)[:length].to(output.dtype)
+            mine = slice(head * group, (head + 1) * group)
+            output[token, mine] = (scale * query[token, mine].to(output.dtype) @ k.T).softmax(-1) @ v

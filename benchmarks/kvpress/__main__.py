@@ -24,11 +24,12 @@ from benchmarks.kvpress.environment import kvpress_python
 from benchmarks.kvpress.opponent import Opponent
 from benchmarks.kvpress.runs import Round, Run, from_outcome, opponent_side, run_batches
 from benchmarks.load import PAGE_BYTES
-from benchmarks.measure import Estimate, paired_ratio, record, save
+from benchmarks.measure import Estimate, paired_ratio, record, save, warn_if_busy
+from benchmarks.options import positive, whole
 from benchmarks.scenarios import Scenario, Target, model
 from benchmarks.server import ended_by_sigterm
 from benchmarks.sides import Side, Workload, running
-from benchmarks.throughput import LEAST_ROUNDS, warn_if_busy
+from benchmarks.throughput import LEAST_ROUNDS
 
 POLICIES = ("snapkv", "ada-snapkv")
 """What both have; the parameters are ours by default, but kvpress pools by average."""
@@ -68,11 +69,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("threads", 1, "OpenMP threads of each program"),
     ):
         parser.add_argument(
-            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)"
+            f"--{name}", type=whole, default=value, metavar="N", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=positive,
         default=0.2,
         metavar="X",
         help="share of the prompt that is kept (%(default)s)",
@@ -80,14 +81,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     parser.add_argument("--name", default="kvpress", help="of the file in benchmarks/results/ (%(default)s)")
     arguments = parser.parse_args(argv)
-    for name, least in (("requests", 1), ("output-len", 2), ("rounds", 1), ("threads", 1)):
-        if getattr(arguments, name.replace("-", "_")) < least:
-            parser.error(f"--{name} must be at least {least}")
+    if arguments.output_len < 2:
+        parser.error("--output-len must be at least 2")
     cores = len(os.sched_getaffinity(0))
     if arguments.threads > cores:
         parser.error(f"--threads must be at most {cores}, the number of cores")
-    if not 0 < arguments.budget < 1:
-        parser.error("--budget must be above 0 and below 1")
+    if arguments.budget >= 1:
+        parser.error("--budget must be below 1")
     if arguments.budget * arguments.input_len <= WINDOW:
         parser.error(
             f"--input-len {arguments.input_len} and --budget {arguments.budget:g} must keep more than {WINDOW} tokens, "

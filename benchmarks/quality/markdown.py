@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.markdown import picture, table
 from benchmarks.measure import SAMPLES
 from benchmarks.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
 from benchmarks.quality.plots import SCOPE_TITLES
@@ -49,17 +50,6 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         kept_section(report, pictures),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
-    """A Markdown table; the first `left` columns are text, the others are aligned to the right."""
-    marks = ["---" if index < left else "---:" for index in range(len(header))]
-    lines = [header, marks, *rows]
-    return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
-
-
-def picture(about: str, path: str | None) -> list[str]:
-    return [f"![{about}]({path})"] if path else []
 
 
 def budget_name(budget: float) -> str:

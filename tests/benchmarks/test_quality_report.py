@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks.kept import parse_evictions
+from benchmarks.markdown import table
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.choices import kept_shares, read_log
 from benchmarks.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict
-from benchmarks.quality.markdown import table, wins
+from benchmarks.quality.markdown import wins
 from benchmarks.quality.results import (
     FULL,
     RESULTS,

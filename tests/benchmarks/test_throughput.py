@@ -34,19 +34,7 @@ from benchmarks.throughput import (
     show_scenario,
     sweep_table,
 )
-
-
-def run_of(
-    wall: float, tokens: int = 100, cpu: float = 1.0, peak: int = 4, preemptions: int = 0, live=None
-) -> Run:
-    seconds = {
-        name: {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0} for name in ("ttft", "tpot", "itl", "e2e")
-    }
-    return Run(wall, cpu, 8, 0, 1000, tokens, seconds, peak, 2.0**20, live, preemptions, 0, 0.0, 0.0)
-
-
-def ours(wall: float, **changes) -> Run:
-    return run_of(wall, live=2**19, **changes)
+from tests.benchmarks.runs import ours, run_of
 
 
 def rounds_of(scenario: Scenario, ours_wall: float = 1.0, **changes) -> list[dict[str, Run]]:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import waste
 from benchmarks.scenarios import BLOCK, TOKEN_BYTES
-from benchmarks.waste import Sample, object_bytes, parse_arguments, summary, verdicts
+from benchmarks.waste import Sample, object_bytes, parse_arguments, summary, targets
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.cache.lengths import RowLengths
 from vllm_kvevict.cache.pool import PagePool
@@ -60,8 +60,8 @@ def test_the_worst_step_counts():
     assert figures["metadata_worst"] == 9000 / (31 * 8192) and figures["metadata_worst_bytes"] == {
         "tables": 9000
     }
-    assert list(verdicts({"a": summary([GOOD])}).values()) == [True, True]
-    assert list(verdicts({"a": summary([GOOD]), "b": figures}).values()) == [False, False]
+    assert [target.met for target in targets({"a": summary([GOOD])})] == [True, True]
+    assert [target.met for target in targets({"a": summary([GOOD]), "b": figures})] == [False, False]
     assert [len(table.rows) for table in waste.tables({"a": figures, "b": figures})] == [2, 2]
 
 

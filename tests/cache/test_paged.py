@@ -22,10 +22,11 @@ def make(pages=400, max_requests=4, write=None, dtype=torch.float32):
 
 def store(cache, step, payload):
     """Write new payload into all entries of a step. Returns the ids, [L, T * H]."""
-    ids = payload.ids(step.write_slots.numel()).view(step.write_slots.shape)
+    slots = cache.write_slots(step)
+    ids = payload.ids(slots.numel()).view(slots.shape)
     for layer in range(L):
         keys, values = payload.keys(ids[layer]), payload.values(ids[layer])
-        cache._write(cache.storage, keys, values, step.write_slots[layer])
+        cache._write(cache.storage, keys, values, slots[layer])
     return ids
 
 
@@ -51,11 +52,11 @@ def test_prefill_is_token_then_head():
     step = cache.extend([a, b, c], [70, 1, 5])
     assert step.slots.tolist() == [a, b, c]
     assert step.max_lens == [70, 41, 5]
-    assert step.seq_lens.dtype == torch.int32
-    assert step.seq_lens.is_contiguous()
-    assert step.write_slots.is_contiguous()
-    assert step.seq_lens.tolist() == [[70, 70, 41, 41, 5, 5]] * L
-    assert step.write_slots.shape == (L, 76 * H)
+    assert cache.seq_lens(step.slots).dtype == torch.int32
+    assert cache.seq_lens(step.slots).is_contiguous()
+    assert cache.write_slots(step).is_contiguous()
+    assert cache.seq_lens(step.slots).tolist() == [[70, 70, 41, 41, 5, 5]] * L
+    assert cache.write_slots(step).shape == (L, 76 * H)
     ids = store(cache, step, payload)
     for layer in range(L):
         by_request = ids[layer].split([70 * H, H, 5 * H])
@@ -84,6 +85,18 @@ def test_an_all_decode_batch_is_batch_by_heads():
                 keys, _ = contents(cache, slot, layer, head)
                 assert torch.equal(keys[-1:], payload.keys(ids[layer, i, head : head + 1]))
     cache.verify()
+
+
+@pytest.mark.parametrize("tokens", [[1, 1, 1], [5, 1, 40]])
+def test_index_tensors_of_one_head_are_contiguous(tokens):
+    storage = torch.zeros(100, 2 * PS * D)
+    cache = PagedKVCache(
+        storage, num_layers=L, num_kv_heads=1, page_size=PS, max_requests=3, write=writer(PS)
+    )
+    step = cache.extend([cache.open() for _ in tokens], tokens)
+    assert cache.seq_lens(step.slots).tolist() == [tokens] * L
+    for index in (cache.seq_lens(step.slots), cache.write_slots(step), cache.block_tables(step.slots, 2)):
+        assert index.is_contiguous()
 
 
 def test_block_tables_list_each_row_in_order():
@@ -183,7 +196,7 @@ def test_no_tail_holds_what_another_request_left(poison):
     cache, payload = make(pages=200), Payload(D)
     generator = torch.Generator().manual_seed(1)
     for tokens in (1, 31, 32, 33, 64, 95, 100):
-        free = torch.cat([cache.pool._stack[: cache.num_free]]).long()
+        free = torch.nonzero(cache.pool.owners == 0).flatten()
         cache.storage[free] = poison
         slot, other = cache.open(), cache.open()
         store(cache, cache.extend([slot, other], [tokens, 1]), payload)
@@ -241,7 +254,7 @@ def test_slots_run_out_and_come_back():
     cache.close(slots)
     assert cache.num_free == 400
     again = cache.open()
-    assert cache.extend([again], [3]).seq_lens.tolist() == [[3, 3]] * L
+    assert cache.seq_lens(cache.extend([again], [3]).slots).tolist() == [[3, 3]] * L
     cache.verify()
 
 
@@ -250,8 +263,8 @@ def test_closing_a_request_without_tokens_and_empty_batches():
     cache.close([cache.open()])
     cache.close([])
     step = cache.extend([], [])
-    assert step.write_slots.shape == (L, 0)
-    assert step.seq_lens.shape == (L, 0)
+    assert cache.write_slots(step).shape == (L, 0)
+    assert cache.seq_lens(step.slots).shape == (L, 0)
     cache.verify()
 
 
@@ -315,9 +328,9 @@ def test_with_vllms_cpu_kernel():
     cache = make(write=vllm_cpu_writer(PS), dtype=torch.bfloat16)
     slot = cache.open()
     step = cache.extend([slot], [77])
-    keys = torch.randn(L, H * 77, D).bfloat16()
+    keys, places = torch.randn(L, H * 77, D).bfloat16(), cache.write_slots(step)
     for layer in range(L):
-        cache._write(cache.storage, keys[layer], -keys[layer], step.write_slots[layer])
+        cache._write(cache.storage, keys[layer], -keys[layer], places[layer])
         stored = keys[layer].view(77, H, D).transpose(0, 1)
         assert torch.equal(cache.read_keys(slot, layer, 77), stored)
         kept = [torch.arange(3, 77, 3), torch.arange(76, 77)]

@@ -50,13 +50,14 @@ class Model:
                 return
             raise AssertionError("the pool gave pages that it does not have")
         step = self.cache.extend(slots, tokens)
-        ids = self.payload.ids(step.write_slots.numel()).view(L, -1)
+        places = self.cache.write_slots(step)
+        ids = self.payload.ids(places.numel()).view(L, -1)
         for layer in range(L):
             self.cache._write(
                 self.cache.storage,
                 self.payload.keys(ids[layer]),
                 self.payload.values(ids[layer]),
-                step.write_slots[layer],
+                places[layer],
             )
             at = 0
             for slot, n in zip(slots, tokens, strict=True):
@@ -66,7 +67,7 @@ class Model:
         want = [
             [len(row) for slot in slots for row in self.rows[slot][i * H : (i + 1) * H]] for i in range(L)
         ]
-        assert step.seq_lens.tolist() == want
+        assert self.cache.seq_lens(step.slots).tolist() == want
         assert step.max_lens == [max(map(len, self.rows[slot])) for slot in slots]
 
     def evict(self, slot, fractions, rng):

@@ -28,12 +28,42 @@ def test_taken_ids_survive_later_gives():
     assert torch.equal(second, before)
 
 
-def test_exhaustion_changes_nothing():
+def test_runs_ascend_from_the_low_end_and_single_pages_come_from_the_high_end():
+    pool = PagePool(12, "cpu")
+    first, second = pool.take_run(4), pool.take_run(3)
+    assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [4, 5, 6]
+    assert sorted(pool.take(2).tolist()) == [10, 11]
+    # What comes back in any order is handed out as the longest runs there are.
+    pool.give(second[[2, 0, 1]])
+    pool.give(first[[3, 1]])
+    assert pool.take_run(6).tolist() == [1, 3, 4, 5, 6, 7]
+    assert sorted(pool.take(2).tolist()) == [8, 9]
+    assert pool.num_free == 0
+    pool.verify()
+
+
+def test_pages_come_back_however_they_were_taken():
+    pool, random = PagePool(40, "cpu"), torch.Generator().manual_seed(0)
+    held = []
+    for _ in range(300):
+        count = int(torch.randint(0, 9, (), generator=random))
+        if count <= pool.num_free and torch.rand((), generator=random) < 0.6:
+            take = pool.take_run if torch.rand((), generator=random) < 0.5 else pool.take
+            held.append(take(count))
+        elif held:
+            pool.give(held.pop(int(torch.randint(0, len(held), (), generator=random))))
+        pool.verify()
+        assert pool.num_free == 40 - sum(ids.numel() for ids in held)
+    assert torch.cat(held).unique().numel() == 40 - pool.num_free
+
+
+@pytest.mark.parametrize("name", ["take", "take_run"])
+def test_exhaustion_changes_nothing(name):
     pool = PagePool(5, "cpu")
     pool.take(3)
     owners = pool.owners.clone()
     with pytest.raises(RuntimeError, match="exhausted: 3 pages needed, 2 of 5 free"):
-        pool.take(3)
+        getattr(pool, name)(3)
     assert pool.num_free == 2
     assert torch.equal(pool.owners, owners)
     pool.verify()
@@ -62,7 +92,7 @@ def test_verify_sees_double_and_lost_pages():
         pool.verify()
     pool = PagePool(4, "cpu")
     pool.owners[pool.take(1).long()] = 0
-    with pytest.raises(RuntimeError, match="page 0 has 0 owners and is 0 times free"):
+    with pytest.raises(RuntimeError, match="page 3 has 0 owners and is 0 times free"):
         pool.verify()
 
 

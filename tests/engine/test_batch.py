@@ -24,13 +24,14 @@ def _cache():
     )
 
 
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [5], [1, 40, 1, 7], [1, 1, 600], [300, 1]])
-def test_calls_cover_the_batch_in_head_order(lengths):
+def test_calls_cover_the_batch_in_head_order(lengths, kernel):
     cache = _cache()
     slots = [cache.open() for _ in lengths]
     history = [10 * (i + 1) for i in range(len(lengths))]
     cache.extend(slots, history)
-    batch = lay_out(cache, cache.extend(slots, lengths), lengths)
+    batch = lay_out(cache, cache.extend(slots, lengths), kernel)
     starts = np.cumsum([0, *lengths])
     assert batch.num_tokens == sum(lengths)
     seen = []
@@ -50,6 +51,15 @@ def test_calls_cover_the_batch_in_head_order(lengths):
                 pages = cache.tables.region(slots[request])[layer * HEADS + head, : -(-total // PAGE)]
                 assert torch.equal(call.block_tables[layer, sequence, : len(pages)], pages)
             seen += places
+    if kernel and 1 in lengths:
+        decodes = batch.decodes
+        tokens = list(range(len(lengths))) if decodes.tokens is None else decodes.tokens.tolist()
+        requests = [i for i, length in enumerate(lengths) if length == 1]
+        assert decodes.slots.tolist() == [slots[i] for i in requests]
+        assert tokens == [starts[i] for i in requests]
+        seen += [token * HEADS + head for token in tokens for head in range(HEADS)]
+    else:
+        assert batch.decodes is None
     assert sorted(seen) == list(range(sum(lengths) * HEADS))
 
 
@@ -57,9 +67,20 @@ def test_decodes_have_calls_of_their_own():
     cache = _cache()
     lengths = [1, 40, 1, 7]
     slots = [cache.open() for _ in lengths]
-    batch = lay_out(cache, cache.extend(slots, lengths), lengths)
-    assert [call.decodes for call in batch.calls] == [True, False]
-    assert [call.seq_lens[0].tolist() for call in batch.calls] == [[1] * 6, [40] * 3 + [7] * 3]
+    step = cache.extend(slots, lengths)
+    prefill = [40] * 3 + [7] * 3
+    by_op = lay_out(cache, step, kernel=False)
+    assert [call.seq_lens[0].tolist() for call in by_op.calls] == [[1] * 6, prefill]
+    by_both = lay_out(cache, step, kernel=True)
+    assert [call.seq_lens[0].tolist() for call in by_both.calls] == [prefill]
+    assert torch.equal(by_op.write_slots, by_both.write_slots)
+
+
+def test_a_step_of_decodes_needs_no_index_tensors_with_the_kernel():
+    cache = _cache()
+    slots = [cache.open() for _ in range(3)]
+    batch = lay_out(cache, cache.extend(slots, [1] * 3), kernel=True)
+    assert batch.write_slots is None and batch.calls == [] and batch.decodes.slots.tolist() == slots
 
 
 @settings(deadline=None)

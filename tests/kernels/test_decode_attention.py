@@ -1,33 +1,81 @@
 """The compiled kernel against its torch reference."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, reference, supports
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LENGTHS = ((1, 31), (32, 33), (64, 200), (2047, 2048), (2049, 4100))
+"""Of the requests' heads, the new entry included."""
 
 
-def _case(dtype, page_size, head_dim, group, lengths, seed=0):
-    """Random pages in random order; what lies behind a sequence's last entry is NaN."""
+class Case(NamedTuple):
+    """Arguments of the kernel."""
+
+    pages: Tensor
+    page_size: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rows: Rows
+    tokens: Tensor | None
+    scale: float
+
+    def run(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Output and pages afterwards; what is behind a row's last entry stays NaN."""
+        pages = self.pages.clone()
+        shape = (tokens or len(self.query), *self.query.shape[1:])
+        output = torch.full(shape, torch.nan, dtype=self.query.dtype)
+        kernel = DecodeAttention(pages, self.page_size)
+        kernel(self.query, self.key, self.value, output, self.rows, self.tokens, self.scale)
+        return output, pages
+
+    def expected(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """The same by the reference."""
+        pages, output = self.pages.clone(), torch.full(self.query.shape, torch.nan, dtype=dtype)
+        reference(
+            pages,
+            self.page_size,
+            self.query,
+            self.key,
+            self.value,
+            output,
+            self.rows,
+            self.tokens,
+            self.scale,
+        )
+        return output, pages
+
+
+def _case(dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=None, seed=0) -> Case:
+    """Random pages in random order, two layers, slots that are not in order; unwritten entries are NaN."""
     random = torch.Generator().manual_seed(seed)
-    width = -(-max(lengths) // page_size) + 1
-    count = width * len(lengths)
-    tables = torch.randperm(count, generator=random).int().view(len(lengths), width)
+    requests, heads = len(lengths), len(lengths[0])
+    slots = torch.randperm(requests + 2, generator=random)[:requests]
+    first = layer * heads
+    own = torch.zeros(requests + 2, 2 * heads, dtype=torch.int32)
+    own[slots, first : first + heads] = torch.tensor(lengths, dtype=torch.int32)
+    widths = -(-own // page_size)
+    starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
+    count = int(widths.sum())
+    arena = torch.randperm(count, generator=random).int()
     keys = torch.randn(count, head_dim, page_size, generator=random)
     values = torch.randn(count, page_size, head_dim, generator=random)
-    for table, length in zip(tables.tolist(), lengths, strict=True):
-        last, used = divmod(length, page_size)
-        keys[table[last], :, used:] = values[table[last], used:] = torch.nan
+    for slot, mine in zip(slots.tolist(), lengths, strict=True):
+        for head, length in enumerate(mine):
+            last, stored = divmod(length - 1, page_size)
+            page = arena[starts[slot, first + head] + last]
+            keys[page, :, stored:] = values[page, stored:] = torch.nan
     pages = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(dtype)
-    query = torch.randn(len(lengths), group, head_dim, generator=random).to(dtype)
-    return query, pages, torch.tensor(lengths, dtype=torch.int32), tables
-
-
-def _run(query, pages, page_size, lengths, tables, scale):
-    output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
-    DecodeAttention(pages, page_size)(query, output, lengths, tables, scale)
-    return output
+    query = torch.randn(requests, heads * group, head_dim, generator=random).to(dtype)
+    new = torch.randn(2, requests, heads, head_dim, generator=random).to(dtype)
+    rows = Rows(arena, starts, own, slots, first)
+    return Case(pages, page_size, query, *new, rows, None, head_dim**-0.5 if scale is None else scale)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -35,53 +83,68 @@ def _run(query, pages, page_size, lengths, tables, scale):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 15])
 def test_equals_the_reference(dtype, page_size, head_dim, group):
-    lengths = [1, 31, 32, 33, 64, 200, 2047, 2048, 2049, 5000]
-    query, pages, lengths, tables = _case(dtype, page_size, head_dim, group, lengths)
-    output = _run(query, pages, page_size, lengths, tables, head_dim**-0.5)
-    clean = pages.nan_to_num(0)
-    expected = reference(query, clean, page_size, lengths, tables, head_dim**-0.5)
+    case = _case(dtype, page_size, head_dim, group)
+    output, pages = case.run()
+    expected, expected_pages = case.expected()
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    # Only the new entries were written.
+    torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_flat_and_peaked_weights(scale):
-    query, pages, lengths, tables = _case(torch.float32, 32, 64, 2, [1, 40, 3000])
-    output = _run(query, pages, 32, lengths, tables, scale)
-    expected = reference(query.double(), pages.nan_to_num(0), 32, lengths, tables, scale)
-    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+    case = _case(torch.float32, 32, 64, 2, [(1, 40), (3000, 7)], scale=scale)
+    torch.testing.assert_close(case.run()[0].double(), case.expected(torch.float64)[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_sequence_does_not_depend_on_its_batch_or_on_threads():
-    query, pages, lengths, tables = _case(torch.float32, 32, 64, 2, [5000, 7, 2100, 33, 900])
-    together = _run(query, pages, 32, lengths, tables, 0.125)
+def test_a_request_does_not_depend_on_its_batch_or_on_threads():
+    case = _case(torch.float32, 32, 64, 2)
+    together, _ = case.run()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2 if threads == 1 else 1)
-        assert torch.equal(_run(query, pages, 32, lengths, tables, 0.125), together)
+        assert torch.equal(case.run()[0], together)
     finally:
         torch.set_num_threads(threads)
-    for i in range(len(lengths)):
-        alone = _run(query[i : i + 1], pages, 32, lengths[i : i + 1], tables[i : i + 1].contiguous(), 0.125)
-        assert torch.equal(alone[0], together[i])
+    for i in range(len(LENGTHS)):
+        one = slice(i, i + 1)
+        alone = case._replace(
+            query=case.query[one],
+            key=case.key[one],
+            value=case.value[one],
+            rows=replace(case.rows, slots=case.rows.slots[one]),
+        )
+        assert torch.equal(alone.run()[0], together[one])
 
 
 def test_order_of_pages_does_not_matter():
-    query, pages, lengths, tables = _case(torch.bfloat16, 32, 64, 2, [1000, 3000])
-    ascending = torch.empty_like(pages)
-    ascending[: tables.numel()] = pages[tables.flatten().long()]
-    ordered = torch.arange(tables.numel(), dtype=torch.int32).view_as(tables)
-    assert torch.equal(
-        _run(query, pages, 32, lengths, tables, 0.125), _run(query, ascending, 32, lengths, ordered, 0.125)
-    )
+    case = _case(torch.bfloat16, 32, 64, 2, [(1000, 3000)])
+    arena = case.rows.arena
+    ascending = torch.empty_like(case.pages)
+    ascending[: len(arena)] = case.pages[arena.long()]
+    ordered = replace(case.rows, arena=torch.arange(len(arena), dtype=torch.int32))
+    assert torch.equal(case.run()[0], case._replace(pages=ascending, rows=ordered).run()[0])
 
 
-def test_a_query_may_be_a_view():
-    query, pages, lengths, tables = _case(torch.float32, 32, 64, 4, [100, 50])
-    wide = torch.randn(2, 6, 64)
-    wide[:, :4] = query
-    assert torch.equal(
-        _run(wide[:, :4], pages, 32, lengths, tables, 0.125), _run(query, pages, 32, lengths, tables, 0.125)
-    )
+def test_tokens_may_be_anywhere_in_a_batch_and_lie_apart():
+    """Query, key and value are parts of one projection's output, among tokens of other requests."""
+    case = _case(torch.float32, 32, 64, 4)
+    tokens = torch.tensor([6, 0, 3, 8, 7])
+    whole = torch.randn(9, 8 + 2 + 2, 64)
+    query, key, value = whole.split([8, 2, 2], 1)
+    query[tokens], key[tokens], value[tokens] = case.query, case.key, case.value
+    output, pages = case._replace(query=query, key=key, value=value, tokens=tokens).run()
+    expected, expected_pages = case.run()
+    assert torch.equal(output[tokens], expected)
+    assert torch.equal(pages.nan_to_num(), expected_pages.nan_to_num())
+    others = sorted({*range(9)} - {*tokens.tolist()})
+    assert output[others].isnan().all()
+
+
+def test_heads_that_lie_apart_are_refused():
+    case = _case(torch.float32, 32, 64, 2)
+    with pytest.raises(ValueError, match="side by side"):
+        case._replace(query=case.query.repeat_interleave(2, 1)[:, ::2]).run()
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,16 @@ from vllm_kvevict.cache.tables import PageTables
 
 @dataclass(frozen=True)
 class Step:
-    """Where one step's new tokens go. B requests, T tokens, L layers, H KV heads.
+    """One step's new tokens, for which there is room. B requests.
 
     Attributes:
         slots: int64 [B], the requests in the order of the batch.
-        seq_lens: int32 [L, B * H], kv_len of each row after this step's tokens.
-        write_slots: int64 [L, T * H], page * page_size + place in the page of each new entry; token by
-            token in the order of the batch, then head by head, as keys and values come out of a projection.
-        max_lens: the largest of each request's seq_lens, on the host.
+        tokens: int64 [B], new tokens of each, on the host.
+        max_lens: the largest kv_len of each request after them, on the host.
     """
 
     slots: torch.Tensor
-    seq_lens: torch.Tensor
-    write_slots: torch.Tensor
+    tokens: IntArray
     max_lens: list[int]
 
 
@@ -143,30 +140,53 @@ class PagedKVCache:
         self.tables.reserve(which, -(-max_lens // self.page_size))
 
         batch = self._on_device(which)
-        decode = np.flatnonzero(tokens == 1)
-        if decode.size == which.size:
-            seq_lens, write_slots = self._append(batch, 1, int(pages.sum()), int(partial.sum()))
+        decodes = np.flatnonzero(tokens == 1)
+        if decodes.size == which.size:
+            self._append(batch, 1, int(pages.sum()), int(partial.sum()))
         else:
-            layers, heads = self.num_layers, self.num_kv_heads
-            seq_lens = torch.empty(layers, which.size, heads, dtype=torch.int32, device=self.device)
-            write_slots = torch.empty(
-                layers, int(tokens.sum()) * heads, dtype=torch.int64, device=self.device
-            )
-            first = (tokens.cumsum() - tokens) * heads
-            if decode.size:
-                at = self._on_device(decode)
-                lens, places = self._append(
-                    batch[at], 1, int(pages[decode].sum()), int(partial[decode].sum())
-                )
-                seq_lens[:, at] = lens
-                at = self._on_device((first[decode, None] + np.arange(heads)).ravel())
-                write_slots[:, at] = places.flatten(1)
+            if decodes.size:
+                some = batch[self._on_device(decodes)]
+                self._append(some, 1, int(pages[decodes].sum()), int(partial[decodes].sum()))
             for i in np.flatnonzero(tokens > 1):
-                lens, places = self._append(batch[i : i + 1], int(tokens[i]), int(pages[i]), int(partial[i]))
-                seq_lens[:, i : i + 1] = lens
-                write_slots[:, first[i] : first[i] + int(tokens[i]) * heads] = places.flatten(1)
+                self._append(batch[i : i + 1], int(tokens[i]), int(pages[i]), int(partial[i]))
         self.lengths.append(which, tokens, pages)
-        return Step(batch, seq_lens.flatten(1), write_slots.flatten(1), max_lens.tolist())
+        return Step(batch, tokens, max_lens.tolist())
+
+    def seq_lens(self, slots: torch.Tensor) -> torch.Tensor:
+        """kv_len of all rows of some requests.
+
+        Args:
+            slots: int64 [B] on the device: a step's slots or some of them.
+
+        Returns:
+            int32 [L, B * H], contiguous.
+        """
+        kv_len = self.tables.kv_len.index_select(0, slots)
+        by_layer = kv_len.view(len(slots), self.num_layers, self.num_kv_heads).transpose(0, 1)
+        return by_layer.flatten(1).contiguous()  # with one head, flatten gives a view
+
+    def write_slots(self, step: Step) -> torch.Tensor:
+        """Where a step's entries go, while no later step and no compaction has changed its rows. T tokens.
+
+        Returns:
+            int64 [L, T * H], contiguous: page * page_size + place in the page of each entry, token by token in
+            the order of the batch, then head by head, as keys and values come out of a projection.
+        """
+        heads, tokens = self.num_kv_heads, step.tokens
+        if (tokens == 1).all():
+            return self._new_entries(step.slots, 1).flatten(1).contiguous()
+        result = torch.empty(
+            self.num_layers, int(tokens.sum()) * heads, dtype=torch.int64, device=self.device
+        )
+        first = (tokens.cumsum() - tokens) * heads
+        decodes = np.flatnonzero(tokens == 1)
+        if decodes.size:
+            at = self._on_device((first[decodes, None] + np.arange(heads)).ravel())
+            result[:, at] = self._new_entries(step.slots[self._on_device(decodes)], 1).flatten(1)
+        for i in np.flatnonzero(tokens > 1):
+            mine = self._new_entries(step.slots[i : i + 1], int(tokens[i]))
+            result[:, first[i] : first[i] + int(tokens[i]) * heads] = mine.flatten(1)
+        return result
 
     def block_tables(self, slots: torch.Tensor, width: int) -> torch.Tensor:
         """Pages of all layers' rows: one pass a step, since a compaction only shortens rows.
@@ -283,36 +303,37 @@ class PagedKVCache:
         if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 
-    def _append(
-        self, slots: torch.Tensor, tokens: int, pages: int, partial: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total.
-
-        Returns int32 [L, B, H], the new lengths, and int64 [L, B, tokens, H], the new entries' slots.
-        """
+    def _append(self, slots: torch.Tensor, tokens: int, pages: int, partial: int) -> None:
+        """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total."""
         tables, size = self.tables, self.page_size
-        kv_len = tables.kv_len.index_select(0, slots)
-        start = tables.row_starts.index_select(0, slots)
-        entry = kv_len[..., None] + torch.arange(tokens, dtype=torch.int32, device=self.device)
-        column = entry // size
-        in_page = entry - column * size
-        place = start[..., None] + column
+        before = tables.kv_len.index_select(0, slots)
+        kv_len = before + tokens
         if pages:
-            # Each new page starts with one of the new entries.
-            taken = self.pool.take(pages)
-            tables.arena[place.flatten()[_where(in_page == 0, pages)]] = taken
+            starts = tables.row_starts.index_select(0, slots)
+            column = self._pages(before)[..., None]
+            new = self._pages(kv_len)[..., None]
+            if tokens > 1:
+                # A row that ends within a page needs no more new ones than a row that ends with one.
+                column = column + torch.arange(-(-tokens // size), dtype=torch.int32, device=self.device)
+            taken = self.pool.take_run(pages) if tokens > 1 else self.pool.take(pages)
+            tables.arena[(starts[..., None] + column).flatten()[_where(column < new, pages)]] = taken
             if partial < pages:
                 # Some new pages become full, so tokens >= page_size and every row ends in a new page.
-                ends = _where(in_page[..., -1] < size - 1, partial)
-                taken = tables.pages_at(place[..., -1].flatten()[ends])
+                ends = (starts + new[..., 0] - 1).flatten()[_where(kv_len % size > 0, partial)]
+                taken = tables.pages_at(ends)
             # What another request left behind the new entries (inf or NaN) would spoil the attention.
             self.storage.index_fill_(0, taken.to(torch.int64), 0)
-        write_slots = tables.pages_at(place).to(torch.int64).mul_(size).add_(in_page)
-        kv_len += tokens
         tables.kv_len.index_copy_(0, slots, kv_len)
-        shape = (slots.numel(), self.num_layers, self.num_kv_heads)
-        seq_lens = kv_len.view(shape).transpose(0, 1).contiguous()
-        return seq_lens, write_slots.view(*shape, tokens).permute(1, 0, 3, 2).contiguous()
+
+    def _new_entries(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Places of the last ``tokens`` entries of each row of ``slots`` (int64 [B]), int64 [L, B, tokens, H]."""
+        tables, size = self.tables, self.page_size
+        kv_len = tables.kv_len.index_select(0, slots)[..., None]
+        entry = kv_len + torch.arange(-tokens, 0, dtype=torch.int32, device=self.device)
+        column = entry // size
+        pages = tables.pages_at(tables.row_starts.index_select(0, slots)[..., None] + column)
+        places = pages.to(torch.int64).mul_(size).add_(entry - column * size)
+        return places.view(len(slots), self.num_layers, self.num_kv_heads, tokens).permute(1, 0, 3, 2)
 
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size

@@ -4,10 +4,14 @@ import torch
 
 
 class PagePool:
-    """A stack of free page ids on the device whose height the host knows.
+    """A list of free page ids on the device whose length the host knows.
 
     Every caller knows how many pages it takes or gives (see :mod:`vllm_kvevict.cache.lengths`), so taking is
-    a slice of the stack and exhaustion is noticed without asking the device.
+    a slice of the list and exhaustion is noticed without asking the device.
+
+    Attention reads neighbouring pages of a row as one stream, several times faster than scattered ones. So rows that
+    take many pages at once get them in ascending order from the low end, where compaction leaves long gaps, and rows
+    that grow page by page, whose pages are never neighbours, take from the high end and do not fray those gaps.
 
     Attributes:
         num_pages: pages in the pool.
@@ -20,24 +24,25 @@ class PagePool:
         self.num_pages = num_pages
         self.owners = torch.zeros(num_pages, dtype=torch.int8, device=device)
         self._one = self.owners.new_ones(1)
-        # Lowest ids on top: a lightly used pool stays in few memory pages.
-        self._stack = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
-        self._height = num_pages
+        self._ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        # The free ones are a part of the list.
+        self._low, self._high = 0, num_pages
+        self._ascends = True
 
     @property
     def num_free(self) -> int:
         """Pages nobody holds."""
-        return self._height
+        return self._high - self._low
 
     def require(self, count: int) -> None:
         """Raise RuntimeError unless ``count`` pages are free."""
-        if count > self._height:
+        if count > self.num_free:
             raise RuntimeError(
-                f"the page pool is exhausted: {count} pages needed, {self._height} of {self.num_pages} free"
+                f"the page pool is exhausted: {count} pages needed, {self.num_free} of {self.num_pages} free"
             )
 
     def take(self, count: int) -> torch.Tensor:
-        """Take ``count`` pages.
+        """Take ``count`` pages for rows that grow page by page.
 
         Returns:
             Their ids, int32 [count], all distinct.
@@ -46,12 +51,23 @@ class PagePool:
             RuntimeError: fewer pages are free; nothing was taken.
         """
         self.require(count)
-        self._height -= count
-        # From the top downwards, so that neighbours come in ascending order: a row's pages are read as one stream.
-        # A copy, since the next give writes over this part of the stack.
-        ids = self._stack[self._height : self._height + count].flip(0)
-        self.owners.index_add_(0, ids, self._one.expand(count))
-        return ids
+        self._high -= count
+        return self._own(self._high, count)
+
+    def take_run(self, count: int) -> torch.Tensor:
+        """Take ``count`` pages for rows that get many: neighbours as far as possible, in ascending order.
+
+        The pool is scanned if pages came back since the last time, which takes far less than to fill the pages.
+
+        Returns and raises: as :meth:`take`.
+        """
+        self.require(count)
+        if not self._ascends:
+            free = self.num_free
+            self._ids[:free] = torch.nonzero_static(self.owners == 0, size=free).flatten()
+            self._low, self._high, self._ascends = 0, free, True
+        self._low += count
+        return self._own(self._low - count, count)
 
     def give(self, ids: torch.Tensor) -> None:
         """Give pages back.
@@ -62,17 +78,28 @@ class PagePool:
         Raises:
             RuntimeError: more pages come back than were taken; nothing was given.
         """
-        count = ids.numel()
-        if self._height + count > self.num_pages:
-            taken = self.num_pages - self._height
-            raise RuntimeError(f"{count} pages were given back to the page pool, but only {taken} were taken")
+        count, free = ids.numel(), self.num_free
+        if free + count > self.num_pages:
+            raise RuntimeError(
+                f"{count} pages were given back to the page pool, but only {self.num_pages - free} were taken"
+            )
+        if self._high + count > self.num_pages:
+            self._ids[:free] = self._ids[self._low : self._high].clone()
+            self._low, self._high = 0, free
         self.owners.index_add_(0, ids, self._one.expand(count), alpha=-1)
-        self._stack[self._height : self._height + count] = ids.flip(0)
-        self._height += count
+        self._ids[self._high : self._high + count] = ids
+        self._high += count
+        self._ascends = False
+
+    def _own(self, first: int, count: int) -> torch.Tensor:
+        # A copy, since the next give may write over this part of the list.
+        ids = self._ids[first : first + count].clone()
+        self.owners.index_add_(0, ids, self._one.expand(count))
+        return ids
 
     def verify(self) -> None:
         """Raise RuntimeError unless every page is free once or owned once (waits for the device)."""
-        free = torch.bincount(self._stack[: self._height], minlength=self.num_pages)
+        free = torch.bincount(self._ids[self._low : self._high], minlength=self.num_pages)
         wrong = ((self.owners + free) != 1) | (self.owners < 0)
         if wrong.any():
             page = int(wrong.nonzero()[0])

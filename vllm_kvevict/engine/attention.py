@@ -1,4 +1,4 @@
-"""vLLM's CPU attention over ragged pages: the stock kernel, with one sequence per (request, KV head)."""
+"""Attention over ragged pages on a CPU: one sequence per (request, KV head)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vllm_kvevict.engine.batch import Call
+from vllm_kvevict.engine.batch import Batch, Call
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.runtime import StepState, get_runtime
 
@@ -96,37 +96,41 @@ class RaggedCPUImpl(AttentionImpl):
             return output.zero_()
         runtime, batch = get_runtime(), attn_metadata.batch
         index = runtime.layer_index[layer.layer_name]
-        tokens, heads = batch.num_tokens, self.num_kv_heads
+        if batch.decodes:
+            runtime.decode(index, batch.decodes, query, key, value, output, self.scale)
+        if batch.write_slots is not None:
+            self._serve(index, batch, query, key, value, output)
+        if attn_metadata.prefills:
+            runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
+        return output
+
+    def _serve(
+        self, layer: int, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> None:
+        """Store the batch's entries and let vLLM's op attend to them."""
+        runtime, tokens, heads = get_runtime(), batch.num_tokens, self.num_kv_heads
+        assert batch.write_slots is not None
         runtime.append(
             key[:tokens].reshape(tokens * heads, self.head_size),
             value[:tokens].reshape(tokens * heads, self.head_size),
-            batch.write_slots[index],
+            batch.write_slots[layer],
         )
         # One row holds the query heads of one KV head; the op wants a request's rows head by head.
         queries = query[:tokens].reshape(tokens * heads, -1)
         result = output[:tokens].view(tokens * heads, -1)
         for call in batch.calls:
             if call.gather is None:
-                self._attend(index, call, queries, result)
+                self._attend(layer, call, queries, result)
             else:
                 mine = queries.index_select(0, call.gather)
                 part = torch.empty_like(mine)
-                self._attend(index, call, mine, part)
+                self._attend(layer, call, mine, part)
                 result.index_copy_(0, call.gather, part)
-        if attn_metadata.prefills:
-            runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
-        return output
 
     def _attend(self, layer: int, call: Call, queries: Tensor, result: Tensor) -> None:
         runtime = get_runtime()
         seq_lens = call.seq_lens[layer]
         group = self.num_heads // self.num_kv_heads
-        if call.decodes and runtime.decode_attention and not self.softcap:
-            shape = (-1, group, self.head_size)
-            runtime.decode_attention(
-                queries.view(shape), result.view(shape), seq_lens, call.block_tables[layer], self.scale
-            )
-            return
         ops.cpu_attention_with_kv_cache(
             query=queries.view(-1, group, self.head_size),
             key_cache=runtime.key_pages,

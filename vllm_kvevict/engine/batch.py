@@ -1,6 +1,5 @@
 """One step's batch as the paged attention op sees it: one sequence per (request, KV head)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Call:
-    """Requests that one attention call serves in every layer. R requests, H KV heads, L layers.
+    """Requests that one call of vLLM's attention op serves in every layer. R requests, H KV heads, L layers.
 
     Attributes:
         seq_lens: [L, R * H] int32, entries of each sequence with this step's.
@@ -23,14 +22,25 @@ class Call:
         query_start_loc: [R * H + 1] int32, where each sequence's queries start.
         gather: int64, for each query in the order (request, head, token) its place (token, head) in the batch;
             None when the two orders are the same.
-        decodes: every request has one query token.
     """
 
     seq_lens: Tensor
     block_tables: Tensor
     query_start_loc: Tensor
     gather: Tensor | None
-    decodes: bool
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """Requests with one query token, which our kernel serves. R requests.
+
+    Attributes:
+        slots: int64 [R], the requests.
+        tokens: int64 [R], their tokens in the batch; None when these are all of it.
+    """
+
+    slots: Tensor
+    tokens: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -39,43 +49,53 @@ class Batch:
 
     Attributes:
         num_tokens: T, the step's tokens.
-        write_slots: [L, T * H] int64, where new entries go, in the order (token, head).
-        calls: one attention call each.
+        write_slots: [L, T * H] int64, where new entries go, in the order (token, head); None when our kernel
+            stores them all.
+        calls: one call of vLLM's op each.
+        decodes: what our kernel serves.
     """
 
     num_tokens: int
-    write_slots: Tensor
+    write_slots: Tensor | None
     calls: list[Call]
+    decodes: Decodes | None
 
 
-def lay_out(cache: PagedKVCache, step: Step, lengths: Sequence[int]) -> Batch:
+def lay_out(cache: PagedKVCache, step: Step, kernel: bool) -> Batch:
     """Lay out a step.
 
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
-        lengths: query tokens of each request, all positive.
+        kernel: whether our kernel serves decodes; vLLM's op serves the rest.
     """
-    tokens = np.asarray(lengths, np.int64)
+    tokens = step.tokens
     widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
+    total = int(tokens.sum())
+    decodes = None
+    served = np.zeros(len(tokens), bool)
+    if kernel and (tokens == 1).any():
+        served = tokens == 1
+        if served.all():
+            return Batch(total, None, [], Decodes(step.slots, None))
+        ours = torch.from_numpy(np.flatnonzero(served)).to(step.slots.device)
+        first = torch.from_numpy((tokens.cumsum() - tokens)[served]).to(step.slots.device)
+        decodes = Decodes(step.slots[ours], first)
     calls = []
-    for requests in _calls(tokens, widths):
-        slots, seq_lens = step.slots, step.seq_lens
+    for requests in _calls(tokens, widths, np.flatnonzero(~served)):
+        slots = step.slots
         if len(requests) < len(tokens):
-            index = torch.from_numpy(requests).to(slots.device)
-            slots = slots[index]
-            seq_lens = seq_lens.unflatten(1, (len(tokens), -1))[:, index].flatten(1)
+            slots = slots[torch.from_numpy(requests).to(slots.device)]
         query_start_loc, gather = _query_order(tokens, requests, cache.num_kv_heads)
         calls.append(
             Call(
-                seq_lens=seq_lens,
+                seq_lens=cache.seq_lens(slots),
                 block_tables=cache.block_tables(slots, int(widths[requests].max())),
                 query_start_loc=torch.from_numpy(query_start_loc).to(slots.device),
                 gather=None if gather is None else torch.from_numpy(gather).to(slots.device),
-                decodes=bool((tokens[requests] == 1).all()),
             )
         )
-    return Batch(int(tokens.sum()), step.write_slots, calls)
+    return Batch(total, cache.write_slots(step), calls, decodes)
 
 
 def _query_order(
@@ -93,9 +113,9 @@ def _query_order(
     return query_start_loc, np.repeat(first, per_sequence) + token * heads
 
 
-def _calls(tokens: IntArray, widths: IntArray) -> list[IntArray]:
-    """Indices of the requests of each attention call: decodes have a kernel of their own."""
-    kinds = [np.flatnonzero(kind) for kind in (tokens == 1, tokens > 1)]
+def _calls(tokens: IntArray, widths: IntArray, requests: IntArray) -> list[IntArray]:
+    """The given requests, those of each call: decodes apart from prefills, and narrow ones from wide ones."""
+    kinds = (requests[tokens[requests] == 1], requests[tokens[requests] > 1])
     return [kind[part] for kind in kinds if kind.size for part in split_by_width(widths[kind])]
 
 

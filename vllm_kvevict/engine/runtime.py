@@ -1,7 +1,7 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Batch, lay_out
+from vllm_kvevict.engine.batch import Batch, Decodes, lay_out
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
 from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
 from vllm_kvevict.engine.projection import OutputProjections
 from vllm_kvevict.engine.rows import batch_request_ids
 from vllm_kvevict.kernels.build import BuildError
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, supports
 from vllm_kvevict.parallel import TensorComm
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Runtime:
             write=self.write,
         )
         self.key_pages, self.value_pages = self.paged_views(storage)
-        self.decode_attention = self._decode_attention()
+        self.decode_attention = self._decode_attention(layers.values())
         first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
             self.vllm_config.parallel_config
         )
@@ -116,9 +116,11 @@ class Runtime:
         )
         self.attached = True
 
-    def _decode_attention(self) -> DecodeAttention | None:
+    def _decode_attention(self, layers: Iterable[Attention]) -> DecodeAttention | None:
         """Our kernel, or None where vLLM's op serves decodes too."""
         cache = self.cache
+        if any(layer.impl.softcap for layer in layers):
+            return None
         if not (self.options.kernels and cache.layout.keys_are_transposed):
             return None
         if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
@@ -148,6 +150,22 @@ class Runtime:
     def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write entries into the pool; arguments as of :meth:`write`."""
         self._write(self.key_pages, self.value_pages, keys, values, slots)
+
+    def decode(
+        self,
+        layer: int,
+        decodes: Decodes,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        scale: float,
+    ) -> None:
+        """Store and attend by our kernel; tensors as of :class:`DecodeAttention`."""
+        assert self.decode_attention is not None
+        tables, first = self.cache.tables, layer * self.cache.num_kv_heads
+        rows = Rows(tables.arena, tables.row_starts, tables.kv_len, decodes.slots, first)
+        self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
 
     def _write(
         self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor
@@ -184,7 +202,8 @@ class Runtime:
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         step = self.cache.extend([live.slot for live in requests], lengths)
         prefills = [query_rows(*rows) for rows in zip(requests, starts[:-1], lengths, strict=True)]
-        return StepState(lay_out(self.cache, step, lengths), [rows for rows in prefills if rows])
+        batch = lay_out(self.cache, step, kernel=self.decode_attention is not None)
+        return StepState(batch, [rows for rows in prefills if rows])
 
     def after_attention(
         self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
