@@ -1,0 +1,281 @@
+"""Where an engine step goes, stock vLLM beside eviction: ``python -m benchmarks.breakdown``.
+
+Two kinds of steps of models with few and with many layers: one that decodes a batch, and one that reads the whole
+prompt of a request, at whose end it is evicted. Functions are timed from outside, each without the timed ones that
+it calls, so the parts add up to the step. The timers take about a microsecond a call, which is in it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decode import admit, drop, prefill
+from benchmarks.measure import RESULTS, record, save, warn_if_busy
+from benchmarks.options import budget, whole
+from benchmarks.scenarios import BLOCK, LAYERS, STOCK, TOKEN_BYTES, model
+from benchmarks.sides import Engine, Side, Workload, running
+from vllm_kvevict.policies import available
+
+DECODE, PREFILL = "decode step", "prefill with eviction"
+REST = "engine, API and the rest"
+Parts = dict[str, float]
+"""Seconds of a step by part."""
+
+
+# What the engines' processes do.
+
+
+@dataclass
+class Stopwatch:
+    """Times functions exclusively: while one that it calls is at work, the caller's time stands still."""
+
+    parts: Parts = field(default_factory=lambda: defaultdict(float))
+    _open: list[str] = field(default_factory=lambda: [REST])
+    _since: float = 0.0
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count a function's time for a part."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._open.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._open.pop()
+
+        setattr(owner, name, timed)
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.parts[self._open[-1]] += now - self._since
+        self._since = now
+
+    def run(self, work: Callable[[], Any]) -> Parts:
+        """Run something and say where its time went."""
+        self.parts.clear()
+        self._since = time.perf_counter()
+        work()
+        self._switch()
+        return dict(self.parts)
+
+
+_stopwatch = Stopwatch()
+
+
+def install(engine: Engine) -> None:
+    """Watch the functions of both sides that take time."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from vllm_kvevict.engine import eviction, runtime
+    from vllm_kvevict.engine.attention import RaggedCPUImpl
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    watch = _stopwatch.watch
+    watch(core.scheduler, "schedule", "scheduler")
+    watch(core.scheduler, "update_from_output", "scheduler")
+    watch(worker, "execute_model", "vLLM's runner")
+    watch(worker, "sample_tokens", "sampling")
+    watch(runner, "_model_forward", "model without attention")
+    if runner.vllm_config.kv_transfer_config is None:
+        watch(CPUAttentionBackendImpl, "forward", "attention")
+        return
+    watch(RaggedCPUImpl, "forward", "attention")
+    watch(runtime.Runtime, "build", "pages and metadata")
+    watch(eviction.Evictor, "after_attention", "eviction: the rest")
+    watch(eviction, "score_layer", "eviction: scoring")
+    watch(eviction, "select", "eviction: selection")
+    watch(type(runtime.get_runtime().cache), "compact", "eviction: compaction")
+
+
+def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
+    """Decode steps of a batch that has read its prompts."""
+    admit(engine, workload)
+    prefill(engine, float("inf"))
+    engine.llm.llm_engine.step()
+    seen = [_stopwatch.run(engine.llm.llm_engine.step) for _ in range(steps)]
+    drop(engine)
+    engine.llm.llm_engine.step()  # the workers hear of it
+    return seen
+
+
+def prefill_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
+    """Steps that read one whole prompt each; the first does not count."""
+    seen = []
+    for number in range(steps + 1):
+        admit(engine, Workload(1, workload.input_len, 2, seed=workload.seed + number + 1))
+        seen.append(_stopwatch.run(engine.llm.llm_engine.step))
+        drop(engine)
+        engine.llm.llm_engine.step()
+    return seen[1:]
+
+
+# What the parent does.
+
+
+@dataclass
+class Cell:
+    """Steps of one kind on one side.
+
+    Attributes:
+        layers: of the model.
+        side: stock or the policy.
+        kind: DECODE or PREFILL.
+        steps: of each step, seconds by part.
+    """
+
+    layers: int
+    side: str
+    kind: str
+    steps: list[Parts]
+
+    @property
+    def milliseconds(self) -> Parts:
+        """Median of each part."""
+        parts = dict.fromkeys(part for step in self.steps for part in step)
+        return {part: 1e3 * median(step.get(part, 0.0) for step in self.steps) for part in parts}
+
+    @property
+    def total(self) -> float:
+        """Median of whole steps, in milliseconds."""
+        return 1e3 * median(sum(step.values()) for step in self.steps)
+
+
+def measure(arguments: argparse.Namespace) -> list[Cell]:
+    """One engine after another, so that none disturbs the one that is timed."""
+    longest = arguments.context + arguments.steps + 8
+    blocks = arguments.batch * -(-longest // BLOCK) + 1
+    eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
+    workload = Workload(arguments.batch, arguments.context, arguments.steps + 8, seed=1)
+    cells = []
+    todo = [(layers, side) for layers in arguments.model_layers for side in (STOCK, arguments.policy)]
+    for layers, name in track(todo, "engines"):
+        side = Side(
+            f"breakdown {name}",
+            model(longest, layers),
+            arguments.threads,
+            dtype="bfloat16",
+            max_model_len=longest,
+            max_num_batched_tokens=arguments.context,
+            kv_cache_memory_bytes=blocks * BLOCK * TOKEN_BYTES * layers // LAYERS,
+            **({} if name == STOCK else eviction),
+        )
+        with running(side):
+            side.call(install)
+            cells.append(Cell(layers, name, DECODE, side.call(decode_steps, workload, arguments.steps)))
+            cells.append(Cell(layers, name, PREFILL, side.call(prefill_steps, workload, arguments.prompts)))
+    return cells
+
+
+def show(arguments: argparse.Namespace, kind: str, cells: Sequence[Cell]) -> Table:
+    """Milliseconds of each part, one column for each model and side."""
+    what = f"{arguments.batch} x {arguments.context}" if kind == DECODE else f"{arguments.context} tokens"
+    table = Table(title=f"{kind}, {what}, {arguments.threads} thread(s): ms, median")
+    table.add_column("part")
+    for cell in cells:
+        table.add_column(f"{cell.layers} layers, {cell.side}", justify="right")
+    columns = [cell.milliseconds for cell in cells]
+    for part in dict.fromkeys(part for column in reversed(columns) for part in column):
+        table.add_row(part, *(f"{column[part]:.2f}" if part in column else "-" for column in columns))
+    table.add_row("whole step", *(f"{cell.total:.2f}" for cell in cells))
+    return table
+
+
+def plot(cells: Sequence[Cell]) -> str:
+    """Stacked bars of the parts."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 1, figsize=(9, 6))
+    names = list(dict.fromkeys(part for cell in cells for part in cell.milliseconds))
+    for panel, kind in zip(panels, (DECODE, PREFILL), strict=True):
+        bars = [cell for cell in reversed(cells) if cell.kind == kind]
+        labels = [f"{cell.layers} layers, {cell.side}" for cell in bars]
+        left = [0.0] * len(bars)
+        for number, part in enumerate(names):
+            widths = [cell.milliseconds.get(part, 0.0) for cell in bars]
+            panel.barh(labels, widths, left=left, label=part, color=f"C{number}")
+            left = [one + width for one, width in zip(left, widths, strict=True)]
+        panel.set(title=kind, xlabel="milliseconds")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.tight_layout()
+    path = RESULTS / "breakdown.png"
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=100, bbox_inches="tight", metadata={"Software": None})
+    pyplot.close(figure)
+    return str(path)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.breakdown",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default, text in (
+        ("batch", 8, "requests in a decode step"),
+        ("context", 2048, "tokens of each prompt"),
+        ("steps", 64, "decode steps"),
+        ("prompts", 7, "prompts of the other kind"),
+        ("threads", 1, "of each engine"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument("--policy", choices=available(), default="ada-snapkv", help="default: %(default)s")
+    parser.add_argument(
+        "--budget", type=budget, default=0.2, metavar="X", help="--kv-budget (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model-layers", type=whole, nargs="+", default=[4, 16], metavar="N", help="default: %(default)s"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.context < 256:
+        parser.error("--context must be at least 256: shorter prompts are kept whole")
+    if (cores := len(os.sched_getaffinity(0))) < arguments.threads:
+        parser.error(f"--threads must be at most {cores}, the number of cores")
+    return arguments
+
+
+def main() -> int:
+    """Measure; the exit code."""
+    arguments, console = parse_arguments(), Console(width=130)
+    load = warn_if_busy(console)
+    cells = measure(arguments)
+    for kind in (DECODE, PREFILL):
+        console.print(show(arguments, kind, [cell for cell in cells if cell.kind == kind]))
+    content = {
+        "settings": vars(arguments),
+        "load_average_at_start": load,
+        "cells": [
+            {
+                "layers": cell.layers,
+                "side": cell.side,
+                "kind": cell.kind,
+                "milliseconds": cell.milliseconds,
+                "total": cell.total,
+            }
+            for cell in cells
+        ],
+    }
+    console.print(f"written to {save('breakdown', record('breakdown', content))} and {plot(cells)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

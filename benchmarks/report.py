@@ -1,0 +1,379 @@
+"""One page of everything that was measured: ``python -m benchmarks.report``.
+
+Reads the JSON files of a folder and writes README.md and plots beside them. Every figure comes from the files; missed
+targets and the loads on which eviction does not pay are listed as such.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.markdown import picture, table
+from benchmarks.measure import RESULTS, Estimate
+from benchmarks.scenarios import PER_CPU, SPEED, STOCK
+
+THROUGHPUT, SWEEP, LATENCY = "throughput-", "throughput-sweep-", "latency"
+AXES = {
+    "pool": "full requests that the KV memory holds",
+    "budget": "budget",
+    "context": "tokens of each prompt",
+    "parallel": "TP x PP",
+}
+"""What a sweep varies."""
+PICTURES = {
+    "breakdown": "where an engine step goes",
+    "attention": "decode attention over a share of the KV, speed-up over all KV with vLLM's op",
+    "decode": "a step of pure decode",
+    "micro": "operations over what the machine allows",
+}
+"""Plots that a benchmark draws itself."""
+ABOUT = (
+    "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets. A target is met if the whole "
+    "interval lies on its good side."
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One side with eviction beside stock vLLM, under one load.
+
+    Attributes:
+        name: of the scenario, or of the sweep and its value.
+        side: the one with eviction.
+        scenario: the load and its memory, as recorded.
+        rounds: the runs of each turn, as recorded.
+        ratios: by measure.
+    """
+
+    name: str
+    side: str
+    scenario: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    ratios: dict[str, Estimate]
+
+    def typical(self, turn: str, what: str) -> float:
+        """Median of a figure of a turn over the rounds."""
+        return median(one[turn][what] for one in self.rounds)
+
+    @property
+    def load(self) -> str:
+        """The load in words."""
+        of = self.scenario
+        ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
+        return (
+            f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}, "
+            f"{of['policy']}{ranks}"
+        )
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder by the names of their files.
+
+    Raises:
+        ValueError: if it has none, or a file is not a record.
+    """
+    records = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+            content["results"], content["command"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a benchmark's record: {error!r}") from error
+        records[path.stem] = content
+    if not records:
+        raise ValueError(f"{folder} holds no results: run a benchmark first")
+    return records
+
+
+def scenarios(records: dict[str, dict[str, Any]]) -> list[Cell]:
+    """The cells of all scenarios."""
+    return [
+        cell
+        for name, content in records.items()
+        if name.startswith(THROUGHPUT) and not name.startswith(SWEEP)
+        for cell in cells(name.removeprefix(THROUGHPUT), content["results"])
+    ]
+
+
+def sweeps(records: dict[str, dict[str, Any]]) -> dict[str, list[Cell]]:
+    """The cells of each sweep, in its order."""
+    return {
+        content["results"]["sweep"]: [
+            cell
+            for one in content["results"]["values"]
+            for cell in cells(f"{content['results']['sweep']} {one['value']}", one)
+        ]
+        for name, content in records.items()
+        if name.startswith(SWEEP)
+    }
+
+
+def cells(name: str, content: dict[str, Any]) -> Iterator[Cell]:
+    """One cell for each side with eviction."""
+    for side, measures in content["ratios"].items():
+        reached = {measure: Estimate(**value) for measure, value in measures.items()}
+        yield Cell(name, side, content["scenario"], content["rounds"], reached)
+
+
+def sources(records: dict[str, dict[str, Any]]) -> list[str]:
+    """Where each file comes from."""
+    rows = []
+    for name, content in records.items():
+        versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
+        threads = _threads(content["results"])
+        rows.append(
+            (_link(name), f"`{content['command']}`", content["date"][:10], content["cpu"], versions, threads)
+        )
+    header = ("file", "command", "date", "CPU", "versions", "threads")
+    return ["## Where the figures come from", "", *table(header, rows, left=6)]
+
+
+def _link(name: str) -> str:
+    return f"[{name}]({name}.json)"
+
+
+def _threads(results: dict[str, Any]) -> str:
+    return str(results.get("threads") or results.get("settings", {}).get("threads") or "-")
+
+
+def target_section(records: dict[str, dict[str, Any]]) -> list[str]:
+    """Every target and whether it was met."""
+    rows = []
+    for name, content in records.items():
+        for target in content["results"].get("targets", []):
+            value = target["value"]
+            shown = str(Estimate(**value)) if isinstance(value, dict) else f"{value:.3g}"
+            sign = "at most" if target["at_most"] else "at least"
+            verdict = "met" if target["met"] else "**missed**"
+            rows.append((_link(name), target["name"], shown, f"{sign} {target['bound']:g}", verdict))
+    return ["## Targets", "", *table(("file", "measured", "result", "target", ""), rows, 2)] if rows else []
+
+
+def throughput_section(found: Sequence[Cell]) -> list[str]:
+    """Every scenario's loads, speeds and memory."""
+    if not found:
+        return []
+    rows = [(cell.name, cell.load, *_figures(cell)) for cell in found]
+    return ["## Scenarios", "", *table(("scenario", "load", *FIGURES), rows, left=3)]
+
+
+FIGURES = (
+    *("side", "tokens/s", "stock's", SPEED, PER_CPU),
+    *("at once", "stock's", "KV MiB", "stock's"),
+)
+
+
+def _figures(cell: Cell) -> tuple[str, ...]:
+    """Side, speeds, requests at once and KV held."""
+    shown = [cell.side]
+    shown += [f"{cell.typical(turn, 'tokens_per_second'):.1f}" for turn in (cell.side, STOCK)]
+    shown += [str(cell.ratios[measure]) for measure in (SPEED, PER_CPU)]
+    shown += [f"{cell.typical(turn, 'peak_running'):g}" for turn in (cell.side, STOCK)]
+    shown += [f"{cell.typical(turn, 'physical_bytes') / 2**20:.1f}" for turn in (cell.side, STOCK)]
+    return tuple(shown)
+
+
+def sweep_section(what: str, found: Sequence[Cell], path: str) -> list[str]:
+    """One sweep: plot and table."""
+    rows = [(cell.name.removeprefix(f"{what} "), *_figures(cell)) for cell in found]
+    return [
+        f"## Throughput over the {AXES[what]}",
+        "",
+        f"First row: {found[0].load}.",
+        "",
+        *picture(f"throughput over the {AXES[what]}", path),
+        "",
+        *table((what, *FIGURES), rows, left=2),
+    ]
+
+
+def latency_section(records: dict[str, dict[str, Any]]) -> list[str]:
+    """Latencies over arrival rates."""
+    lines = []
+    for name in (name for name in records if name.startswith(LATENCY)):
+        results = records[name]["results"]
+        rows = [
+            (
+                f"{at['scenario']['rate']:.2f} ({at['multiple']:g}x)",
+                side,
+                latency,
+                *_latencies(at, side, latency),
+            )
+            for at in results["rates"]
+            for side, latencies in at["latency_ratios"].items()
+            for latency in latencies
+        ]
+        header = (
+            "requests/s",
+            "side",
+            "latency",
+            *(f"{p} ms, stock's / ours / ratio" for p in ("p50", "p90", "p99")),
+        )
+        (first, *_) = cells(name, results["rates"][0])
+        lines += [f"## Latency ({name})", "", f"{first.load}; Poisson arrivals.", ""]
+        lines += [*picture("latency over the arrival rate", f"{name}.png"), "", *table(header, rows, 3), ""]
+    return lines[:-1]
+
+
+def _latencies(at: dict[str, Any], side: str, latency: str) -> list[str]:
+    shown = []
+    for statistic in ("p50", "p90", "p99"):
+        times = [
+            median(one[of]["latency"][latency][statistic] for one in at["rounds"]) * 1e3
+            for of in (STOCK, side)
+        ]
+        ratio = Estimate(**at["latency_ratios"][side][latency][statistic])
+        shown.append(f"{times[0]:.1f} / {times[1]:.1f} / {ratio}")
+    return shown
+
+
+def kvpress_section(records: dict[str, dict[str, Any]]) -> list[str]:
+    """Ours beside kvpress on transformers: speeds of every side, and ratios."""
+    if "kvpress" not in records:
+        return []
+    results = records["kvpress"]["results"]
+    settings, rounds = results["settings"], results["rounds"]
+    speeds = []
+    for side in rounds[0]:
+        runs = [one[side] for one in rounds if one[side]["answered"]]
+        failed = sum(len(one[side]["errors"]) for one in rounds)
+        speed = f"{median(run['output_tokens'] / run['wall'] for run in runs):.1f}" if runs else "-"
+        speeds.append((side, speed, failed))
+    measures = list(next(iter(results["ratios"].values())))
+    ratios = [
+        (pair, *("failed" if found[m] is None else str(Estimate(**found[m])) for m in measures))
+        for pair, found in results["ratios"].items()
+    ]
+    return [
+        "## Beside kvpress on transformers",
+        "",
+        f"{settings['requests']} x ({settings['input_len']} in, {settings['output_len']} out), "
+        f"budget {settings['budget']:g}.",
+        "",
+        *table(("side", "output tokens/s", "batches that failed"), speeds),
+        "",
+        *table(("sides", *measures), ratios),
+    ]
+
+
+def no_gain(found: Sequence[Cell]) -> list[str]:
+    """The loads on which a side with eviction is not faster than stock vLLM, slowest first."""
+    losing = sorted(
+        (cell for cell in found if cell.ratios[SPEED].low <= 1), key=lambda cell: cell.ratios[SPEED].median
+    )
+    if not losing:
+        return []
+    rows = [
+        (
+            cell.name,
+            cell.load,
+            cell.side,
+            cell.ratios[SPEED],
+            cell.ratios[PER_CPU],
+            "slower" if cell.ratios[SPEED].high < 1 else "no clear difference",
+        )
+        for cell in losing
+    ]
+    return [
+        "## Where eviction does not pay",
+        "",
+        f"{len(losing)} of {len(found)} comparisons, slowest first; memory may be saved nevertheless.",
+        "",
+        *table(("measured", "load", "side", SPEED, PER_CPU, ""), rows, 3),
+    ]
+
+
+def pictures(records: dict[str, dict[str, Any]], folder: Path) -> list[str]:
+    """Plots that were drawn with their results."""
+    lines = []
+    for name, about in PICTURES.items():
+        if name in records and (folder / f"{name}.png").exists():
+            lines += [
+                f"## {name}",
+                "",
+                f"{about[0].upper()}{about[1:]}.",
+                "",
+                *picture(about, f"{name}.png"),
+                "",
+            ]
+    return lines[:-1]
+
+
+def plot_sweep(what: str, found: Sequence[Cell], path: Path) -> Path:
+    """Tokens per second of all sides, and the sides' ratios with their intervals; returns the path."""
+    from matplotlib import pyplot
+
+    values = list(dict.fromkeys(cell.name.removeprefix(f"{what} ") for cell in found))
+    sides = list(dict.fromkeys(cell.side if what != "budget" else "with eviction" for cell in found))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    places = range(len(values))
+    for number, side in enumerate(sides):
+        line = [cell for cell in found if what == "budget" or cell.side == side]
+        if number == 0:
+            stock = [cell.typical(STOCK, "tokens_per_second") for cell in line]
+            left.plot(places, stock, "o-", color="grey", label="stock vLLM")
+        left.plot(places, [cell.typical(cell.side, "tokens_per_second") for cell in line], "o-", label=side)
+        speeds = [cell.ratios[SPEED] for cell in line]
+        spans = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
+        right.errorbar(places, [s.median for s in speeds], spans, marker="o", capsize=3, label=side)
+    right.axhline(1, color="grey", linewidth=0.8)
+    for panel, label in ((left, "output tokens/s"), (right, SPEED)):
+        panel.set(xlabel=AXES[what], ylabel=label, ylim=(0, None))
+        panel.set_xticks(list(places), values)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def write(folder: Path) -> Path:
+    """Write README.md and the sweeps' plots into the folder; returns the text's path.
+
+    Raises:
+        ValueError: see read.
+    """
+    records = read(folder)
+    swept = sweeps(records)
+    loads = scenarios(records)
+    parts = [
+        ["# Benchmark results", "", "Written by `python -m benchmarks.report`. " + ABOUT],
+        target_section(records),
+    ]
+    parts.append(throughput_section(loads))
+    for what, found in swept.items():
+        path = plot_sweep(what, found, folder / f"{SWEEP}{what}.png")
+        parts.append(sweep_section(what, found, path.name))
+    parts.append(no_gain([*loads, *(cell for found in swept.values() for cell in found)]))
+    parts += [latency_section(records), kvpress_section(records), pictures(records, folder), sources(records)]
+    output = folder / "README.md"
+    output.write_text("\n\n".join("\n".join(part) for part in parts if part) + "\n")
+    return output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    about = "of the JSON files (default: the project's)"
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help=about)
+    arguments = parser.parse_args(argv)
+    try:
+        print(f"written to {write(arguments.folder)}")
+    except ValueError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
