@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.decode import admit, drop, prefill
 from benchmarks.measure import RESULTS, record, save, warn_if_busy
-from benchmarks.options import budget, whole
+from benchmarks.options import add_counts, budget, whole
 from benchmarks.scenarios import BLOCK, LAYERS, STOCK, TOKEN_BYTES, model
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
@@ -227,16 +227,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, default, text in (
+    add_counts(
+        parser,
         ("batch", 8, "requests in a decode step"),
         ("context", 2048, "tokens of each prompt"),
         ("steps", 64, "decode steps"),
         ("prompts", 7, "prompts of the other kind"),
         ("threads", 1, "of each engine"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     parser.add_argument("--policy", choices=available(), default="ada-snapkv", help="default: %(default)s")
     parser.add_argument(
         "--budget", type=budget, default=0.2, metavar="X", help="--kv-budget (default: %(default)s)"

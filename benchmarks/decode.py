@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.measure import RESULTS, Estimate, estimate, paired_ratio, record, save, warn_if_busy
 from benchmarks.options import budget, whole
-from benchmarks.scenarios import BLOCK, LAYERS, TOKEN_BYTES, Target, model
+from benchmarks.scenarios import BLOCK, LAYERS, TOKEN_BYTES, Target, model, show_targets
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
@@ -325,14 +325,11 @@ def main() -> int:
                 with Progress(*columns, console=console) as bar:
                     cells.append(measure(arguments, layers, context, sides, bar))
     console.print(show(arguments, cells))
-    reached = targets(arguments, cells)
-    for target in reached:
-        console.print(str(target), style="green" if target.met else "red", highlight=False)
     content = {
         "settings": vars(arguments),
         "load_average_at_start": load,
         "cells": [cell.summary() for cell in cells],
-        "targets": [{**asdict(target), "met": target.met} for target in reached],
+        "targets": show_targets(console, targets(arguments, cells)),
     }
     console.print(f"written to {save('decode', record('decode', content))} and {plot(arguments, cells)}")
     return 0

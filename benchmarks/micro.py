@@ -36,7 +36,7 @@ from benchmarks.attention import (
 from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
 from benchmarks.load import ENTRY_BYTES
 from benchmarks.measure import RESULTS, Estimate, estimate, record, save, warn_if_busy
-from benchmarks.options import positive, whole
+from benchmarks.options import add_counts, positive
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
@@ -265,16 +265,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, default, text in (
+    add_counts(
+        parser,
         ("batch", 8, "requests in a decode step"),
         ("context", 8192, "tokens of each request"),
         ("chunk", 2048, "tokens of a prefill chunk"),
         ("rounds", 9, "rounds of each operation"),
         ("threads", len(os.sched_getaffinity(0)), "threads of each operation"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     parser.add_argument(
         "--share", type=positive, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
     )

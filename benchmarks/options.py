@@ -39,6 +39,14 @@ def share(text: str) -> float:
     return value
 
 
+def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -> None:
+    """Options that are positive integers: name, default and help of each."""
+    for name, default, text in counts:
+        parser.add_argument(
+            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that change a scenario, and those of every serving benchmark."""
     own = "default: the scenario's"

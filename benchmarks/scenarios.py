@@ -1,8 +1,11 @@
 """What the serving benchmarks run: the model, the loads and the memory they run in, the sides, the targets."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from benchmarks.load import ENTRY_BYTES, HEAD_DIM, Load, Run, longest
 from benchmarks.measure import Estimate, paired_ratio
@@ -187,6 +190,13 @@ class Target:
     def __str__(self) -> str:
         sign = "<=" if self.at_most else ">="
         return f"{self.name}: {self.value}, target {sign} {self.bound:g}: {'met' if self.met else 'MISSED'}"
+
+
+def show_targets(console: Console, targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Print whether each target is reached; what goes into the record."""
+    for target in targets:
+        console.print(str(target), style="green" if target.met else "red", highlight=False)
+    return [{**asdict(target), "met": target.met} for target in targets]
 
 
 def compare(

@@ -31,6 +31,7 @@ from benchmarks.scenarios import (
     Scenario,
     make_server,
     ratios,
+    show_targets,
     targets,
 )
 from benchmarks.server import Server, run_benchmark
@@ -283,11 +284,7 @@ def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[
     # They hold for the scenario's own sizes.
     same = replace(scenario, rounds=SCENARIOS[name].rounds) == SCENARIOS[name]
     wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
-    for target in wanted:
-        console.print(str(target), style="green" if target.met else "red", highlight=False)
-    return as_record(scenario, rounds) | {
-        "targets": [{**asdict(target), "met": target.met} for target in wanted]
-    }
+    return as_record(scenario, rounds) | {"targets": show_targets(console, wanted)}
 
 
 def main() -> int:

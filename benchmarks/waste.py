@@ -22,7 +22,8 @@ from rich.table import Table
 
 from benchmarks.decode import CHUNK, admit, drop, output_len, prefill, requests
 from benchmarks.measure import record, save
-from benchmarks.scenarios import BLOCK, TOKEN_BYTES, Target, model
+from benchmarks.options import add_counts
+from benchmarks.scenarios import BLOCK, TOKEN_BYTES, Target, model, show_targets
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
@@ -197,21 +198,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--policies", nargs="+", choices=policies, default=["ada-snapkv", "snapkv", "lava"], metavar="POLICY"
     )
-    for name, default, text in (
+    add_counts(
+        parser,
         ("requests", 16, "requests at once"),
         ("input-len", 2048, "tokens of each prompt"),
         ("output-len", 64, "decode steps after the last eviction"),
         ("budget", 512, "tokens per KV head"),
         ("page-size", 32, "entries of a page"),
         ("threads", len(os.sched_getaffinity(0)), "OpenMP threads of the engine"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     arguments = parser.parse_args(argv)
-    for name in ("requests", "output_len", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 32 < arguments.budget < arguments.input_len:
         parser.error("--budget must be above 32, the policies' window, and below --input-len")
     if arguments.input_len < 256:
@@ -247,13 +243,10 @@ def main() -> int:
             results[policy] = summary(side.call(hold, workload, steps, policy))
     for table in tables(results):
         console.print(table)
-    reached = targets(results)
-    for target in reached:
-        console.print(str(target), style="green" if target.met else "red", highlight=False)
     content = {
         "settings": vars(arguments),
         "policies": results,
-        "targets": [{**asdict(target), "met": target.met} for target in reached],
+        "targets": show_targets(console, targets(results)),
     }
     console.print(f"written to {save('waste', record('waste', content))}")
     return 0

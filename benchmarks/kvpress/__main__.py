@@ -25,8 +25,8 @@ from benchmarks.kvpress.opponent import Opponent
 from benchmarks.kvpress.runs import Round, Run, from_outcome, opponent_side, run_batches
 from benchmarks.load import PAGE_BYTES
 from benchmarks.measure import Estimate, paired_ratio, record, save, warn_if_busy
-from benchmarks.options import positive, whole
-from benchmarks.scenarios import Scenario, Target, model
+from benchmarks.options import add_counts, positive
+from benchmarks.scenarios import Scenario, Target, model, show_targets
 from benchmarks.server import ended_by_sigterm
 from benchmarks.sides import Side, Workload, running
 from benchmarks.throughput import LEAST_ROUNDS
@@ -61,16 +61,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, value, text in (
+    add_counts(
+        parser,
         ("requests", 8, "that arrive together"),
         ("input-len", 2048, "tokens of each prompt"),
         ("output-len", 256, "tokens of each answer"),
         ("rounds", 3, "runs of each side"),
         ("threads", 1, "OpenMP threads of each program"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=whole, default=value, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     parser.add_argument(
         "--budget",
         type=positive,
@@ -258,8 +256,6 @@ def show(
     for name, found in checks.items():
         console.print(describe(name, found), highlight=False)
     wanted = targets(rounds, arguments.policies) if len(rounds) >= LEAST_ROUNDS else []
-    for target in wanted:
-        console.print(str(target), style="green" if target.met else "red", highlight=False)
     if not wanted:
         console.print(
             f"no target: {LEAST_ROUNDS} rounds are needed, in which kvpress answered", style="yellow"
@@ -270,7 +266,7 @@ def show(
             pair: {name: value and asdict(value) for name, value in figures.items()}
             for pair, figures in compared.items()
         },
-        "targets": [{**asdict(target), "met": target.met} for target in wanted],
+        "targets": show_targets(console, wanted),
         "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
     }
 

@@ -1,4 +1,4 @@
-"""One step's batch as the paged attention op sees it: one sequence per (request, KV head)."""
+"""One step's batch, divided between our decode kernel and vLLM's attention op: one sequence per (request, KV head)."""
 
 from dataclasses import dataclass
 
@@ -49,8 +49,8 @@ class Batch:
 
     Attributes:
         num_tokens: T, the step's tokens.
-        write_slots: [L, T * H] int64, where new entries go, in the order (token, head); None when our kernel
-            stores them all.
+        write_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
+            out the few of decodes would cost more; None when our kernel stores them all.
         calls: one call of vLLM's op each.
         decodes: what our kernel serves.
     """
