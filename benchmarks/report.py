@@ -29,6 +29,8 @@ PICTURES = {
     "breakdown": "where an engine step goes",
     "attention": "decode attention over a share of the KV, speed-up over all KV with vLLM's op",
     "decode": "a step of pure decode",
+    "prefill-take": "long prompts read by stock vLLM and by take",
+    "prefill-recycle": "a prompt read in several steps and in one, evicted at its end",
     "micro": "operations over what the machine allows",
 }
 """Plots that a benchmark draws itself."""
@@ -36,6 +38,7 @@ ABOUT = (
     "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets. A target is met if the whole "
     "interval lies on its good side."
 )
+BURSTS = "A busy server hands several tokens over at a time, so half of the times between tokens (itl) can be zero."
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def latency_section(records: dict[str, dict[str, Any]]) -> list[str]:
             *(f"{p} ms, stock's / ours / ratio" for p in ("p50", "p90", "p99")),
         )
         (first, *_) = cells(name, results["rates"][0])
-        lines += [f"## Latency ({name})", "", f"{first.load}; Poisson arrivals.", ""]
+        lines += [f"## Latency ({name})", "", f"{first.load}; Poisson arrivals. {BURSTS}", ""]
         lines += [*picture("latency over the arrival rate", f"{name}.png"), "", *table(header, rows, 3), ""]
     return lines[:-1]
 
@@ -288,6 +291,24 @@ def no_gain(found: Sequence[Cell]) -> list[str]:
     ]
 
 
+def longer(records: dict[str, dict[str, Any]]) -> list[str]:
+    """The latencies that eviction clearly makes longer."""
+    rows = [
+        (f"{at['multiple']:g}x", side, f"{latency}, {statistic}", ratio)
+        for name in records
+        if name.startswith(LATENCY)
+        for at in records[name]["results"]["rates"]
+        for side, latencies in at["latency_ratios"].items()
+        for latency, statistics in latencies.items()
+        for statistic, value in statistics.items()
+        if (ratio := Estimate(**value)).low > 1
+    ]
+    if not rows:
+        return []
+    header = ("arrivals over what stock completes", "side", "latency", "over stock's")
+    return ["Latencies that get longer:", "", *table(header, rows, 3)]
+
+
 def pictures(records: dict[str, dict[str, Any]], folder: Path) -> list[str]:
     """Plots that were drawn with their results."""
     lines = []
@@ -351,7 +372,13 @@ def write(folder: Path) -> Path:
         path = plot_sweep(what, found, folder / f"{SWEEP}{what}.png")
         parts.append(sweep_section(what, found, path.name))
     parts.append(no_gain([*loads, *(cell for found in swept.values() for cell in found)]))
-    parts += [latency_section(records), kvpress_section(records), pictures(records, folder), sources(records)]
+    parts += [
+        longer(records),
+        latency_section(records),
+        kvpress_section(records),
+        pictures(records, folder),
+        sources(records),
+    ]
     output = folder / "README.md"
     output.write_text("\n\n".join("\n".join(part) for part in parts if part) + "\n")
     return output
