@@ -72,7 +72,7 @@ class Stopwatch:
         return dict(self.parts)
 
 
-_stopwatch = Stopwatch()
+stopwatch = Stopwatch()
 
 
 def install(engine: Engine) -> None:
@@ -85,7 +85,7 @@ def install(engine: Engine) -> None:
     core = engine.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
     runner = worker.model_runner
-    watch = _stopwatch.watch
+    watch = stopwatch.watch
     watch(core.scheduler, "schedule", "scheduler")
     watch(core.scheduler, "update_from_output", "scheduler")
     watch(worker, "execute_model", "vLLM's runner")
@@ -107,7 +107,7 @@ def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
     admit(engine, workload)
     prefill(engine, float("inf"))
     engine.llm.llm_engine.step()
-    seen = [_stopwatch.run(engine.llm.llm_engine.step) for _ in range(steps)]
+    seen = [stopwatch.run(engine.llm.llm_engine.step) for _ in range(steps)]
     drop(engine)
     engine.llm.llm_engine.step()  # the workers hear of it
     return seen
@@ -118,7 +118,7 @@ def prefill_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]
     seen = []
     for number in range(steps + 1):
         admit(engine, Workload(1, workload.input_len, 2, seed=workload.seed + number + 1))
-        seen.append(_stopwatch.run(engine.llm.llm_engine.step))
+        seen.append(stopwatch.run(engine.llm.llm_engine.step))
         drop(engine)
         engine.llm.llm_engine.step()
     return seen[1:]

@@ -5,6 +5,7 @@ in every step, which is when admission counts most. Times are per running reques
 """
 
 import argparse
+import dataclasses
 import random
 import statistics
 import time
@@ -21,7 +22,8 @@ from vllm.v1.request import Request
 from benchmarks.measure import Estimate, estimate, record, save
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import RankCapacity, Report
+from vllm_kvevict.engine.messages import Report
+from vllm_kvevict.engine.peaks import RankCapacity
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
@@ -72,10 +74,12 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
         enable_caching=False,
         options=options,
         max_num_batched_tokens=8192,
+        longest_step=8192,
         num_stages=1,
     )
-    rows = LAYERS * KV_HEADS // ranks
-    plenty = RankCapacity(rows * len(requests) * (PROMPT + OUTPUT), rows)
+    heads = KV_HEADS // ranks
+    rows = LAYERS * heads
+    plenty = RankCapacity(rows * len(requests) * (PROMPT + OUTPUT), 0, LAYERS, heads, LAYERS, KV_HEADS)
     ledger.set_capacity(dict.fromkeys(range(ranks), plenty))
     choose = random.Random(seed)
     seconds = []
@@ -88,14 +92,14 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
                 length = choose.randrange(1, 2 * PROMPT // 5)
                 residues[length % PAGE] += 1
                 pages += -(-length // PAGE)
-            report = Report("snapkv", 1, PROMPT, pages, 0, residues, 0, 0, [], 0.0, 0.0)
+            report = Report("snapkv", 1, PROMPT, True, pages, 0, 0, residues, 0, 0, [], 0.0, 0.0)
             started = time.perf_counter()
             ledger.on_report(rank, request.request_id, report)
             seconds.append(time.perf_counter() - started)
     # Only the last rank has no room, so admission looks at every rank before it says no.
     accounts = ledger.accounts.values()
     full = sum(ledger._held_finally(account, ranks - 1, PROMPT + OUTPUT) for account in accounts)
-    ledger.capacity[-1] = RankCapacity(full, rows)
+    ledger.capacity[-1] = dataclasses.replace(plenty, pages=full)
     return ledger, statistics.median(seconds)
 
 

@@ -129,9 +129,8 @@ def sources(records: dict[str, dict[str, Any]]) -> list[str]:
     for name, content in records.items():
         versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
         threads = _threads(content["results"])
-        rows.append(
-            (_link(name), f"`{content['command']}`", content["date"][:10], content["cpu"], versions, threads)
-        )
+        command, date = f"`{content['command']}`", content["date"][:10]
+        rows.append((_link(name), command, date, content["cpu"], versions, threads))
     header = ("file", "command", "date", "CPU", "versions", "threads")
     return ["## Where the figures come from", "", *table(header, rows, left=6)]
 
@@ -314,14 +313,8 @@ def pictures(records: dict[str, dict[str, Any]], folder: Path) -> list[str]:
     lines = []
     for name, about in PICTURES.items():
         if name in records and (folder / f"{name}.png").exists():
-            lines += [
-                f"## {name}",
-                "",
-                f"{about[0].upper()}{about[1:]}.",
-                "",
-                *picture(about, f"{name}.png"),
-                "",
-            ]
+            lines += [f"## {name}", "", f"{about[0].upper()}{about[1:]}.", ""]
+            lines += [*picture(about, f"{name}.png"), ""]
     return lines[:-1]
 
 

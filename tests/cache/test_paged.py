@@ -341,3 +341,45 @@ def test_with_vllms_cpu_kernel():
             assert torch.equal(got_keys, want)
             assert torch.equal(got_values, -want)
     cache.verify()
+
+
+def test_one_layer_at_a_time_needs_the_pages_of_one():
+    """Three layers of four pages each, in a pool of six: each keeps one page of the four that it takes."""
+    cache, payload = make(pages=H * 6), Payload(D)
+    slot = cache.open()
+    cache.announce(slot, 100)
+    assert cache.held(slot) == 0 and cache.stored_entries == 0
+    stored = []
+    for layer in range(L):
+        cache.storage.index_fill_(0, cache.pool._ids[cache.pool._low : cache.pool._high].long(), float("nan"))
+        places, pages = cache.fill(slot, layer, 100)
+        ids = payload.ids(100 * H)
+        cache._write(cache.storage, payload.keys(ids), payload.values(ids), places)
+        assert torch.equal(pages, cache.tables.region(slot)[layer * H : (layer + 1) * H, :4])
+        assert not tail(cache, slot, layer, 0).any()
+        assert cache.held(slot) == H * (4 + layer) and cache.lengths.shortest(slot, layer) == 100
+        cache.compact(slot, layer, [torch.arange(0, 100, 4)] * H)
+        stored.append(payload.keys(ids.view(100, H)[::4].flatten()).view(25, H, D))
+    assert cache.pool.fewest_free == 0
+    cache.settle(slot)
+    cache.verify()
+    step = cache.extend([slot], [1])
+    assert cache.seq_lens(step.slots).tolist() == [[26] * H] * L
+    for layer in range(L):
+        assert torch.equal(cache.read_keys(slot, layer, 25), stored[layer].transpose(0, 1))
+
+
+def test_only_an_empty_request_takes_pages_layer_by_layer():
+    cache = make()
+    slot = cache.open()
+    cache.extend([slot], [3])
+    with pytest.raises(ValueError, match="not empty"):
+        cache.announce(slot, 10)
+
+
+def test_compacting_says_what_it_frees():
+    cache = make()
+    slot = cache.open()
+    cache.extend([slot], [100])
+    assert cache.compact(slot, 0, [torch.arange(100)] * H) == 0
+    assert cache.compact(slot, 0, [torch.arange(33), torch.arange(32)]) == 2 + 3

@@ -70,6 +70,24 @@ class Model:
         assert self.cache.seq_lens(step.slots).tolist() == want
         assert step.max_lens == [max(map(len, self.rows[slot])) for slot in slots]
 
+    def read_layer_by_layer(self, slot, tokens, fractions, rng):
+        """Fill and evict one layer after the other; needs the pages of one whole layer and what the others keep."""
+        self.cache.announce(slot, tokens)
+        for layer in range(L):
+            places, pages = self.cache.fill(slot, layer, tokens)
+            assert pages.shape == (H, -(-tokens // PS))
+            ids = self.payload.ids(tokens * H)
+            self.cache._write(self.cache.storage, self.payload.keys(ids), self.payload.values(ids), places)
+            kept = []
+            for head in range(H):
+                row = ids.view(tokens, H)[:, head].tolist()
+                count = max(1, round(fractions[layer * H + head] * tokens))
+                index = sorted(rng.sample(range(tokens), count))
+                self.rows[slot][layer * H + head] = [row[i] for i in index]
+                kept.append(torch.tensor(index))
+            self.cache.compact(slot, layer, kept)
+        self.cache.settle(slot)
+
     def evict(self, slot, fractions, rng):
         """Keep a random part of each row, of about the given fraction of it."""
         free = self.cache.num_free
@@ -132,6 +150,16 @@ class CacheMachine(RuleBasedStateMachine):
         slots = data.draw(st.permutations(sorted(self.model.rows)))
         for _ in range(data.draw(st.integers(1, 40))):
             self.model.extend(slots, [1] * len(slots))
+
+    @precondition(lambda self: any(not rows[0] for rows in self.model.rows.values()))
+    @rule(data=st.data(), rng=st.randoms(use_true_random=False))
+    def read_layer_by_layer(self, data, rng):
+        empty = [slot for slot, rows in sorted(self.model.rows.items()) if not rows[0]]
+        tokens = data.draw(st.one_of(st.integers(1, 150), st.sampled_from([31, 32, 33, 64])))
+        if self.model.cache.num_free < L * H * -(-tokens // PS):
+            return
+        fractions = data.draw(st.lists(st.floats(0, 1), min_size=L * H, max_size=L * H))
+        self.model.read_layer_by_layer(data.draw(st.sampled_from(empty)), tokens, fractions, rng)
 
     @precondition(lambda self: any(rows[0] for rows in self.model.rows.values()))
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))

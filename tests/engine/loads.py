@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.engine.simulation import PAGE, Setup, Shape, Simulation, make_request
+from tests.engine.servers import PAGE, Setup, Shape, make_request
+from tests.engine.simulation import Simulation
 
 POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv")
 

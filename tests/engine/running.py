@@ -130,9 +130,10 @@ def _record(worker: Any) -> None:
     from vllm_kvevict.engine.runtime import get_runtime
 
     runtime = get_runtime()
-    evictor, compact, score = runtime.evictor, runtime.cache.compact, runtime.evictor._score
+    evictor, compact = runtime.evictor, runtime.cache.compact
+    score, report = evictor._score, evictor._report
     runtime.decisions = []
-    scored = {}
+    scored, stored = {}, {}
 
     def recording_score(layer, live, *args):
         result = score(layer, live, *args)
@@ -140,13 +141,28 @@ def _record(worker: Any) -> None:
         return result
 
     def recording_compact(slot, layer, kept):
-        name = next(name for name, live in runtime.live.items() if live.slot == slot)
-        head = evictor.comm.local_heads.start if evictor.comm else 0
-        entries = [entries.tolist() for entries in kept]
-        runtime.decisions.append((name, evictor.first_layer + layer, head, entries, scored[slot, layer]))
-        compact(slot, layer, kept)
+        live = next(live for live in runtime.live.values() if live.slot == slot)
+        key = live.plan.request_id, live.plan.epoch, layer
+        since, positions = stored.get(key, (0, [[]] * len(kept)))
+        positions = [[*before, *range(since, live.tokens)] for before in positions]
+        stored[key] = (
+            live.tokens,
+            [[p[i] for i in entries] for p, entries in zip(positions, kept, strict=True)],
+        )
+        return compact(slot, layer, kept)
 
-    runtime.cache.compact, evictor._score = recording_compact, recording_score
+    def recording_report(live, n):
+        head = evictor.comm.local_heads.start if evictor.comm else 0
+        for layer in range(runtime.cache.num_layers):
+            _, positions = stored[live.plan.request_id, live.plan.epoch, layer]
+            scores = scored.pop((live.slot, layer), None)
+            runtime.decisions.append(
+                (live.plan.request_id, evictor.first_layer + layer, head, positions, scores)
+            )
+        report(live, n)
+
+    runtime.cache.compact = recording_compact
+    evictor._score, evictor._report = recording_score, recording_report
 
 
 def _decisions(worker: Any) -> list[tuple]:

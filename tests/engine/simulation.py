@@ -4,140 +4,20 @@ The workers do what the runtime does with a step: free, open, grow, evict, repor
 lengths and know nothing of the ledger, so that every disagreement shows.
 """
 
-import copy
-import functools
-import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.models import make_model
-from vllm_kvevict.engine.config import KEY, Options, Plan
+from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
+from vllm_kvevict.engine.config import Plan
 from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import (
-    Handshake,
-    LayerWeights,
-    RankCapacity,
-    RankMessage,
-    Report,
-    WorkerMessages,
-)
-from vllm_kvevict.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
-
-PAGE = 32
-TOKEN = 7
-"""What every sampled token is."""
-
-Shape = tuple[int, int]
-"""Layers and KV heads of a rank."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A server: its pools, its scheduler's limits, its eviction options.
-
-    Attributes:
-        shapes: (layers, KV heads) of each rank.
-        pages: of each rank's pool.
-        depth: steps in flight; above 1 as under pipeline parallelism or asynchronous scheduling.
-        pipeline: whether each rank is a stage with layers of its own; else all hold the same layers.
-        options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
-            ``PAGE`` tokens as the first rank's pool has pages for all its rows.
-    """
-
-    shapes: Sequence[Shape]
-    pages: Sequence[int]
-    max_model_len: int
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    depth: int = 1
-    pipeline: bool = False
-    asynchronous: bool = False
-    priority: bool = False
-    options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
-
-
-@functools.cache
-def _base_config(evicts: bool) -> VllmConfig:
-    """A configuration of a tiny model, from which each scheduler takes a changed copy."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(folder, layers=1, max_len=1 << 16)
-        settings: dict[str, Any] = {"enable_prefix_caching": False}
-        if evicts:
-            settings = {"additional_config": {KEY: {"policy": "ada-snapkv"}}}
-        args = EngineArgs(str(model), skip_tokenizer_init=True, dtype="float32", **settings)
-        return args.create_engine_config()
-
-
-def make_scheduler(setup: Setup) -> Scheduler:
-    """Build the scheduler as the engine core does, and introduce the ranks to it."""
-    config = copy.copy(_base_config(setup.options is not None))
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.model_config = copy.copy(config.model_config)
-    config.cache_config = copy.copy(config.cache_config)
-    config.scheduler_config.max_num_batched_tokens = setup.max_num_batched_tokens
-    config.scheduler_config.max_num_scheduled_tokens = setup.max_num_batched_tokens
-    config.scheduler_config.max_num_seqs = setup.max_num_seqs
-    config.scheduler_config.policy = "priority" if setup.priority else "fcfs"
-    config.scheduler_config.async_scheduling = setup.asynchronous
-    config.parallel_config = copy.copy(config.parallel_config)
-    config.parallel_config.pipeline_parallel_size = len(setup.shapes) if setup.pipeline else 1
-    config.model_config.max_model_len = setup.max_model_len
-    layers, heads = setup.shapes[0]
-    # The block that vLLM's manager always keeps aside comes on top.
-    blocks = setup.pages[0] // (layers * heads) + 1
-    config.cache_config.block_size = PAGE
-    config.cache_config.num_gpu_blocks = blocks
-    if setup.options is None:
-        kind: type[Scheduler] = AsyncScheduler if setup.asynchronous else Scheduler
-    else:
-        config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
-        kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
-    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=32, dtype=torch.float32)
-    names = [f"layers.{index}" for index in range(layers)]
-    scheduler = kind(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(names, spec)]),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=PAGE,
-        hash_block_size=PAGE,
-    )
-    if setup.options is not None:
-        assert scheduler.connector is not None
-        scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {
-                (rank, 0): Handshake(rank, RankCapacity(pages, layers * heads))
-                for rank, ((layers, heads), pages) in enumerate(zip(setup.shapes, setup.pages, strict=True))
-            }
-        )
-    return scheduler
-
-
-def make_request(
-    name: str,
-    prompt: int,
-    max_tokens: int,
-    extra_args: dict[str, Any] | None = None,
-    priority: int = 0,
-    arrival: float = 0.0,
-) -> Request:
-    """A request of ``prompt`` tokens that ends after exactly ``max_tokens`` outputs."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
-    return Request(name, [TOKEN] * prompt, params, None, arrival_time=arrival, priority=priority)
+from vllm_kvevict.engine.messages import LayerWeights, RankMessage, Report, WorkerMessages
+from vllm_kvevict.policies import take
 
 
 @dataclass
@@ -147,8 +27,8 @@ class Resident:
     plan: Plan
     kv_len: list[np.ndarray]
     tokens: int = 0
-    evictions: int = 0
     waits: bool = False
+    kept: list[np.ndarray] | None = None
 
 
 class Workers:
@@ -162,6 +42,7 @@ class Workers:
 
     def __init__(self, setup: Setup, seed: int = 0):
         self.setup = setup
+        self.ranks = capacities(setup)
         self.random = np.random.default_rng(seed)
         self.live: dict[str, Resident] = {}
         self.evictions: list[tuple[str, int, int]] = []
@@ -182,7 +63,7 @@ class Workers:
         Returns:
             What every rank reports of it.
         """
-        plans = output.kv_connector_metadata.plans
+        plans, probes = output.kv_connector_metadata.plans, output.kv_connector_metadata.probes
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
         trimmed: list[Resident] = []
@@ -201,24 +82,39 @@ class Workers:
             rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
             self.live[plan.request_id] = Resident(plan, rows)
         leaving: list[Resident] = []
+        # Pages that are held for a part of the step only.
+        passing = [0] * len(self.ranks)
         for name, count in output.num_scheduled_tokens.items():
+            if name in probes:
+                resident = self.live[probes[name]]
+                assert resident.tokens in resident.plan.cuts and count == resident.plan.probe
+                for rank, rows in enumerate(resident.kv_len):
+                    passing[rank] += self.pages(rows + count) - self.pages(rows)
+                continue
             resident = self.live[name]
             assert not resident.waits, f"{name} goes on before its layer budgets are known"
             before, resident.tokens = resident.tokens, resident.tokens + count
+            position = resident.plan.next_eviction(before)
             for rows in resident.kv_len:
                 rows += count
-            evict_at = resident.plan.evict_at
-            if evict_at is None:
+            if position is None:
                 continue
-            assert not before < evict_at < resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == evict_at:
+            assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
+            if resident.tokens == position:
                 leaving.append(resident)
+                assert (position in resident.plan.cuts) == (name in probes.values())
+            if resident.plan.recycles and count == position:
+                resident.kept = self._choose(resident)
+                for rank, peak in enumerate(self._recycled_peak(resident)):
+                    passing[rank] += peak - self.pages(resident.kv_len[rank])
         # The step's pages are all taken before anything is freed by its evictions.
         for rank, pages in enumerate(self.setup.pages):
-            held = self.held(rank)
+            held = self.held(rank) + passing[rank]
             assert held <= pages, f"rank {rank} would hold {held} of {pages} pages"
+            most = output.kv_connector_metadata.most_pages
+            assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
-        waiting = [r for r in leaving if self.setup.pipeline and not r.plan.config.layer_local]
+        waiting = [r for r in leaving if self.setup.pipeline and r.plan.config.weighted]
         for resident in waiting:
             resident.waits = True
         leaving = [resident for resident in leaving if not resident.waits]
@@ -249,13 +145,50 @@ class Workers:
         return LayerWeights(resident.plan.epoch, first, weights.tolist())
 
     def _evict(self, resident: Resident) -> list[Report]:
-        """Keep ragged counts whose total over all rows of all ranks is the policy's."""
-        plan = resident.plan
-        assert plan.evict_at is not None
-        sizes = [layers * heads for layers, heads in self.setup.shapes]
-        total = sum(sizes) * plan.config.budget_for(plan.evict_at)
-        kept = split(total, sum(sizes), plan.evict_at, self.random)
-        return self._keep(resident, np.split(kept, np.cumsum(sizes)[:-1]))
+        """Keep what the policy may."""
+        parts = self._choose(resident) if resident.kept is None else resident.kept
+        resident.kept = None
+        return self._keep(resident, parts)
+
+    def _choose(self, resident: Resident) -> list[np.ndarray]:
+        """Row lengths of each rank, [layers, KV heads]: of every layer its budget, at random if heads compete."""
+        config, n = resident.plan.config, resident.plan.evict_at
+        assert n is not None
+        parts = [rows.copy() for rows in resident.kv_len]
+        last = resident.tokens == n
+        for layer in range(self.ranks[0].num_model_layers):
+            owners = [
+                part[layer - rank.first_layer]
+                for part, rank in zip(parts, self.ranks, strict=True)
+                if rank.first_layer <= layer < rank.first_layer + rank.num_layers
+            ]
+            if config.chunked:
+                budget = take.chunk_budget(config, n, layer, self.ranks[0].num_model_layers, last)
+                for rows in owners:
+                    rows[:] = np.minimum(rows, budget)
+                continue
+            heads = sum(map(len, owners))
+            if config.weighted:
+                budget = config.budget_for(n)
+            else:
+                budget = config.layer_budgets(n, self.ranks[0].num_model_layers)[layer]
+            counts = np.full(heads, budget)
+            if config.heads_compete:
+                counts = split(heads * budget, heads, n, self.random)
+            for rows, mine in zip(
+                owners, np.split(counts, np.cumsum([len(r) for r in owners])[:-1]), strict=True
+            ):
+                rows[:] = mine
+        return parts
+
+    def _recycled_peak(self, resident: Resident) -> list[int]:
+        """The most pages that each rank holds while its layers are evicted one after the other."""
+        assert resident.kept is not None
+        peaks = []
+        for whole, kept in zip(resident.kv_len, resident.kept, strict=True):
+            held = [self.pages(kept[:layer]) + self.pages(whole[layer]) for layer in range(len(whole))]
+            peaks.append(max(held))
+        return peaks
 
     def _trim(self, resident: Resident, budgets: Sequence[int]) -> list[Report]:
         """Keep ragged counts whose total in each layer is what the scheduler decided for it."""
@@ -274,9 +207,7 @@ class Workers:
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""
         plan = resident.plan
-        assert plan.evict_at is not None and resident.evictions == 0
-        resident.evictions += 1
-        self.evictions.append((plan.request_id, plan.epoch, plan.evict_at))
+        self.evictions.append((plan.request_id, plan.epoch, resident.tokens))
         reports = []
         for rank, part in enumerate(parts):
             rows = resident.kv_len[rank]
@@ -287,9 +218,11 @@ class Workers:
                 Report(
                     policy=plan.config.label,
                     epoch=plan.epoch,
-                    tokens=plan.evict_at,
+                    tokens=resident.tokens,
+                    last=resident.tokens == plan.evict_at,
                     pages=pages,
                     freed_pages=before - pages,
+                    peak_pages=before,
                     residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
                     first_layer=0,
                     first_head=0,
@@ -390,7 +323,10 @@ class Simulation:
         names = list(output.num_scheduled_tokens)
         sampled = []
         for name in names:
-            request = self.scheduler.requests[name]
+            request = self.scheduler.requests.get(name)
+            if request is None:  # a probe
+                sampled.append([])
+                continue
             sampled.append([] if request.is_prefill_chunk else [TOKEN])
             if request.is_prefill_chunk or output.num_scheduled_tokens[name] > 1:
                 self.prefilled += output.num_scheduled_tokens[name]
@@ -400,8 +336,3 @@ class Simulation:
         return ModelRunnerOutput(
             names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=message
         )
-
-
-def options_of(setup: Setup) -> Options:
-    """The server's options as the scheduler reads them."""
-    return Options.parse({"page_size": PAGE, **(setup.options or {})})

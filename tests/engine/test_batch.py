@@ -63,6 +63,32 @@ def test_calls_cover_the_batch_in_head_order(lengths, kernel):
     assert sorted(seen) == list(range(sum(lengths) * HEADS))
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("lengths", [[1, 1], [40, 1, 7], [300]])
+def test_tokens_that_are_not_in_the_order_of_requests(lengths, kernel):
+    """A batch in which some rows belong to no request of the step, and those of a request need not be together."""
+    cache, plain = _cache(), _cache()
+    slots = [cache.open() for _ in lengths]
+    assert slots == [plain.open() for _ in lengths]
+    total = sum(lengths)
+    order = np.random.default_rng(0).permutation(total + 5)[:total]
+    batch = lay_out(cache, cache.extend(slots, lengths), kernel, total + 5, order)
+    usual = lay_out(plain, plain.extend(slots, lengths), kernel)
+    assert batch.num_tokens == total + 5
+    if usual.write_slots is None:
+        assert batch.write_slots is None
+    else:
+        written = batch.write_slots.view(LAYERS, total + 5, HEADS)
+        assert torch.equal(written[:, torch.from_numpy(order)].flatten(1), usual.write_slots)
+        assert (np.delete(written.numpy(), order, axis=1) == -1).all()
+    for call, other in zip(batch.calls, usual.calls, strict=True):
+        places = np.arange(total * HEADS) if other.gather is None else other.gather.numpy()
+        assert call.gather.tolist() == [order[place // HEADS] * HEADS + place % HEADS for place in places]
+    if usual.decodes:
+        tokens = np.arange(total) if usual.decodes.tokens is None else usual.decodes.tokens.numpy()
+        assert batch.decodes.tokens.tolist() == order[tokens].tolist()
+
+
 def test_decodes_have_calls_of_their_own():
     cache = _cache()
     lengths = [1, 40, 1, 7]

@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.engine.config import (
@@ -295,6 +295,7 @@ names = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(st.dictionaries(names | text, values, max_size=6))
 def test_any_options_are_taken_or_refused_in_a_sentence(raw):
     try:

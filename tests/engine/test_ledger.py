@@ -1,12 +1,13 @@
 """The ledger's arithmetic, request by request."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from vllm.v1.request import Request
 
-from tests.engine.simulation import PAGE, Setup, Shape, make_request, make_scheduler
+from tests.engine.servers import PAGE, Setup, Shape, make_request, make_scheduler
 from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.messages import Report
 
@@ -29,12 +30,17 @@ def grow(ledger: PageLedger, request: Request, tokens: int) -> bool:
     return True
 
 
+def read(ledger: PageLedger, request: Request, tokens: int) -> bool:
+    """Schedule ``tokens`` of a prompt in two steps, so that it is not evicted layer by layer."""
+    return grow(ledger, request, tokens - 1) and grow(ledger, request, 1)
+
+
 def report(epoch: int, tokens: int, lengths: Sequence[int]) -> Report:
     """What a rank says whose rows keep these lengths."""
     pages = sum(-(-length // PAGE) for length in lengths)
     residues = [sum(length % PAGE == residue for length in lengths) for residue in range(PAGE)]
     freed = len(lengths) * -(-tokens // PAGE) - pages
-    return Report("snapkv", epoch, tokens, pages, freed, residues, 0, 0, [list(lengths)], 0.0, 0.0)
+    return Report("snapkv", epoch, tokens, True, pages, freed, 0, residues, 0, 0, [list(lengths)], 0.0, 0.0)
 
 
 def replayed(name: str, prompt: int, outputs: int, max_tokens: int = 300) -> Request:
@@ -79,7 +85,7 @@ def test_a_decode_does_not_take_what_is_promised() -> None:
 def test_a_report_puts_the_counts_of_its_rank_in_place() -> None:
     ledger = make_ledger([1000, 1000], shapes=[(2, 2), (1, 2)])
     request = make_request("r", 320, 100)
-    assert grow(ledger, request, 320)
+    assert read(ledger, request, 320)
     assert grow(ledger, request, 1)
     assert ledger.used == [4 * 11, 2 * 11]
     assert ledger.awaits_reports
@@ -121,8 +127,8 @@ def test_a_rank_that_keeps_more_than_its_share_never_overflows() -> None:
     """Ranks share one budget, so one of them may hold more than the ledger could promise beforehand."""
     ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)
     first, second = replayed("first", 320, 400, max_tokens=400), replayed("second", 320, 150, max_tokens=150)
-    assert grow(ledger, first, 320)
-    assert grow(ledger, second, 320)
+    assert read(ledger, first, 320)
+    assert read(ledger, second, 320)
     for name in ("first", "second"):
         ledger.on_report(0, name, report(2, 320, [1, 1]))
         ledger.on_report(1, name, report(2, 320, [319, 319]))
@@ -175,7 +181,7 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
     """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
     ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
     request = replayed("r", 600, outputs, max_tokens)
-    assert ledger._expected_end(ledger._open(request)) == 600 + expected
+    assert ledger._expected_end(ledger._open(request, 100)) == 600 + expected
     assert grow(ledger, request, 600 + outputs)
     assert ledger._expected_end(ledger.accounts["r"]) == 600 + expected
 
@@ -183,7 +189,7 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
 def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
     ledger = make_ledger([1000])
     request = make_request("r", 320, 100)
-    assert grow(ledger, request, 320)
+    assert read(ledger, request, 320)
     account = ledger.accounts["r"]
     assert ledger._held_finally(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
     ledger.on_report(0, "r", report(1, 320, [1, 127, 64, 64]))
@@ -217,3 +223,44 @@ def test_block_ids_are_empty_and_never_shared() -> None:
     first, second = ledger.get_block_ids("r"), ledger.get_blocks("r").get_block_ids(allow_none=True)
     assert first == second == ([],)
     assert first[0] is not second[0]
+
+
+# Requests that hold less than all that was read.
+
+
+def test_a_prompt_read_in_one_step_holds_its_bound_until_it_is_reported() -> None:
+    ledger = make_ledger([1000], shapes=[(4, 2)], policy="snapkv")
+    request = make_request("r", 640, 10)
+    assert grow(ledger, request, 640)
+    # One layer whole, three at a fifth.
+    assert (ledger.used, ledger.promised) == ([2 * 20 + 3 * 2 * 4], [0])
+    assert ledger.must_wait("r")
+    account = ledger.accounts["r"]
+    assert ledger._held_finally(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
+    ledger.verify(0, {"r": (1, 0, 0)})  # a step in flight before it
+    ledger.on_report(0, "r", report(1, 640, [128] * 8))
+    assert ledger.used == [8 * 4] and not ledger.must_wait("r")
+    assert grow(ledger, request, 1)
+    assert ledger.used == [8 * 5]
+
+
+def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
+    params = {"take_chunk": 256, "take_probe": 32, "take_warmup_layers": 1, "take_warmup_budget": 160}
+    ledger = make_ledger([1000], shapes=[(2, 1)], policy="take", **{"budget": 64, **params})
+    request = make_request("r", 700, 10)
+    assert ledger.plan(request).cuts == (256, 512)
+    peak = (160 + 256 + 32) // PAGE + (64 + 256 + 32) // PAGE
+    assert grow(ledger, request, 100)
+    assert (ledger.used, ledger.promised) == ([2 * 4], [peak - 8])
+    assert grow(ledger, request, 156)
+    assert (ledger.used, ledger.promised) == ([2 * 9], [peak - 18])
+    assert ledger.must_wait("r")
+    ledger.on_report(0, "r", dataclasses.replace(report(1, 256, [160, 64]), last=False))
+    assert (ledger.used, ledger.promised) == ([5 + 2], [peak - 7])
+    assert grow(ledger, request, 256)
+    assert (ledger.used, ledger.promised) == ([14 + 11], [0])
+    ledger.on_report(0, "r", dataclasses.replace(report(1, 512, [160, 64]), last=False))
+    assert grow(ledger, request, 188)
+    assert (ledger.used, ledger.promised) == ([11 + 8], [0])
+    ledger.on_report(0, "r", report(1, 700, [64, 64]))
+    assert (ledger.used, ledger.promised) == ([4], [0])

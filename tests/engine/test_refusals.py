@@ -54,6 +54,18 @@ def refusal(model: str, **settings) -> str:
     return sentence
 
 
+def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(model):
+    config = {"take_warmup_layers": 3}
+    sentence = refusal(model, kv_eviction="take", kv_eviction_config=config, pipeline_parallel_size=2)
+    assert "its 3 warm-up layers must lie in the first stage, which has 2" in sentence
+    with pytest.raises(
+        KVEvictionError, match="take_warmup_layers must not exceed the model's 4 layers, not 5"
+    ):
+        EngineArgs(
+            model=model, kv_eviction="take", kv_eviction_config={"take_warmup_layers": 5}
+        ).create_engine_config()
+
+
 def test_a_policy_that_compares_all_layers_is_refused_on_pipeline_stages(model):
     sentence = refusal(model, kv_eviction="layer-defensivekv", pipeline_parallel_size=2)
     assert sentence.startswith(

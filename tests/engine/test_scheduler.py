@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.engine.loads import Load, mixed, play, staged, tight
-from tests.engine.simulation import PAGE, Setup, Simulation, make_request, make_scheduler, options_of
+from tests.engine.servers import PAGE, Setup, make_request, make_scheduler, options_of
+from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.messages import Report
 
 ROWS = 32
@@ -27,12 +28,11 @@ def check_end(load: Load, simulation: Simulation) -> None:
     for name, epoch, position in simulation.workers.evictions:
         positions.setdefault(name, []).append(position)
         assert 1 <= epoch <= simulation.preemptions[name] + 1
-    assert len({(name, epoch) for name, epoch, _ in simulation.workers.evictions}) == len(
-        simulation.workers.evictions
-    )
+    assert len(set(simulation.workers.evictions)) == len(simulation.workers.evictions)
     for ask in load.asks:
-        evict_at = options.plan(ask.name, 1, ask.prompt, ask.extra_args).evict_at
-        assert set(positions.get(ask.name, ())) <= {evict_at}
+        plan = options.plan(ask.name, 1, ask.prompt, ask.extra_args)
+        evict_at = plan.evict_at
+        assert set(positions.get(ask.name, ())) <= {*plan.cuts, evict_at}
         if ask.name not in load.aborted:
             assert simulation.outputs[ask.name] == ask.output
             # Stages whose budgets are still to come do not evict a request that ends with its first token.
@@ -149,7 +149,7 @@ def test_report_of_an_older_admission_is_dropped() -> None:
     assert account.plan.epoch == 2
     simulation.deliver()
     assert simulation.ledger.accounts["r"] is account
-    assert account.unreported == {0} and account.held == [ROWS * 64]
+    assert account.unreported == {0} and account.held == account.peak == [641]
     simulation.deliver()
     assert not account.unreported and account.held[0] < ROWS * 64 / 4
     simulation.run(100)
@@ -250,6 +250,126 @@ def test_replay_is_cut_at_the_same_position(extra_args: dict[str, Any], position
 def test_pool_too_small_for_one_sequence_is_refused() -> None:
     make_scheduler(server(full_sequences=1))
     with pytest.raises(
-        ValueError, match=r"^--max-model-len 2304 needs 2304 pages .* has 2303: lower --max-m"
+        ValueError, match=r"^a prompt of --max-model-len 2304 does not fit .* 2303 pages: lower"
     ):
         make_scheduler(server(pages=[2303]))
+
+
+# Prompts that are read in one step.
+
+
+def test_prompts_are_postponed_rather_than_cut() -> None:
+    """Two of 1500 tokens do not fit a step of 2048: the second is read in the next, whole."""
+    simulation = Simulation(server())
+    for name in "ab":
+        simulation.add(make_request(name, 1500, 8))
+    assert simulation.step().num_scheduled_tokens == {"a": 1500}
+    assert simulation.step().num_scheduled_tokens == {"a": 1, "b": 1500}
+    simulation.run(20)
+    assert simulation.workers.peak_pages[0] < ROWS * 47
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.2])
+def test_prompts_that_will_not_fit_a_step_are_cut(budget: float) -> None:
+    """Four decodes leave 2044 tokens of every step; waiting for 2046 would take until they end."""
+    simulation = Simulation(server(16.0, options={"policy": "snapkv", "budget": budget}))
+    for name in "abcd":
+        simulation.add(make_request(name, 500, 200))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("long", 2046, 8))
+    assert simulation.step().num_scheduled_tokens["long"] == 2044
+    simulation.run(300)
+
+
+def test_prompts_that_fit_in_no_other_way_wait_for_a_step_of_their_own() -> None:
+    """A pool of half a prompt: it runs once the decodes before it have ended, and nobody overtakes it."""
+    simulation = Simulation(
+        server(
+            shapes=[(16, 2)],
+            pages=[ROWS * 32],
+            max_model_len=2048,
+            options={"policy": "snapkv", "budget": 0.1},
+        )
+    )
+    for name in "abcd":
+        simulation.add(make_request(name, 300, 40))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("long", 2046, 2))
+    simulation.add(make_request("short", 300, 8))
+    order = []
+    while simulation.scheduler.has_requests():
+        scheduled = simulation.step().num_scheduled_tokens
+        order += [name for name, count in scheduled.items() if count > 1]
+        assert scheduled.get("long", 2046) in (1, 2046)
+    assert order == ["long", "short"]
+
+
+# take.
+
+
+def taking(**changes: Any) -> Setup:
+    """A server that reads prompts in chunks of 512 tokens."""
+    params = {"take_chunk": 512, "take_probe": 32, "take_warmup_budget": 300, "take_warmup_layers": 2}
+    options = {"policy": "take", "budget": 200, "min_prompt": 0, **params}
+    return server(**{"options": options, **changes})
+
+
+@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@pytest.mark.parametrize("chunk", [100, 512, 700, 8192])
+def test_chunks_end_in_steps_of_their_own_with_a_probe(chunk: int, flight: dict[str, Any]) -> None:
+    simulation = Simulation(taking(max_num_batched_tokens=chunk, **flight))
+    for index in range(6):
+        simulation.add(make_request(f"r{index}", 1900, 20))
+    probes = []
+    while simulation.scheduler.has_requests():
+        output = simulation.step()
+        now = output.kv_connector_metadata.probes
+        assert len(now) <= 1 and output.total_num_scheduled_tokens <= chunk + 32
+        probes += now.values()
+    while simulation.in_flight:
+        simulation.deliver()
+    assert sorted(probes) == sorted(3 * [f"r{index}" for index in range(6)])
+    positions = {position for _, _, position in simulation.workers.evictions}
+    assert positions == {512, 1024, 1536, 1900}
+    assert set(simulation.outputs.values()) == {20}
+    assert simulation.ledger.used == simulation.ledger.promised == [0]
+
+
+def test_a_prompt_is_admitted_by_its_bound() -> None:
+    """In a pool of 1500 tokens: 12,000 are read, since never more than a chunk and 300 entries are held."""
+    simulation = Simulation(taking(shapes=[(4, 4)], pages=[16 * 1500 // PAGE], max_model_len=12_100))
+    for index in range(3):
+        simulation.add(make_request(f"r{index}", 12_000, 20))
+    simulation.run(400)
+    assert set(simulation.outputs.values()) == {20}
+    assert not sum(simulation.preemptions.values())
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_leaving_between_two_chunks(leaves: str) -> None:
+    simulation = Simulation(taking())
+    simulation.add(make_request("r", 1900, 20))
+    simulation.step()
+    if leaves == "aborted":
+        simulation.abort("r")
+    else:
+        simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    simulation.run(60)
+    assert not simulation.workers.live
+    again = [(2, position) for position in (512, 1024, 1536, 1900)] if leaves == "preempted" else []
+    assert simulation.workers.evictions == [("r", epoch, position) for epoch, position in [(1, 512), *again]]
+
+
+@pytest.mark.parametrize("first", range(0, 30, 10))
+def test_mixed_loads_in_chunks(first: int) -> None:
+    """Anything a server may meet, most of it read by take."""
+    for seed in range(first, first + 10):
+        load = mixed(seed)
+        params = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
+        options = {**(load.setup.options or {}), "policy": "take", "budget": 64, **params}
+        load = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+        simulation = play(load, seed)
+        check_end(load, simulation)
+        assert max(simulation.preemptions.values()) <= 4

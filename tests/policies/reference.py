@@ -30,9 +30,10 @@ def always_kept(policy: str, b: int, p: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     if policy == "streaming-llm":
         return 0, shrunk(p["sinks"], b, 0)
-    window = shrunk(1 if policy == "tova" else p["window"], b, 1)
+    last = 1 if policy == "tova" else p["take_probe" if policy == "take" else "window"]
+    window = shrunk(last, b, 1)
     sinks = p.get("sinks", 0)
-    if b <= p.get("window", 1):
+    if b <= last:
         return window, min(sinks, b // 2)
     return window, min(sinks, b - window)
 

@@ -248,6 +248,19 @@ def defensivekv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     return Scored(result, lift_margin=margins)
 
 
+def take(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """The whole prompt in one chunk: its last tokens see those before them, and not each other."""
+    m = t.n - window
+    result = []
+    for head in range(t.heads):
+        rows = []
+        for hq in t.group(head):
+            seen = [attention_row(query, t.k[head, :m], t.scale, t.cap) for query in t.q[hq, -window:]]
+            rows.append(np.mean(seen, axis=0).tolist())
+        result.append(pooled(reduced(rows, p["gqa"]), "avg", p["kernel"]))
+    return Scored(result)
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "full": None,
     "streaming-llm": None,
@@ -269,5 +282,6 @@ SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] =
     "ada-criticalkv": criticalkv,
     "defensivekv": defensivekv,
     "layer-defensivekv": defensivekv,
+    "take": take,
 }
 """Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

@@ -32,9 +32,10 @@ RULES = {
     "ada-criticalkv": ("uniform", "adaptive"),
     "defensivekv": ("uniform", "adaptive"),
     "layer-defensivekv": ("global", "global"),
+    "take": ("leader", "uniform"),
 }
 DYNAMIC = [policy for policy, (layers, _) in RULES.items() if layers == "dynamic"]
-WHOLE_MODEL = [policy for policy, (layers, _) in RULES.items() if layers in ("dynamic", "global")]
+WHOLE_MODEL = [policy for policy, (layers, _) in RULES.items() if layers in ("dynamic", "global", "leader")]
 
 
 def past_budgets(
@@ -101,6 +102,10 @@ def select(policy: str, layers: list[Scored], n: int, b: int, p: dict[str, Any],
     window, _ = reference.always_kept(policy, b, p)
     if policy == "layer-defensivekv":
         return best_of_model(layers, b - window, n, window)
+    if policy == "take":
+        warmup = p["take_warmup_layers"]
+        leader = (len(layers) // 2 if warmup == "auto" else warmup) - 1
+        layers = [layers[max(layer, leader)] for layer in range(len(layers))]
     weights = [x.weight for x in layers]
     past = past_budgets(policy, weights, len(layers), b - window, n - window, p)
     return [select_layer(policy, x, past[layer], layer, n, b, p, heads) for layer, x in enumerate(layers)]

@@ -16,6 +16,7 @@ from vllm_kvevict.policies import (
     parameters,
     score_layer,
     select,
+    take,
 )
 
 from . import reference, reference_select
@@ -42,6 +43,12 @@ CHOICES = {
     "first": [0.0, 0.29, 0.5, 1.0],
     "mass": [0.0, 0.5, 0.8, 0.9, 1.0],
     "norm_axis": ["heads", "tokens"],
+    "take_chunk": [8, 4096],
+    "take_probe": [1, 2, 5, 8],
+    "take_alpha": [0.0, 0.2, 1.0],
+    "take_warmup_layers": ["auto", 0, 1],
+    "take_warmup_budget": ["auto", 1000],
+    "take_guide": ["prompt", "chunk"],
 }
 WINDOWLESS = ("h2o", "knorm", "keydiff")
 SCORED = [policy for policy in available() if SCORE[policy]]
@@ -64,7 +71,8 @@ def random_config(rng: random.Random, policy: str, **fixed) -> EvictionConfig:
         return EvictionConfig(
             policy, keep_ratio=rng.choice([0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.9, 1.0]), **params
         )
-    fixed_tokens = params.get("window", policy == "tova") + params.get("sinks", 0)
+    last = params.get("window", params.get("take_probe", policy == "tova"))
+    fixed_tokens = last + params.get("sinks", 0)
     return EvictionConfig(policy, budget=rng.randint(1, 20) + fixed_tokens, **params)
 
 
@@ -150,7 +158,7 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
     def tensor(*dims: int) -> torch.Tensor:
         return (torch.randn(*dims, generator=g) * 2).to(dtype)
 
-    window = cfg.params.get("window", int(cfg.policy == "tova"))
+    window = cfg.params.get("window", cfg.params.get("take_probe", int(cfg.policy == "tova")))
     q = tensor(heads * group, min(n, window + rng.choice([0, 3])), size)
     k, v, w_o = (
         tensor(heads, n, size),
@@ -205,8 +213,10 @@ def check_stages(cfg: EvictionConfig, layers: list[LayerScores], n: int, kept: l
         window, _ = reference.always_kept(cfg.policy, b, cfg.params)
         assert budgets == reference.dynamic(weights, b - window, n - window)
         layers = [dataclasses.replace(x, budget=y) for x, y in zip(layers, budgets, strict=True)]
+    leader = take.warmup_layers(cfg, len(layers)) - 1 if cfg.policy == "take" and cfg.evicts(n) else 0
     for x, wanted in zip(layers, kept, strict=True):
-        assert as_lists(select(cfg, [x], n)) == [wanted]
+        given = [x] if x.layer >= leader else [x, layers[leader]]
+        assert as_lists(select(cfg, given, n))[0] == wanted
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -220,14 +230,14 @@ def test_random_shapes(policy, seed):
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 19, 20, 21, 22, 70])
 @pytest.mark.parametrize("policy", [p for p in available() if p != "full"])
 def test_lengths_around_window_and_budget(policy, n):
-    sizes = {"window": 8} if "window" in parameters(policy) else {}
+    sizes = {name: 8 for name in ("window", "take_probe") if name in parameters(policy)}
     run_case(random.Random(n), EvictionConfig(policy, budget=20, **sizes), n, torch.float32)
     run_case(random.Random(n), EvictionConfig(policy, keep_ratio=0.25, **sizes), n, torch.float32)
 
 
 @pytest.mark.parametrize("policy", SCORED)
 def test_fewer_candidates_than_the_kernel(policy):
-    sizes = {"window": 3} if "window" in parameters(policy) else {}
+    sizes = {name: 3 for name in ("window", "take_probe") if name in parameters(policy)}
     sizes |= {"kernel": 9} if "kernel" in parameters(policy) else {}
     for n in (5, 6, 7, 8):
         run_case(random.Random(n), EvictionConfig(policy, budget=4, **sizes), n, torch.float32)
@@ -243,7 +253,8 @@ def test_no_window(policy):
 @pytest.mark.parametrize("policy", SCORED)
 def test_long_prompts(policy):
     """Longer than what the fast code may take in one piece."""
-    sizes = {"window": 4} if "window" in parameters(policy) else {}  # the reference is slow
+    # The reference is slow.
+    sizes = {name: 4 for name in ("window", "take_probe") if name in parameters(policy)}
     for ratio in (0.03, 0.4):
         cfg = EvictionConfig(policy, keep_ratio=ratio, **sizes)
         run_case(random.Random(3), cfg, 1300, torch.bfloat16, layers=2)

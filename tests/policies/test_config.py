@@ -116,6 +116,12 @@ NAN = float("nan")
         ("h2o", {"budget": 64, "h2o_norm": "max"}, ["h2o_norm", "sum, mean", "'max'"]),
         ("lava-uniform-head", {"budget": 64, "alpha": 0.1}, ["alpha does not apply", "lava-uniform-head"]),
         ("lava", {"budget": 64, "lava_vnorm": "l1"}, ["lava_vnorm", "all, past", "'l1'"]),
+        ("take", {"budget": 32}, ["budget=32", "take_probe=32"]),
+        ("take", {"budget": 64, "take_chunk": 16}, ["take_probe", "take_chunk", "32", "16"]),
+        *[
+            ("take", {"budget": 64, "take_warmup_layers": x}, ["auto or an integer >= 0", repr(x)])
+            for x in (-1, "a")
+        ],
         *[("lava", {"tp_local": x}, ["tp_local", "0 or 1", repr(x)]) for x in (2, -1, "1", 0.5)],
         *[("cake", {"budget": 64, "gamma": x}, ["gamma", repr(x)]) for x in (-1, NAN, "1", None)],
         *[("cake", {"budget": 64, "tau1": x}, ["tau1", repr(x)]) for x in (0, -1, NAN, "1")],
@@ -188,6 +194,16 @@ def test_parameters_are_those_of_the_policy():
         "ada-criticalkv": critical | ada,
         "defensivekv": {**defensive, "tp_local": 0},
         "layer-defensivekv": defensive,
+        "take": {
+            "take_chunk": 4096,
+            "take_probe": 32,
+            "take_alpha": 0.2,
+            "take_warmup_layers": "auto",
+            "take_warmup_budget": "auto",
+            "take_guide": "prompt",
+            "kernel": 5,
+            "gqa": "mean",
+        },
     }
     assert {policy: parameters(policy) for policy in wanted} == wanted
     with pytest.raises(ValueError, match="policy"):

@@ -40,9 +40,8 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    if "window" in parameters(policy):
-        params = {"window": WINDOW} | params
-    return EvictionConfig(policy, budget=30, **params)
+    last = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
+    return EvictionConfig(policy, budget=30, **(last | params))
 
 
 def as_lists(kept) -> list:
@@ -166,7 +165,11 @@ OTHER = {
     "first": 0.1,
     "mass": 0.3,
     "norm_axis": "tokens",
+    "take_probe": 3,
+    "take_warmup_layers": 0,
 }
+CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide")
+"""What matters to a prompt of several chunks only."""
 BASE = {"pyramid_rounding": {"beta": 9}, "beta": {"beta": 9}}
 
 
@@ -175,6 +178,8 @@ def test_every_parameter_matters(policy):
     for name, default in parameters(policy).items():
         if name == "tp_local":
             assert kept(policy, 2, tp_local=1) == kept(policy, 2)
+            continue
+        if name in CHUNKED:
             continue
         base = BASE.get(name, {})
         other = ("max" if default == "mean" else "mean") if name == "gqa" else OTHER[name]

@@ -32,7 +32,8 @@ def tensors(n: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def config(policy: str) -> EvictionConfig:
-    return EvictionConfig(policy, budget=20, **({"window": 8} if "window" in parameters(policy) else {}))
+    last = {name: 8 for name in ("window", "take_probe") if name in parameters(policy)}
+    return EvictionConfig(policy, budget=20, **last)
 
 
 def everything() -> LayerInputs:
@@ -78,7 +79,7 @@ def test_unusable_inputs_are_named(change, words):
 
 NEEDS = {
     "": ("streaming-llm", "knorm", "keydiff"),
-    "q_window": ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramid", "cake", "tova"),
+    "q_window": ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramid", "cake", "tova", "take"),
     "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
     "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
     "col_sums": ("h2o",),

@@ -25,7 +25,7 @@ WORLD, N, NUM_LAYERS, WINDOW = 4, 120, 3, 8
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    size = {"window": WINDOW} if "window" in parameters(policy) else {}
+    size = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
     return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size, **params)
 
 
@@ -58,6 +58,7 @@ QUIET_SCORES = (
     "knorm",
     "keydiff",
     "criticalkv",
+    "take",
 )
 QUIET_CHOICES = (*QUIET_SCORES, "tova", "lava-uniform-head", "cake")
 LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
@@ -216,6 +217,11 @@ def test_pipeline_stages_decide_like_the_whole(cfg):
         if cfg.policy == "layer-defensivekv" and stages > 1:
             for x in parts:
                 with pytest.raises(ValueError, match="layer"):
+                    select(cfg, x, N)
+            continue
+        if cfg.policy == "take" and stages == 6:
+            for x in parts[:2]:
+                with pytest.raises(ValueError, match="layer 2 chooses"):
                     select(cfg, x, N)
             continue
         assert same([kept for x in parts for kept in select(cfg, x, N)], whole)

@@ -40,6 +40,13 @@ class RowLengths:
         self._offset[slot] = 0
         self._count(slot)
 
+    def announce(self, slot: int, tokens: int) -> None:
+        """Count tokens of an empty request whose rows stay at length 0 for now."""
+        self._tokens[slot] = tokens
+        self._offset[slot] = self._longest[slot] = -tokens
+        self._offset_sum[slot] = self._offset[slot].sum()
+        self._count(slot)
+
     def longest(self, slots: IntArray) -> IntArray:
         """Largest row length of each request, int64 [B]."""
         return self._longest[slots] + self._tokens[slots]

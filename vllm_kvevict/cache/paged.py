@@ -152,6 +152,37 @@ class PagedKVCache:
         self.lengths.append(which, tokens, pages)
         return Step(batch, tokens, max_lens.tolist())
 
+    def announce(self, slot: int, tokens: int) -> None:
+        """Begin a request whose layers get room for its first tokens one by one, each by :meth:`fill`.
+
+        Raises:
+            ValueError: the slot is not open or not empty.
+        """
+        if self.lengths.of(slot).any():
+            raise ValueError(f"request slot {slot} is not empty")
+        self.tables.reserve(self._opened([slot]), np.array([-(-tokens // self.page_size)]))
+        self.lengths.announce(slot, tokens)
+
+    def fill(self, slot: int, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make room in one layer, still empty, for the T tokens with which a request was announced.
+
+        Returns:
+            int64 [T * H], places of the entries as of :meth:`write_slots`; int32 [H, pages], their page table.
+
+        Raises:
+            RuntimeError: the pool has too few free pages.
+        """
+        heads, size = self.num_kv_heads, self.page_size
+        columns = -(-tokens // size)
+        self._table(slot, layer)[:, :columns] = pages = self.pool.take_run(heads * columns).view(heads, -1)
+        if tokens % size:
+            self.storage.index_fill_(0, pages[:, -1].to(torch.int64), 0)
+        self.tables.kv_len[slot, layer * heads : (layer + 1) * heads] = tokens
+        self.lengths.replace(slot, layer, np.full(heads, tokens))
+        entry = torch.arange(tokens, device=self.device)
+        places = pages.to(torch.int64)[:, entry // size].mul_(size).add_(entry % size)
+        return places.t().flatten(), pages
+
     def seq_lens(self, slots: torch.Tensor) -> torch.Tensor:
         """kv_len of all rows of some requests.
 
@@ -222,7 +253,7 @@ class PagedKVCache:
         keys = self.layout.keys.read(self._keys, pages, tokens)
         return keys, self.layout.values.read(self._values, pages, tokens)
 
-    def compact(self, slot: int, layer: int, kept: Sequence[torch.Tensor]) -> None:
+    def compact(self, slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
         """Keep only some entries of a layer: move them to the front of the row's own pages and free the rest.
 
         Args:
@@ -230,6 +261,9 @@ class PagedKVCache:
             layer: the layer.
             kept: for each KV head the entries to keep, int64, strictly ascending, at least one. The values
                 are not checked.
+
+        Returns:
+            Pages freed.
 
         Raises:
             ValueError: not one tensor per head, or a head keeps none or more than it holds.
@@ -239,7 +273,7 @@ class PagedKVCache:
         if after.shape != before.shape or (after < 1).any() or (after > before).any():
             raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
         if (after == before).all():
-            return
+            return 0
         total = int(after.sum())
         counts = self._on_device(after)
         heads = torch.arange(self.num_kv_heads, device=self.device)
@@ -261,6 +295,7 @@ class PagedKVCache:
             behind &= column < self._pages(kv_len)[:, None]
             self.pool.give(table.flatten()[_where(behind, freed)])
         kv_len.copy_(counts)
+        return freed
 
     def settle(self, slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""

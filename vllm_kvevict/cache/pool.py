@@ -16,6 +16,7 @@ class PagePool:
     Attributes:
         num_pages: pages in the pool.
         owners: int8 [num_pages], number of rows that hold the page: 0 or 1.
+        fewest_free: the fewest free pages there were since the caller last set it.
     """
 
     def __init__(self, num_pages: int, device: torch.device | str) -> None:
@@ -28,6 +29,7 @@ class PagePool:
         # The free ones are a part of the list.
         self._low, self._high = 0, num_pages
         self._ascends = True
+        self.fewest_free = num_pages
 
     @property
     def num_free(self) -> int:
@@ -92,6 +94,7 @@ class PagePool:
         self._ascends = False
 
     def _own(self, first: int, count: int) -> torch.Tensor:
+        self.fewest_free = min(self.fewest_free, self.num_free)
         # A copy, since the next give may write over this part of the list.
         ids = self._ids[first : first + count].clone()
         self.owners.index_add_(0, ids, self._one.expand(count))

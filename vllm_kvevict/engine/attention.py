@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vllm_kvevict.engine.batch import Batch, Call
+from vllm_kvevict.engine.batch import Batch, Whole
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.runtime import StepState, get_runtime
 
@@ -100,6 +100,8 @@ class RaggedCPUImpl(AttentionImpl):
             runtime.decode(index, batch.decodes, query, key, value, output, self.scale)
         if batch.write_slots is not None:
             self._serve(index, batch, query, key, value, output)
+        for whole in batch.wholes:
+            self._serve_whole(index, whole, query, key, value, output)
         if attn_metadata.prefills:
             runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output
@@ -119,30 +121,49 @@ class RaggedCPUImpl(AttentionImpl):
         queries = query[:tokens].reshape(tokens * heads, -1)
         result = output[:tokens].view(tokens * heads, -1)
         for call in batch.calls:
+            tables = call.seq_lens[layer], call.block_tables[layer], call.query_start_loc
             if call.gather is None:
-                self._attend(layer, call, queries, result)
+                self._attend(queries, result, *tables)
             else:
                 mine = queries.index_select(0, call.gather)
                 part = torch.empty_like(mine)
-                self._attend(layer, call, mine, part)
+                self._attend(mine, part, *tables)
                 result.index_copy_(0, call.gather, part)
 
-    def _attend(self, layer: int, call: Call, queries: Tensor, result: Tensor) -> None:
+    def _serve_whole(
+        self, layer: int, whole: Whole, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> None:
+        """The same for a request that takes the layer's pages only now."""
+        runtime, rows, heads = get_runtime(), whole.rows, self.num_kv_heads
+        tokens = rows.stop - rows.start
+        slots, pages = runtime.cache.fill(whole.slot, layer, tokens)
+        runtime.append(
+            key[rows].reshape(tokens * heads, self.head_size),
+            value[rows].reshape(tokens * heads, self.head_size),
+            slots,
+        )
+        by_head = query[rows].reshape(tokens, heads, -1).transpose(0, 1).flatten(0, 1).contiguous()
+        part = torch.empty_like(by_head)
+        self._attend(by_head, part, whole.seq_lens, pages, whole.query_start_loc)
+        output[rows].view(tokens, heads, -1).copy_(part.view(heads, tokens, -1).transpose(0, 1))
+
+    def _attend(
+        self, queries: Tensor, result: Tensor, seq_lens: Tensor, block_table: Tensor, query_start_loc: Tensor
+    ) -> None:
         runtime = get_runtime()
-        seq_lens = call.seq_lens[layer]
         group = self.num_heads // self.num_kv_heads
         ops.cpu_attention_with_kv_cache(
             query=queries.view(-1, group, self.head_size),
             key_cache=runtime.key_pages,
             value_cache=runtime.value_pages,
             output=result.view(-1, group, self.head_size),
-            query_start_loc=call.query_start_loc,
+            query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=call.block_tables[layer],
+            block_table=block_table,
             softcap=self.softcap,
             # Lengths differ from layer to layer, so this cannot be made once per step.
             scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
@@ -152,7 +173,7 @@ class RaggedCPUImpl(AttentionImpl):
                 head_dim=self.head_size,
                 seq_lens=seq_lens,
                 dtype=queries.dtype,
-                query_start_loc=call.query_start_loc,
+                query_start_loc=query_start_loc,
                 causal=True,
                 sliding_window_size=-1,
                 isa=runtime.isa,

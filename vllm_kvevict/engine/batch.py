@@ -1,6 +1,6 @@
 """One step's batch, divided between our decode kernel and vLLM's attention op: one sequence per (request, KV head)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -44,30 +44,65 @@ class Decodes:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A request whose pages each layer takes for itself, since all it has is in this step. T tokens, H KV heads.
+
+    Attributes:
+        slot: the request.
+        rows: its tokens in the batch.
+        seq_lens: [H] int32, T of each head.
+        query_start_loc: [H + 1] int32.
+    """
+
+    slot: int
+    rows: slice
+    seq_lens: Tensor
+    query_start_loc: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """Index tensors of a step, made once and used by every layer.
 
     Attributes:
         num_tokens: T, the step's tokens.
         write_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
-            out the few of decodes would cost more; None when our kernel stores them all.
+            out the few of decodes would cost more, but -1 for those of ``wholes``; None when there is nothing else.
         calls: one call of vLLM's op each.
         decodes: what our kernel serves.
+        wholes: what each layer makes room for.
     """
 
     num_tokens: int
     write_slots: Tensor | None
     calls: list[Call]
     decodes: Decodes | None
+    wholes: list[Whole] = field(default_factory=list)
 
 
-def lay_out(cache: PagedKVCache, step: Step, kernel: bool) -> Batch:
+def lay_out_whole(cache: PagedKVCache, slot: int, rows: slice) -> Whole:
+    """Lay out a request whose layers make room for its tokens one by one; its slot must be empty."""
+    tokens, heads = rows.stop - rows.start, cache.num_kv_heads
+    cache.announce(slot, tokens)
+    starts = torch.arange(heads + 1, dtype=torch.int32, device=cache.device) * tokens
+    return Whole(slot, rows, starts.diff(), starts)
+
+
+def lay_out(
+    cache: PagedKVCache,
+    step: Step,
+    kernel: bool,
+    num_tokens: int | None = None,
+    order: IntArray | None = None,
+) -> Batch:
     """Lay out a step.
 
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
         kernel: whether our kernel serves decodes; vLLM's op serves the rest.
+        num_tokens: tokens of the batch; None when they are the step's.
+        order: where in the batch the step's tokens are, request by request; None when they are in this order.
     """
     tokens = step.tokens
     widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
@@ -77,16 +112,23 @@ def lay_out(cache: PagedKVCache, step: Step, kernel: bool) -> Batch:
     if kernel and (tokens == 1).any():
         served = tokens == 1
         if served.all():
-            return Batch(total, None, [], Decodes(step.slots, None))
+            places = None if order is None else torch.from_numpy(order).to(step.slots.device)
+            return Batch(num_tokens or total, None, [], Decodes(step.slots, places))
         ours = torch.from_numpy(np.flatnonzero(served)).to(step.slots.device)
-        first = torch.from_numpy((tokens.cumsum() - tokens)[served]).to(step.slots.device)
-        decodes = Decodes(step.slots[ours], first)
+        first = (tokens.cumsum() - tokens)[served]
+        if order is not None:
+            first = order[first]
+        decodes = Decodes(step.slots[ours], torch.from_numpy(first).to(step.slots.device))
     calls = []
     for requests in _calls(tokens, widths, np.flatnonzero(~served)):
         slots = step.slots
         if len(requests) < len(tokens):
             slots = slots[torch.from_numpy(requests).to(slots.device)]
         query_start_loc, gather = _query_order(tokens, requests, cache.num_kv_heads)
+        if order is not None:
+            in_step = np.arange(total * cache.num_kv_heads) if gather is None else gather
+            token, head = np.divmod(in_step, cache.num_kv_heads)
+            gather = order[token] * cache.num_kv_heads + head
         calls.append(
             Call(
                 seq_lens=cache.seq_lens(slots),
@@ -95,7 +137,14 @@ def lay_out(cache: PagedKVCache, step: Step, kernel: bool) -> Batch:
                 gather=None if gather is None else torch.from_numpy(gather).to(slots.device),
             )
         )
-    return Batch(total, cache.write_slots(step), calls, decodes)
+    write_slots = cache.write_slots(step)
+    if order is not None:
+        layers, heads = cache.num_layers, cache.num_kv_heads
+        places = torch.from_numpy(order).to(write_slots.device)
+        all_slots = write_slots.new_full((layers, num_tokens or total, heads), -1)
+        all_slots.index_copy_(1, places, write_slots.view(layers, total, heads))
+        write_slots = all_slots.flatten(1)
+    return Batch(num_tokens or total, write_slots, calls, decodes)
 
 
 def _query_order(

@@ -4,11 +4,12 @@ import os
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
-from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies import EvictionConfig, take
 
 TESTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals this package was tested against."""
@@ -179,6 +180,22 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
             "layers in one place, so choose another policy or leave that flag out",
             name,
         )
+
+    if config.chunked:
+        parallel = vllm_config.parallel_config
+        layers = vllm_config.model_config.get_total_num_hidden_layers()
+        try:
+            warmup = take.warmup_layers(config, layers)
+        except ValueError as error:
+            raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
+        _, first_stage = get_pp_indices(layers, 0, parallel.pipeline_parallel_size)
+        if warmup > first_stage:
+            raise KVEvictionError(
+                f"{name} {config.policy} cannot be combined with --pipeline-parallel-size "
+                f"{parallel.pipeline_parallel_size}: its {warmup} warm-up layers must lie in the first stage, which "
+                f"has {first_stage}, so set take_warmup_layers to {first_stage} or less, or use fewer stages",
+                name,
+            )
 
 
 def _layer_types(text: Any) -> set[str]:

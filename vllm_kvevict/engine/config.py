@@ -4,6 +4,7 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 (front-end, engine core, workers) reads the same thing without sharing an object.
 """
 
+import bisect
 import math
 import numbers
 import os
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvevict.policies import EvictionConfig, available, parameters
+from vllm_kvevict.policies import EvictionConfig, available, parameters, take
 from vllm_kvevict.policies.params import to_int
 
 KEY = "kv_eviction"
@@ -89,14 +90,43 @@ class Plan:
     Attributes:
         request_id: vLLM's internal request id.
         epoch: 1 for the first admission, +1 after each preemption.
-        evict_at: number of tokens after which the request is evicted, None when it is kept whole.
+        evict_at: number of tokens after which the request is evicted, for the last time; None when it is kept whole.
         config: the policy and its parameters.
+        recycles: whether it is evicted layer by layer, each layer into the pages of the one before, if everything up
+            to evict_at is read in one step.
+        cuts: earlier numbers of tokens after which it is evicted, ascending: the chunk ends of ``take``.
     """
 
     request_id: str
     epoch: int
     evict_at: int | None
     config: EvictionConfig
+    cuts: tuple[int, ...] = ()
+    recycles: bool = False
+
+    @property
+    def probe(self) -> int:
+        """Rows that accompany the step that reaches one of ``cuts``: the prompt's last tokens, up to evict_at."""
+        if self.evict_at is None or not self.cuts or self.config.params["take_guide"] == "chunk":
+            return 0
+        return self.config.window_for(self.evict_at)
+
+    def window(self, position: int) -> slice:
+        """Tokens whose queries choose at an eviction, if they are not a probe's."""
+        assert self.evict_at is not None
+        size = self.config.window_for(self.evict_at)
+        if self.probe or not self.cuts:
+            return slice(self.evict_at - size, self.evict_at)
+        earlier = bisect.bisect_left(self.cuts, position)
+        start = self.cuts[earlier - 1] if earlier else 0
+        return slice(max(start, position - size), position)
+
+    def next_eviction(self, tokens: int) -> int | None:
+        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
+        if self.evict_at is None or tokens >= self.evict_at:
+            return None
+        later = bisect.bisect_right(self.cuts, tokens)
+        return self.cuts[later] if later < len(self.cuts) else self.evict_at
 
 
 @dataclass(frozen=True)
@@ -223,8 +253,10 @@ class Options:
                 "kv_prefix_len",
             )
         n = prompt_len if prefix_len is None else prefix_len
-        evicts = n >= self.min_prompt and config.evicts(n)
-        return Plan(request_id, epoch, n if evicts else None, config)
+        if n < self.min_prompt or not config.evicts(n):
+            return Plan(request_id, epoch, None, config)
+        cuts = [stop for _, stop in take.prompt_chunks(config, n)[:-1]] if config.chunked else []
+        return Plan(request_id, epoch, n, config, tuple(cuts))
 
     def fields_in_scope(
         self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None

@@ -24,11 +24,11 @@ from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.messages import (
     Handshake,
     LayerWeights,
-    RankCapacity,
     Report,
     StepPlans,
     WorkerMessages,
 )
+from vllm_kvevict.engine.peaks import RankCapacity
 from vllm_kvevict.engine.runtime import get_runtime
 
 if TYPE_CHECKING:
@@ -63,11 +63,18 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake:
         runtime = get_runtime()
         cache = runtime.cache
-        capacity = RankCapacity(cache.pool.num_pages, cache.num_layers * cache.num_kv_heads)
+        capacity = RankCapacity(
+            cache.pool.num_pages,
+            runtime.evictor.first_layer,
+            cache.num_layers,
+            cache.num_kv_heads,
+            runtime.evictor.num_model_layers,
+            runtime.vllm_config.model_config.get_total_num_kv_heads(),
+        )
         return Handshake(self.rank, capacity, runtime.projections.available)
 
     def build_connector_worker_meta(self) -> WorkerMessages | None:
-        message = get_runtime().end_step()
+        message = get_runtime().end_step(self.rank)
         return None if message is None else WorkerMessages({self.rank: message})
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -118,7 +125,10 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlans:
         plans, self.ledger.admitted = self.ledger.admitted, []
         budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
-        return StepPlans(plans, budgets)
+        most_pages = (
+            dict(zip(self.ledger.ranks, self.ledger.used, strict=True)) if self.options.check else None
+        )
+        return StepPlans(plans, budgets, most_pages=most_pages)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         messages = connector_output.kv_connector_worker_meta
@@ -128,7 +138,8 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         for rank, message in messages.by_rank.items():
             for request_id, report in message.reports.items():
                 self.ledger.on_report(rank, request_id, report)
-                self._count(request_id, report)
+                if report.last:
+                    self._count(request_id, report)
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)

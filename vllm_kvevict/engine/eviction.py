@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,15 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import Plan
 from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import LayerInputs, LayerScores, score_layer, select
+from vllm_kvevict.policies import (
+    Kept,
+    LayerInputs,
+    LayerScores,
+    provisional_budgets,
+    score_layer,
+    select,
+    take,
+)
 from vllm_kvevict.policies.attention import add_column_sums
 
 
@@ -26,6 +34,8 @@ class Live:
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed.
         col_sums: attention that each token received so far, fp32 [local layers, Hq, eviction position].
+        stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
+        probe: by local layer the queries of the request's probe, averaged over chunks, fp32 [Hq, probe, d].
         scores: of the layers done, where the decision needs further ones.
     """
 
@@ -34,9 +44,17 @@ class Live:
     tokens: int = 0
     window: Tensor | None = None
     col_sums: Tensor | None = None
+    probe: dict[int, Tensor] = field(default_factory=dict)
     scores: list[LayerScores] = field(default_factory=list)
+    stored: dict[int, list[Tensor]] = field(default_factory=dict)
+    freed_pages: int = 0
+    peak_pages: int = 0
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
+
+    def is_whole_in(self, rows: slice) -> bool:
+        """Whether all that is stored until the eviction comes with these rows, so that layers recycle pages."""
+        return self.plan.recycles and not self.tokens and rows.stop - rows.start == self.plan.evict_at
 
 
 @dataclass
@@ -46,29 +64,34 @@ class QueryRows:
     Attributes:
         rows: its rows in the batch.
         target: where those of them that belong to the window go in :attr:`Live.window`; they are the last ones.
-        evicts: whether the step ends at the eviction position.
+        window: how many rows the window has.
+        evicts: whether the step ends at an eviction position.
+        probe: rows in the batch of the request's probe, which come with the end of a chunk that is not the last.
     """
 
     live: Live
     rows: slice
     target: slice
+    window: int
     evicts: bool
+    probe: slice | None
 
 
-def query_rows(live: Live, start: int, length: int) -> QueryRows | None:
+def query_rows(live: Live, rows: slice, probe: slice | None) -> QueryRows | None:
     """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``live.tokens``.
 
     Args:
-        start, length: where the rows are in the batch.
+        rows, probe: of the batch.
     """
-    before, live.tokens = live.tokens, live.tokens + length
-    n = live.plan.evict_at
-    if n is None or before >= n:
+    before, live.tokens = live.tokens, live.tokens + rows.stop - rows.start
+    position = live.plan.next_eviction(before)
+    if position is None:
         return None
-    # The window may straddle chunks: its queries are kept as they come.
-    first = n - live.plan.config.window_for(n)
+    # The window may straddle steps: its queries are kept as they come.
+    window = live.plan.window(position)
+    first = window.start
     target = slice(max(before, first) - first, max(live.tokens, first) - first)
-    return QueryRows(live, slice(start, start + length), target, live.tokens == n)
+    return QueryRows(live, rows, target, window.stop - first, live.tokens == position, probe)
 
 
 class Evictor:
@@ -110,22 +133,28 @@ class Evictor:
         live, config = rows.live, rows.live.plan.config
         n = live.plan.evict_at
         assert n is not None
+        live.peak_pages = max(live.peak_pages, self.cache.held(live.slot))
         started, moving = time.perf_counter(), live.compaction_seconds
         self._collect(layer, rows, n, query, scale, softcap)
         last = layer == self.cache.num_layers - 1
-        if rows.evicts:
+        if config.chunked:
+            self._take(layer, rows, n, query, scale, softcap)
+        elif rows.evicts:
             live.scores.append(self._score(layer, live, n, scale, softcap))
             if config.layer_local or (last and self.cache.num_layers == self.num_model_layers):
                 self._compact(live, n)
+            elif live.plan.recycles and rows.rows.stop - rows.rows.start == n:
+                self._cascade(live, n)
             elif last:
                 weights = [float(x.weight) for x in live.scores if x.weight is not None]
                 self.weights[live.plan.request_id] = LayerWeights(live.plan.epoch, self.first_layer, weights)
-            if last:
-                live.window = live.col_sums = None
+        if rows.evicts and last and live.tokens == n:
+            live.window = live.col_sums = None
+            live.probe = {}
         moving = live.compaction_seconds - moving
         live.decision_seconds += time.perf_counter() - started - moving
         if rows.evicts and last and not live.scores:
-            self._report(live, n)
+            self._report(live, live.tokens)
 
     def apply(self, live: Live, decided: LayerBudgets) -> None:
         """Compact what waits for the budgets of all pipeline stages; of an older admission there is nothing."""
@@ -169,24 +198,74 @@ class Evictor:
         )
         return score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
 
+    def _take(self, layer: int, rows: QueryRows, n: int, query: Tensor, scale: float, softcap: float) -> None:
+        """Follow the probe; at the end of a chunk choose by it, for all lower layers too if they wait for this one."""
+        live, config = rows.live, rows.live.plan.config
+        index, last = self.first_layer + layer, live.tokens == n
+        leader = take.warmup_layers(config, self.num_model_layers) - 1
+        if index < leader or not rows.evicts:
+            return
+        if rows.probe is None:
+            assert live.window is not None
+            now = live.window[layer, : rows.window]
+        else:
+            now = query[rows.probe]
+        # A chunk's own last tokens are others in each chunk.
+        before = live.probe.get(layer) if live.plan.probe else None
+        probe = live.probe[layer] = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])
+        stored = self.cache.lengths.shortest(live.slot, layer) - live.plan.probe * (not last)
+        kept = take.select(
+            config,
+            probe,
+            self.cache.read_keys(live.slot, layer, stored),
+            index,
+            self.num_model_layers,
+            last,
+            n=n,
+            scale=scale,
+            logit_softcap=softcap or None,
+            comm=self.comm,
+        )
+        started = time.perf_counter()
+        for lower in range(layer + 1) if index == leader else (layer,):
+            live.freed_pages += self.cache.compact(live.slot, lower, kept)
+        live.compaction_seconds += time.perf_counter() - started
+
+    def _cascade(self, live: Live, n: int) -> None:
+        """Trim the layers scored so far to what they may still keep once all are (LAVa Alg. 2)."""
+        config = live.plan.config
+        budgets = provisional_budgets(config, live.scores, n)
+        layers = [dataclasses.replace(x, budget=y) for x, y in zip(live.scores, budgets, strict=True)]
+        chosen = select(config, layers, n, self.comm)
+        self._keep(live, layers, chosen)
+        live.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
+
     def _compact(self, live: Live, n: int) -> None:
         """Decide for the layers scored so far and move their survivors."""
         chosen = select(live.plan.config, live.scores, n, self.comm)
+        self._keep(live, live.scores, chosen)
+        live.scores, live.stored = [], {}
+
+    def _keep(self, live: Live, layers: Sequence[LayerScores], chosen: Kept) -> None:
+        """Compact layers to the chosen positions."""
         started = time.perf_counter()
-        for scores, kept in zip(live.scores, chosen, strict=True):
-            self.cache.compact(live.slot, scores.layer - self.first_layer, kept)
-        live.scores = []
+        for scores, kept in zip(layers, chosen, strict=True):
+            layer = scores.layer - self.first_layer
+            if layer in live.stored:
+                kept = [torch.searchsorted(*pair) for pair in zip(live.stored[layer], kept, strict=True)]
+            live.freed_pages += self.cache.compact(live.slot, layer, kept)
         live.compaction_seconds += time.perf_counter() - started
 
     def _report(self, live: Live, n: int) -> None:
         pages, residues, kept = self.cache.settle(live.slot)
-        rows = self.cache.num_layers * self.cache.num_kv_heads
         self.reports[live.plan.request_id] = Report(
             policy=live.plan.config.label,
             epoch=live.plan.epoch,
             tokens=n,
+            last=n == live.plan.evict_at,
             pages=pages,
-            freed_pages=rows * -(-n // self.cache.page_size) - pages,
+            freed_pages=live.freed_pages,
+            peak_pages=live.peak_pages,
             residues=residues.tolist(),
             first_layer=self.first_layer,
             first_head=self.comm.local_heads.start if self.comm else 0,

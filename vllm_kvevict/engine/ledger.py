@@ -17,7 +17,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options, Plan
-from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, RankCapacity, Report
+from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
+from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, prefill_peak
 from vllm_kvevict.policies import layer_budgets
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Account:
     """One admitted request: what it holds, what is promised to its prefill, what it may hold at its end."""
 
     plan: Plan
+    recycles: bool
     prompt_len: int
     prefill_len: int
     max_tokens: int
@@ -49,6 +51,18 @@ class Account:
     promise: list[int] = field(default_factory=list)
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it holds less during its prefill than all that was read."""
+        return self.recycles or self.plan.config.chunked
+
+    def pages_at(self, tokens: int) -> list[int]:
+        """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
+        if self.recycles and self.tokens < (self.plan.evict_at or 0) <= tokens:
+            return list(self.peak)
+        probe = self.plan.probe if tokens in self.plan.cuts else 0
+        return [count.at(tokens + probe) for count in self.counts]
 
     def promised_at(self, tokens: int, held: list[int]) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -61,9 +75,16 @@ class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager."""
 
     def __init__(
-        self, *args: Any, options: Options, max_num_batched_tokens: int, num_stages: int, **kwargs: Any
+        self,
+        *args: Any,
+        options: Options,
+        max_num_batched_tokens: int,
+        longest_step: int,
+        num_stages: int,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.longest_step = longest_step
         self.num_stages = num_stages
         self.has_w_o = True
         self.options = options
@@ -84,19 +105,20 @@ class PageLedger(KVCacheManager):
         """Learn the pools' sizes, before the first request.
 
         Raises:
-            ValueError: when one request of ``max_model_len`` tokens does not fit: it could never finish.
+            ValueError: when a prompt of ``max_model_len`` tokens does not fit.
         """
         self.ranks = sorted(capacity)
         self.capacity = [capacity[rank] for rank in self.ranks]
         self.used = [0] * len(self.ranks)
         self.promised = [0] * len(self.ranks)
-        for room in self.capacity:
-            need = room.rows * cdiv(self.max_model_len, self.options.page_size)
-            if need > room.pages:
-                raise ValueError(
-                    f"--max-model-len {self.max_model_len} needs {need} pages before its eviction but the pool "
-                    f"has {room.pages}: lower --max-model-len or give the KV cache more memory"
-                )
+        plan = self.options.plan("", 1, self.max_model_len, None)
+        at_once = self.max_model_len <= self.longest_step
+        if not self.fits(plan, self.max_model_len, at_once and can_recycle(plan, self.num_stages)):
+            raise ValueError(
+                f"a prompt of --max-model-len {self.max_model_len} does not fit the pool of "
+                f"{min(room.pages for room in self.capacity)} pages: lower --max-model-len or give the KV cache "
+                "more memory"
+            )
 
     # Admission and growth.
 
@@ -105,12 +127,12 @@ class PageLedger(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait."""
         admitted = self.accounts.get(request.request_id)
-        account = admitted or self._open(request)
+        account = admitted or self._open(request, num_new_tokens)
         if admitted is None and not self._admits(account):
             return None
         tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
         # A prefill grows into what it was promised, a decode into what nobody was.
-        held = [count.at(tokens) for count in account.counts]
+        held = account.pages_at(tokens)
         promise = account.promised_at(tokens, held)
         if not self._fits(account, held, promise):
             return None
@@ -118,10 +140,16 @@ class PageLedger(KVCacheManager):
             self.accounts[request.request_id] = account
             self.admitted.append(account.plan)
         self._hold(account, held, promise)
-        evict_at = account.plan.evict_at
-        if evict_at is not None and account.tokens < evict_at <= tokens:
+        position = account.plan.next_eviction(account.tokens)
+        if position is not None and position <= tokens:
             account.unreported = set(range(len(self.ranks)))
-            account.undecided = self.num_stages > 1 and not account.plan.config.layer_local
+            account.undecided = self.num_stages > 1 and account.plan.config.weighted
+            if account.bounded:
+                # Until the reports come, all that is known is that rows may end anywhere in a page.
+                account.counts = [
+                    PageCount.from_residues(pages, tokens, [room.rows] + [0] * (self.options.page_size - 1))
+                    for pages, room in zip(held, self.capacity, strict=True)
+                ]
         account.tokens = tokens
         return self.empty_kv_cache_blocks
 
@@ -155,30 +183,36 @@ class PageLedger(KVCacheManager):
                     plan.config.policy,
                 )
                 plan = dataclasses.replace(plan, evict_at=None)
+            plan = dataclasses.replace(plan, recycles=can_recycle(plan, self.num_stages))
             self._plans[request.request_id] = plan
         return plan
 
-    def _open(self, request: "Request") -> Account:
+    def recycles(self, plan: Plan, num_new_tokens: int) -> bool:
+        """Whether a request that begins with so many tokens is evicted layer by layer."""
+        return plan.recycles and num_new_tokens == plan.evict_at
+
+    def fits(self, plan: Plan, tokens: int, recycles: bool) -> bool:
+        """Whether the pools, if empty, could hold what ``tokens`` tokens need until they are read."""
+        size = self.options.page_size
+        return all(prefill_peak(plan, tokens, room, size, recycles) <= room.pages for room in self.capacity)
+
+    def _open(self, request: "Request", num_new_tokens: int) -> Account:
         plan = self.plan(request)
         page_size = self.options.page_size
-        account = Account(
+        recycles = self.recycles(plan, num_new_tokens)
+        return Account(
             plan,
+            recycles,
             prompt_len=request.num_prompt_tokens,
             prefill_len=request.num_tokens,
             max_tokens=request.max_tokens,
             counts=[PageCount.start(room.rows, page_size) for room in self.capacity],
             held=[0] * len(self.ranks),
             promise=[0] * len(self.ranks),
+            peak=[
+                prefill_peak(plan, request.num_tokens, room, page_size, recycles) for room in self.capacity
+            ],
         )
-        for count in account.counts:
-            whole = count.at(account.prefill_len)
-            if plan.evict_at is not None:
-                # A replay goes on after the eviction; no row then holds more than one page beyond the mean.
-                rest = plan.config.budget_for(plan.evict_at) + account.prefill_len - plan.evict_at
-                after = count.rows * (cdiv(rest, page_size) + 1)
-                whole = max(count.at(plan.evict_at), min(whole, after))
-            account.peak.append(whole)
-        return account
 
     def _admits(self, new: Account) -> bool:
         """Whether every rank has room now for the prefill's peak, and at the end for what will be held."""
@@ -217,7 +251,7 @@ class PageLedger(KVCacheManager):
     def _held_finally(self, account: Account, rank: int, end: int) -> int:
         """Pages an account is expected to hold at ``end`` tokens: exact once evicted, else from its budget."""
         count, evict_at = account.counts[rank], account.plan.evict_at
-        if evict_at is None or count.tokens >= evict_at:
+        if evict_at is None or (count.tokens >= evict_at and rank not in account.unreported):
             return count.at(end)
         kept = account.plan.config.budget_for(evict_at) + end - evict_at
         # Half a page of slack per row is the mean of what ragged rows leave unfilled.
@@ -240,8 +274,9 @@ class PageLedger(KVCacheManager):
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
         account.counts[index] = count
         account.unreported.discard(index)
-        # The rest of a replay is promised in exact pages from here on.
-        account.peak[index] = count.at(max(account.prefill_len, account.tokens))
+        if report.last:
+            # The rest of a replay is promised in exact pages from here on.
+            account.peak[index] = count.at(max(account.prefill_len, account.tokens))
         held = list(account.held)
         held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
         self._hold(account, held, account.promised_at(account.tokens, held))
@@ -257,10 +292,13 @@ class PageLedger(KVCacheManager):
         budgets = layer_budgets(account.plan.config, weights.weights, n)
         self.layer_budgets[request_id] = LayerBudgets(weights.epoch, budgets)
 
-    def awaits_weights(self, request_id: str) -> bool:
-        """Whether a request was evicted in a step in flight and must not go on before budgets are decided."""
+    def must_wait(self, request_id: str) -> bool:
+        """Whether a request was evicted in a step in flight and must not go on before more is known of that.
+
+        That is its layers' budgets; or, where it never held all that was read, what it holds.
+        """
         account = self.accounts.get(request_id)
-        return account is not None and account.undecided
+        return account is not None and (account.undecided or (account.bounded and bool(account.unreported)))
 
     @property
     def awaits_reports(self) -> bool:
@@ -281,7 +319,9 @@ class PageLedger(KVCacheManager):
             account = self.accounts.get(request_id)
             if account is None or account.plan.epoch != epoch:
                 continue
-            expected = account.counts[index].at(tokens)
+            count = account.counts[index]
+            # A step in flight may evict by now what this one did not.
+            expected = count.at(tokens) if tokens >= count.tokens else pages
             if expected != pages:
                 raise RuntimeError(
                     f"kv eviction check: rank {rank} holds {pages} pages of request {request_id} at {tokens} "

@@ -10,14 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvevict.engine.config import Plan
-
-
-@dataclass(frozen=True)
-class RankCapacity:
-    """What one rank can hold: pages of its pool, and rows (layers x KV heads) a request has there."""
-
-    pages: int
-    rows: int
+from vllm_kvevict.engine.peaks import RankCapacity
 
 
 @dataclass
@@ -65,10 +58,20 @@ class LayerBudgets:
 
 @dataclass
 class StepPlans(KVConnectorMetadata):
-    """Plans of the requests that a step admits, and layer budgets to apply before it."""
+    """What the workers must know before a step.
+
+    Attributes:
+        plans: of the requests that it admits.
+        layer_budgets: to apply before it, by request id.
+        probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
+            request.
+        most_pages: in check mode what each global rank may hold at any time of the step, else None.
+    """
 
     plans: list[Plan] = field(default_factory=list)
     layer_budgets: dict[str, LayerBudgets] = field(default_factory=dict)
+    probes: dict[str, str] = field(default_factory=dict)
+    most_pages: dict[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,20 +82,24 @@ class Report:
         policy: name of the policy that chose.
         epoch: admission the report belongs to; the ledger drops a report of an older one.
         tokens: the request's token count when it was evicted.
+        last: whether it is the request's last eviction.
         pages: pages held on the rank afterwards.
-        freed_pages: pages returned to the pool.
+        freed_pages: pages returned to the pool, by earlier evictions too.
+        peak_pages: the most pages that the request held on the rank until then.
         residues: [page_size], rows by kv_len modulo page_size.
         first_layer: the rank's first layer in the model.
         first_head: the rank's first KV head in the model.
         kept: [layers][KV heads] of the rank, entries kept of ``tokens`` stored.
-        decision_seconds, compaction_seconds: spent on choosing and on moving.
+        decision_seconds, compaction_seconds: spent on choosing and on moving, in earlier evictions too.
     """
 
     policy: str
     epoch: int
     tokens: int
+    last: bool
     pages: int
     freed_pages: int
+    peak_pages: int
     residues: Sequence[int]
     first_layer: int
     first_head: int

@@ -58,7 +58,7 @@ class EvictionStats(KVConnectorStats):
             self.data.setdefault(name, []).append(max(getattr(report, name) for report in reports))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
-                "KV eviction: request %s at %d tokens by %s: kept %d/%d entries, freed %d pages; "
+                "KV eviction: request %s at %d tokens by %s: kept %d/%d entries, freed %d pages, held at most %d; "
                 "kept per layer (per KV head): %s",
                 request_id,
                 first.tokens,
@@ -66,6 +66,7 @@ class EvictionStats(KVConnectorStats):
                 kept,
                 stored,
                 freed,
+                sum(report.peak_pages for report in reports),
                 _per_layer(reports),
             )
 

@@ -142,6 +142,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
         kv_role="kv_producer",
         kv_connector_module_path="vllm_kvevict.engine.connector",
     )
+    _make_room_for_probe(ours, options)
     vllm_config = create_engine_config(ours, *rest, **kwargs)
     checks.check_model(vllm_config)
     checks.check_policy(vllm_config, options.request_config(None)[0])
@@ -154,6 +155,25 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     if args.enable_prefix_caching is None and (args._api_process_count == 1 or args._api_process_rank < 0):
         logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
     return vllm_config
+
+
+def _make_room_for_probe(args: Any, options: Options) -> None:
+    """Give workers buffers for one request more than the scheduler may fill: the probe of a prompt read by ``take``."""
+    probe = parameters("take")["take_probe"]
+    if options.policy == "take":
+        probe = options.params.get("take_probe", probe)
+    set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
+
+    def set_ours(*rest: Any) -> None:
+        set_defaults(*rest)
+        if args.max_num_active_seqs is None:
+            args.max_num_active_seqs = args.max_num_seqs
+        if args.max_num_scheduled_tokens is None:
+            args.max_num_scheduled_tokens = args.max_num_batched_tokens
+        args.max_num_seqs += 1
+        args.max_num_batched_tokens += probe
+
+    args._set_default_max_num_seqs_and_batched_tokens_args = set_ours
 
 
 def _add_fields(cls: Any) -> None:

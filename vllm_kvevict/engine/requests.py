@@ -15,6 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvevict.engine import chat
 from vllm_kvevict.engine.checks import check_policy
 from vllm_kvevict.engine.config import KVEvictionError, options_of
+from vllm_kvevict.engine.memory import check_fits
 
 BEAM_SEARCH = (
     "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
@@ -39,7 +40,8 @@ def install() -> None:
             own = request.sampling_params
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
-                own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
+                own.extra_args, most = _checked_fields(self.vllm_config, prompt, own, *tokens)
+                _limit_answer(own, most)
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
@@ -56,6 +58,19 @@ def install_in_server() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
+
+
+def _limit_answer(params: SamplingParams, most: int | None) -> None:
+    """End an answer where the KV memory ends, as vLLM does where the model's context ends."""
+    if most is None or params.max_tokens is None:
+        return
+    if params.min_tokens > most:
+        raise VLLMValidationError(
+            f"min_tokens is {params.min_tokens}, but only {most} tokens of an answer fit the KV cache",
+            parameter="min_tokens",
+            value=params.min_tokens,
+        )
+    params.max_tokens = min(params.max_tokens, most)
 
 
 def _before(cls: type, name: str, check: Callable[..., None]) -> None:
@@ -97,15 +112,25 @@ def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: 
 
 def _checked_fields(
     vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
-) -> dict[str, Any] | None:
-    """The fields that scheduler and workers will follow; those that they could not are refused."""
+) -> tuple[dict[str, Any] | None, int | None]:
+    """The fields that scheduler and workers will follow, and the most tokens of an answer that fits the KV memory.
+
+    Fields that could not be followed are refused.
+    """
     options = options_of(vllm_config)
     assert options is not None
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
-        check_policy(vllm_config, options.request_config(params.extra_args)[0], "kv_eviction")
-        return options.fields_in_scope(length, chat_prefix_len, params.extra_args)
+        config, _ = options.request_config(params.extra_args)
+        check_policy(vllm_config, config, "kv_eviction")
+        if config.chunked and token_ids is None:
+            raise KVEvictionError(
+                f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
+            )
+        fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
+        plan = options.plan("", 1, length, fields)
+        return fields, check_fits(vllm_config, options, plan, length)
     except KVEvictionError as error:
         value = (params.extra_args or {}).get(error.field_name)
         raise VLLMValidationError(str(error), parameter=error.field_name, value=value) from None

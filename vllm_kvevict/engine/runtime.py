@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
@@ -16,7 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Batch, Decodes, lay_out
+from vllm_kvevict.engine.batch import Batch, Decodes, lay_out, lay_out_whole
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
 from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
@@ -50,6 +51,8 @@ class Runtime:
         self.vllm_config = vllm_config
         self.runner = runner
         self.live: dict[str, Live] = {}
+        self.probes: dict[str, str] = {}
+        self.most_pages: dict[int, int] | None = None
         self.attached = False
 
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
@@ -181,10 +184,13 @@ class Runtime:
         """Free what finished or was preempted, and open what was admitted; before any page is taken."""
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         plans = getattr(scheduler_output.kv_connector_metadata, "plans", ())
+        self.probes = getattr(scheduler_output.kv_connector_metadata, "probes", {})
+        self.most_pages = getattr(scheduler_output.kv_connector_metadata, "most_pages", None)
         gone += [plan.request_id for plan in plans]
         closed = [self.live.pop(name) for name in dict.fromkeys(gone) if name in self.live]
         if closed:
             self.cache.close([live.slot for live in closed])
+        self.cache.pool.fewest_free = self.cache.num_free
         for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
             if name in self.live:
                 self.evictor.apply(self.live[name], budgets)
@@ -198,11 +204,25 @@ class Runtime:
             common: vLLM's CommonAttentionMetadata.
         """
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        requests = [self.live[name] for name in batch_request_ids(self.runner, common)]
-        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-        step = self.cache.extend([live.slot for live in requests], lengths)
-        prefills = [query_rows(*rows) for rows in zip(requests, starts[:-1], lengths, strict=True)]
-        batch = lay_out(self.cache, step, kernel=self.decode_attention is not None)
+        names = batch_request_ids(self.runner, common)
+        rows = dict(zip(names, itertools.starmap(slice, itertools.pairwise(starts)), strict=True))
+        probes = {parent: rows.pop(name) for name, parent in self.probes.items()}
+        whole = {name: mine for name, mine in rows.items() if self.live[name].is_whole_in(mine)}
+        others = {name: mine for name, mine in rows.items() if name not in whole} if whole else rows
+        slots = [self.live[name].slot for name in others]
+        lengths = [mine.stop - mine.start for mine in others.values()]
+        order = None
+        if probes or whole:
+            # To the cache and to attention a probe is more tokens of its request; the eviction drops them again.
+            spans = [(mine, probes[name]) if name in probes else (mine,) for name, mine in others.items()]
+            lengths = [sum(span.stop - span.start for span in mine) for mine in spans]
+            order = np.array([row for mine in spans for span in mine for row in range(span.start, span.stop)])
+        batch = Batch(starts[-1], None, [], None)
+        if slots:
+            step = self.cache.extend(slots, lengths)
+            batch = lay_out(self.cache, step, self.decode_attention is not None, starts[-1], order)
+        batch.wholes.extend(lay_out_whole(self.cache, self.live[name].slot, whole[name]) for name in whole)
+        prefills = [query_rows(self.live[name], mine, probes.get(name)) for name, mine in rows.items()]
         return StepState(batch, [rows for rows in prefills if rows])
 
     def after_attention(
@@ -212,7 +232,7 @@ class Runtime:
         for rows in state.prefills:
             self.evictor.after_attention(layer, rows, query, scale, softcap)
 
-    def end_step(self) -> RankMessage | None:
+    def end_step(self, rank: int) -> RankMessage | None:
         """What this rank tells the scheduler after a step."""
         if not self.attached:
             return None
@@ -220,6 +240,12 @@ class Runtime:
         holdings = None
         if self.options.check:
             self.cache.verify()
+            peak = self.cache.pool.num_pages - self.cache.pool.fewest_free
+            if self.most_pages is not None and peak > self.most_pages[rank]:
+                raise RuntimeError(
+                    f"kv eviction check: rank {rank} held {peak} pages during a step, the ledger allowed "
+                    f"{self.most_pages[rank]}"
+                )
             holdings = {
                 name: (live.plan.epoch, live.tokens, self.cache.held(live.slot))
                 for name, live in self.live.items()

@@ -5,6 +5,7 @@ from typing import Any
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm_kvevict.engine.memory import BoundedAttentionSpec
 from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
 
 
@@ -16,6 +17,10 @@ class _EvictionMixin:
         register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.engine.attention.RaggedCPUBackend")
         super().init_device()  # type: ignore[misc]
         start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return {name: BoundedAttentionSpec.of(spec) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]

@@ -14,7 +14,7 @@ PARAMETERS = (*pyramidkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL)
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """The window of each head and its share of the layer's pyramid budget."""
-    budgets = pyramidkv.layer_budgets(cfg, layers, n)
+    budgets = pyramidkv.past_budgets(cfg, layers, n)
     return select_adaptive(cfg, layers, budgets, n, comm)
 
 
@@ -27,6 +27,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
+        layer_budgets=pyramidkv.layer_budgets,
         always_kept=("window",),
     )
 )

@@ -11,11 +11,14 @@ from .layer import Comm, LayerInputs
 _BLOCK = 128
 
 
-def window_attention(query: Tensor, keys: Tensor, softcap: float | None, out: Tensor) -> Tensor:
+def window_attention(
+    query: Tensor, keys: Tensor, softcap: float | None, out: Tensor, causal: bool = True
+) -> Tensor:
     """Attention of the window to all tokens of one KV head.
 
     query fp32 [g, w, d], already multiplied by the logit scale; keys [n, d]. Row r is the query of token
-    n-w+r and sees the keys up to itself. Writes fp32 probabilities to `out` [g, w, n] and returns it.
+    n-w+r and sees the keys up to itself, or all keys if not `causal`. Writes fp32 probabilities to `out` [g, w, n]
+    and returns it.
     """
     group, window, _ = query.shape
     # One product per query head (the keys are broadcast, not copied): its bits then do not depend on how
@@ -23,8 +26,9 @@ def window_attention(query: Tensor, keys: Tensor, softcap: float | None, out: Te
     logits = torch.bmm(query, keys.float().t().expand(group, -1, -1), out=out)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
-    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(1)
-    logits[:, :, keys.shape[0] - window :].masked_fill_(future, float("-inf"))
+    if causal:
+        future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(1)
+        logits[:, :, keys.shape[0] - window :].masked_fill_(future, float("-inf"))
     return torch.softmax(logits, dim=-1, out=logits)
 
 

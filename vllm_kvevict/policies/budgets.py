@@ -47,20 +47,18 @@ def pyramid_budgets(b: int, m: int, num_layers: int, beta: int, rounding: str = 
     return split_exact(numerators, steps, num_layers * b)
 
 
-def dynamic_layer_budgets(weights: Sequence[float], b: int, m: int) -> list[int]:
-    """Candidates per KV head for each layer, in proportion to the layers' weights, none above m.
+def water_fill(weights: Sequence[float], total: int, m: int) -> tuple[list[float], list[int]]:
+    """Shares of `total` in proportion to weights, none above m, and the indices of those below m.
 
-    The total is len(weights)*min(b, m). A layer whose share reaches m gets m, and the others share the rest
-    in the same way (water-filling); then largest remainder, ties to the lower layer. Negative and non-finite
-    weights count as 0; weights that sum to 0 share evenly. float64, in layer order: every caller gets the
-    same budgets from the same weights.
+    Whoever would get more than m gets m, and the others share the rest in the same way. Negative and non-finite
+    weights count as 0; weights that sum to 0 share evenly. float64, in order: every caller gets the same shares.
     """
     claims = [w if math.isfinite(w) and w > 0 else 0.0 for w in map(float, weights)]
     # A power of two changes no share, and keeps the sum finite.
     exponent = math.frexp(max(claims, default=0.0))[1]
     claims = [math.ldexp(w, -exponent) for w in claims]
     shares = [float(m)] * len(claims)
-    total = left = len(claims) * min(b, m)
+    left = total
     sharing = list(range(len(claims)))
     while sharing:
         claimed = sum(claims[i] for i in sharing)
@@ -73,11 +71,31 @@ def dynamic_layer_budgets(weights: Sequence[float], b: int, m: int) -> list[int]
             shares[i] = float(m)
         left -= m * len(full)
         sharing = [i for i in sharing if i not in full]
+    return shares, sharing
+
+
+def dynamic_layer_budgets(weights: Sequence[float], b: int, m: int) -> list[int]:
+    """Candidates per KV head for each layer, in proportion to the layers' weights, none above m.
+
+    The total is len(weights)*min(b, m), shared by `water_fill`; then largest remainder, ties to the lower layer.
+    """
+    total = len(weights) * min(b, m)
+    shares, sharing = water_fill(weights, total, m)
     budgets = [math.floor(share) for share in shares]
     by_remainder = sorted(sharing, key=lambda i: (budgets[i] - shares[i], i))
     for i in by_remainder[: total - sum(budgets)]:
         budgets[i] += 1
     return budgets
+
+
+def provisional_layer_budgets(weights: Sequence[float], b: int, m: int, num_layers: int) -> list[int]:
+    """Candidates per KV head that the first layers of a model may still need when the weights of all are known.
+
+    The first len(weights) of num_layers layers share the whole total for now. With every further layer their shares
+    shrink, so what `dynamic_layer_budgets` gives them in the end is never more (LAVa Alg. 2).
+    """
+    shares, _ = water_fill(weights, min(num_layers * b, len(weights) * m), m)
+    return [min(m, math.floor(share) + 1) for share in shares]
 
 
 def guaranteed_tokens(alpha: float, b: int) -> int:

@@ -40,6 +40,8 @@ class EvictionConfig:
         values = _check_parameters(method, params)
         if tokens is not None:
             _check_always_kept(method, tokens, values)
+        if method.check:
+            method.check(values)
         for name, value in (("policy", policy), ("budget", tokens), ("keep_ratio", ratio)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "items", tuple(values.items()))
@@ -81,7 +83,8 @@ class EvictionConfig:
         A ratio can give a budget that the window alone would use up (B <= window): then the window
         shrinks to max(1, B//2). 0 for policies that protect no last tokens.
         """
-        window: int = self.params.get("window", lookup(self.policy).last)
+        method = lookup(self.policy)
+        window: int = self.params.get(method.window, method.last)
         if self.keep_ratio is not None and window and self.budget_for(n) <= window:
             window = max(1, self.budget_for(n) // 2)
         return min(window, n)
@@ -104,6 +107,26 @@ class EvictionConfig:
     def layer_local(self) -> bool:
         """Whether `select` can be called with one layer alone."""
         return lookup(self.policy).budgets == "local"
+
+    @property
+    def weighted(self) -> bool:
+        """Whether layers share the budget by weights that scoring finds."""
+        return lookup(self.policy).budgets == "weights"
+
+    @property
+    def heads_compete(self) -> bool:
+        """Whether the KV heads of a layer share its budget."""
+        return "tp_local" in self.params
+
+    def layer_budgets(self, n: int, num_layers: int) -> list[int]:
+        """Tokens per KV head, window included, that each layer keeps of n tokens, unless data decides."""
+        known = lookup(self.policy).layer_budgets
+        return known(self, n, num_layers) if known else [self.budget_for(n)] * num_layers
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the prompt is evicted several times while it is read (see take)."""
+        return lookup(self.policy).budgets == "chunked"
 
     @property
     def one_stage(self) -> bool:

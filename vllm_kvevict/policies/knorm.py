@@ -41,6 +41,11 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     return kept
 
 
+def layer_budgets(cfg: EvictionConfig, n: int, num_layers: int) -> list[int]:
+    """n in the skipped layers, B in the others."""
+    return [n if layer < cfg.params["skip_layers"] else cfg.budget_for(n) for layer in range(num_layers)]
+
+
 register(
     Policy(
         "knorm",
@@ -49,6 +54,7 @@ register(
         score,
         select,
         PARAMETERS,
+        layer_budgets=layer_budgets,
         always_kept=("window",),
     )
 )

@@ -12,7 +12,7 @@ from .registry import Policy, register
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """The window of each head and the best Hkv*b_l candidates of each layer."""
-    return select_adaptive(cfg, layers, pyramidkv.layer_budgets(cfg, layers, n), n, comm)
+    return select_adaptive(cfg, layers, pyramidkv.past_budgets(cfg, layers, n), n, comm)
 
 
 register(
@@ -24,6 +24,7 @@ register(
         select,
         (*lava.PARAMETERS, BETA, PYRAMID_ROUNDING),
         needs=("q_window", "values"),
+        layer_budgets=pyramidkv.layer_budgets,
         always_kept=("window",),
     )
 )

@@ -89,6 +89,15 @@ def flag(name: str) -> Parameter:
     return Parameter(name, 0, "0 or 1", convert)
 
 
+def or_auto(parameter: Parameter) -> Parameter:
+    """The same parameter, which also takes "auto", its default."""
+
+    def convert(value: object) -> ParamValue | None:
+        return "auto" if value == "auto" else parameter.convert(value)
+
+    return Parameter(parameter.name, "auto", f"auto or {parameter.expects}", convert)
+
+
 def choice(name: str, *values: str) -> Parameter:
     """A parameter that takes one of `values`; the first is the default."""
 
@@ -133,5 +142,12 @@ MEANINGS = {
     "first": "share of a head's budget that goes by attention alone",
     "mass": "share of the attention that is protected",
     "norm_axis": "what value norms are normalised over",
+    "take_chunk": "tokens of a chunk, after each of which the prompt is evicted",
+    "take_probe": "last tokens of the prompt, whose queries guide every eviction and which always stay",
+    "take_guide": "whose last tokens choose: the prompt's, or each chunk's own, to see what the former are worth",
+    "take_alpha": "weight of the earlier chunks in the probe's averaged queries",
+    "take_warmup_layers": "lowest layers that keep what the last of them chooses; `auto` is half of the layers",
+    "take_warmup_budget": "tokens per KV head in those layers until the last chunk, if above the budget; `auto` is a "
+    "quarter of the prompt, at most 10240",
 }
 """What each parameter does, for tables and help texts."""

@@ -16,17 +16,23 @@ from .registry import Policy, register
 PARAMETERS = (*snapkv.PARAMETERS, BETA, PYRAMID_ROUNDING)
 
 
-def layer_budgets(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int) -> list[int]:
-    """Tokens per KV head that each of `layers` keeps besides the window."""
+def layer_budgets(cfg: EvictionConfig, n: int, num_layers: int) -> list[int]:
+    """Tokens per KV head that each layer of the model keeps, window included."""
     window = cfg.window_for(n)
     beta, rounding = cfg.params["beta"], cfg.params["pyramid_rounding"]
-    past = cfg.budget_for(n) - window
-    return [pyramid_budgets(past, n - window, x.num_layers, beta, rounding)[x.layer] for x in layers]
+    past = pyramid_budgets(cfg.budget_for(n) - window, n - window, num_layers, beta, rounding)
+    return [window + budget for budget in past]
+
+
+def past_budgets(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int) -> list[int]:
+    """Tokens per KV head that each of `layers` keeps besides the window."""
+    budgets = layer_budgets(cfg, n, layers[0].num_layers)
+    return [budgets[x.layer] - cfg.window_for(n) for x in layers]
 
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """The window and the layer's budget of best tokens of each head."""
-    return select_uniform(layers, layer_budgets(cfg, layers, n), n, cfg.window_for(n))
+    return select_uniform(layers, past_budgets(cfg, layers, n), n, cfg.window_for(n))
 
 
 register(
@@ -38,6 +44,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
+        layer_budgets=layer_budgets,
         always_kept=("window",),
     )
 )

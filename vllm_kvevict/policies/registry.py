@@ -1,6 +1,6 @@
 """The policies by name. A policy is a `Policy` value made and registered by its own module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -34,14 +34,21 @@ class Policy:
     """False: keeps everything, takes no budget."""
     needs: tuple[str, ...] = ()
     """Fields of LayerInputs, besides keys, that `score` reads."""
-    budgets: Literal["local", "weights", "global"] = "local"
+    budgets: Literal["local", "weights", "global", "chunked"] = "local"
     """Where a layer's budget comes from. "local": known without other layers, so a layer can be compacted in
     its own forward. "weights": from the weights of all layers. "global": from the scores of all layers, which
-    one process must therefore hold."""
+    one process must therefore hold. "chunked": decided several times while the prompt is read (see take)."""
+    layer_budgets: "Callable[[EvictionConfig, int, int], list[int]] | None" = None
+    """Of (cfg, n, num_layers): tokens per KV head that each layer keeps, where that depends on the layer but not on
+    data; None where every layer gets B."""
     always_kept: tuple[str, ...] = ()
     """Parameters that count unconditionally kept tokens; an absolute budget must exceed their sum."""
+    window: str = "window"
+    """The parameter, where the policy has it, that counts unconditionally kept last tokens."""
     last: int = 0
-    """Unconditionally kept last tokens of a policy without the parameter `window`."""
+    """Unconditionally kept last tokens of a policy without such a parameter."""
+    check: Callable[[Mapping[str, ParamValue]], None] | None = None
+    """Raises ValueError where parameters do not go together."""
     experimental: bool = False
 
 

@@ -1,0 +1,301 @@
+"""Reading long prompts in bounded memory: ``python -m benchmarks.prefill``.
+
+``take`` (the default): prompts of several lengths, read by stock vLLM and by take in turns. Time to the first token,
+time in attention, and the most KV that was held, beside the share of attention's work that the paper's formula gives.
+
+``recycle``: a prompt that is evicted when it has been read, in several steps (every layer is held whole until then)
+and in one step (each layer recycles the pages of the one before).
+
+The engines run in processes of their own; while one works the others wait.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.breakdown import stopwatch
+from benchmarks.decode import admit, drop, requests
+from benchmarks.load import PAGE_BYTES
+from benchmarks.measure import RESULTS, estimate, paired_ratio, record, save, warn_if_busy
+from benchmarks.options import add_counts, whole
+from benchmarks.scenarios import BLOCK, LAYERS, STOCK, TOKEN_BYTES, Target, model, show_targets
+from benchmarks.sides import Engine, Side, Workload, running
+
+CHUNK, BUDGET, WARMUP = 2048, 512, 2048
+TAKE = {
+    "kv_eviction": "take",
+    "kv_budget": BUDGET,
+    "kv_eviction_config": {"take_chunk": CHUNK, "take_warmup_budget": WARMUP},
+}
+CONTEXTS = {"take": [8192, 16384, 32768], "recycle": [2048, 8192]}
+MODEL_LAYERS = {"take": LAYERS, "recycle": 16}
+IN_STEPS, IN_ONE_STEP = "in steps", "in one step"
+
+
+@dataclass
+class Reading:
+    """One prompt, read.
+
+    Attributes:
+        wall, cpu: seconds until its first token.
+        attention: of the wall seconds, in attention and eviction.
+        kv_bytes: the most KV held.
+    """
+
+    wall: float
+    cpu: float
+    attention: float
+    kv_bytes: int
+
+
+# What the engines' processes do.
+
+_peaks: dict[str, int] = {}
+
+
+def install(engine: Engine) -> None:
+    """Time attention, and learn what each request held at most until its eviction."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from vllm_kvevict.engine.attention import RaggedCPUImpl
+    from vllm_kvevict.engine.eviction import Evictor
+
+    for backend in (CPUAttentionBackendImpl, RaggedCPUImpl):
+        stopwatch.watch(backend, "forward", "attention")
+    report = Evictor._report
+
+    def watched(self: Evictor, live: Any, n: int) -> None:
+        _peaks[live.plan.request_id.rpartition("-")[0]] = live.peak_pages
+        report(self, live, n)
+
+    Evictor._report = watched  # type: ignore[method-assign]
+
+
+def read(engine: Engine, workload: Workload) -> Reading:
+    """Read one prompt, up to its first token."""
+    admit(engine, workload)
+    (request,) = requests(engine)
+
+    def work() -> None:
+        while not request.num_output_tokens:
+            engine.llm.llm_engine.step()
+
+    _peaks.clear()
+    wall, cpu = time.perf_counter(), time.process_time()
+    parts = stopwatch.run(work)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    held = sum(_peaks.values()) * PAGE_BYTES
+    if not held:
+        layers = engine.probe.scheduler.vllm_config.model_config.get_total_num_hidden_layers()
+        held = -(-workload.input_len // BLOCK) * BLOCK * TOKEN_BYTES * layers // LAYERS
+    drop(engine)
+    engine.llm.llm_engine.step()
+    return Reading(wall, cpu, parts.get("attention", 0.0), held)
+
+
+# What the parent does.
+
+
+@dataclass
+class Cell:
+    """Prompts of one length; readings by side, first the one that the others are compared with."""
+
+    context: int
+    readings: dict[str, list[Reading]] = field(default_factory=lambda: defaultdict(list))
+
+    def ratio(self, side: str, what: str) -> Any:
+        """A side's figure over that of the first side."""
+        base = next(iter(self.readings.values()))
+        ours = self.readings[side]
+        return paired_ratio([getattr(one, what) for one in ours], [getattr(one, what) for one in base])
+
+    def summary(self) -> dict[str, Any]:
+        """For the record."""
+        others = list(self.readings)[1:]
+        ratios = {
+            side: {what: asdict(self.ratio(side, what)) for what in ("wall", "cpu", "attention", "kv_bytes")}
+            for side in others
+        }
+        readings = {side: [asdict(one) for one in seen] for side, seen in self.readings.items()}
+        return {"context": self.context, "readings": readings, "ratios": ratios}
+
+
+def paper_share(n: int) -> float:
+    """take's share of attention's work on a prompt of n tokens, by the paper's appendix B, simplified."""
+    both = BUDGET + WARMUP
+    return (2 * CHUNK + both) / (2 * n) - CHUNK * both / (2 * n**2)
+
+
+def make_sides(arguments: argparse.Namespace) -> list[Side]:
+    """The engines to compare."""
+    longest = max(arguments.contexts) + BLOCK
+    layers = arguments.model_layers
+    settings: dict[str, Any] = {
+        "max_model_len": longest,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 2,
+        "kv_cache_memory_bytes": (-(-longest // BLOCK) + 2) * BLOCK * TOKEN_BYTES * layers // LAYERS,
+        "dtype": "bfloat16",
+    }
+    path = model(longest, layers)
+    if arguments.what == "take":
+        return [
+            Side(STOCK, path, arguments.threads, **settings),
+            Side("take", path, arguments.threads, **settings, **TAKE),
+        ]
+    eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
+    steps = {**settings, **eviction, "max_num_batched_tokens": min(arguments.contexts) // 2}
+    at_once = {**settings, **eviction, "max_num_batched_tokens": longest}
+    return [
+        Side(IN_STEPS, path, arguments.threads, **steps),
+        Side(IN_ONE_STEP, path, arguments.threads, **at_once),
+    ]
+
+
+def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
+    """Every prompt is read by every side, in turns."""
+    cells = [Cell(context) for context in arguments.contexts]
+    for side in sides:
+        side.call(install)
+        side.call(read, Workload(1, 512, 2))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=len(cells) * len(sides) * arguments.rounds)
+        for number in range(arguments.rounds):
+            for cell in cells:
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    bar.update(task, description=f"{cell.context} tokens, {side.name}")
+                    cell.readings[side.name].append(
+                        side.call(read, Workload(1, cell.context, 2, seed=number))
+                    )
+                    bar.advance(task)
+    for cell in cells:
+        cell.readings = {side.name: cell.readings[side.name] for side in sides}
+    return cells
+
+
+def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
+    """What the longest prompt should reach."""
+    cell = cells[-1]
+    if arguments.what == "take" and cell.context == CONTEXTS["take"][-1]:
+        return [
+            Target("take at 32768: most KV held over stock's", cell.ratio("take", "kv_bytes"), 0.12, True),
+            Target(
+                "take at 32768: time in attention over stock's", cell.ratio("take", "attention"), 0.25, True
+            ),
+        ]
+    usual = (arguments.policy, arguments.budget, arguments.model_layers) == ("ada-snapkv", 0.1, 16)
+    if arguments.what == "recycle" and usual and cell.context == CONTEXTS["recycle"][-1]:
+        ratio = cell.ratio(IN_ONE_STEP, "kv_bytes")
+        return [Target("read in one step at 8192: most KV held over that in several", ratio, 0.25, True)]
+    return []
+
+
+def show(arguments: argparse.Namespace, cells: Sequence[Cell]) -> Table:
+    """The results as a table."""
+    table = Table(title=f"{arguments.model_layers} layers, {arguments.threads} thread(s), medians [95 %]")
+    columns = ["tokens", "side", "first token s", "CPU s", "attention s", "KV MiB"]
+    columns += ["first token", "attention", "KV held"]
+    if arguments.what == "take":
+        columns.append("by the formula")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for cell in cells:
+        for side, seen in cell.readings.items():
+            figures = [
+                estimate([getattr(one, what) for one in seen]).median for what in ("wall", "cpu", "attention")
+            ]
+            row = [str(cell.context), side, *(f"{value:.2f}" for value in figures)]
+            row.append(f"{max(one.kv_bytes for one in seen) / 2**20:.1f}")
+            if side == next(iter(cell.readings)):
+                table.add_row(*row)
+                continue
+            row += [str(cell.ratio(side, what)) for what in ("wall", "attention", "kv_bytes")]
+            table.add_row(*row, *([f"{paper_share(cell.context):.3f}"] if arguments.what == "take" else []))
+    return table
+
+
+def plot(arguments: argparse.Namespace, cells: Sequence[Cell]) -> str:
+    """Time to the first token, time in attention and KV held over the prompt's length."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4))
+    contexts = [cell.context for cell in cells]
+    figures = (("wall", "s to the first token", 1.0), ("attention", "s in attention", 1.0))
+    for panel, (what, label, unit) in zip(
+        panels, (*figures, ("kv_bytes", "MiB of KV held at most", 2**20)), strict=True
+    ):
+        for side in cells[0].readings:
+            values = [
+                estimate([getattr(one, what) / unit for one in cell.readings[side]]).median for cell in cells
+            ]
+            panel.plot(contexts, values, marker="o", label=side)
+        panel.set(xlabel="tokens of the prompt", ylabel=label, ylim=(0, None))
+        panel.legend()
+    figure.tight_layout()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"prefill-{arguments.what}.png"
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+    return str(path)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "what", nargs="?", choices=list(CONTEXTS), default="take", help="default: %(default)s"
+    )
+    parser.add_argument("--contexts", type=whole, nargs="+", metavar="N", help="tokens of the prompts")
+    parser.add_argument("--model-layers", type=whole, metavar="N", help="of the model")
+    parser.add_argument("--policy", default="ada-snapkv", help="of recycle (default: %(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=0.1, metavar="X", help="of recycle (default: %(default)s)"
+    )
+    add_counts(
+        parser, ("rounds", 3, "readings of each prompt by each side"), ("threads", 1, "of each engine")
+    )
+    arguments = parser.parse_args(argv)
+    arguments.contexts = sorted(arguments.contexts or CONTEXTS[arguments.what])
+    arguments.model_layers = arguments.model_layers or MODEL_LAYERS[arguments.what]
+    if arguments.contexts[0] < 512:
+        parser.error("--contexts must be at least 512")
+    if (cores := len(os.sched_getaffinity(0))) < arguments.threads:
+        parser.error(f"--threads must be at most {cores}, the number of cores")
+    return arguments
+
+
+def main() -> int:
+    """Measure; the exit code."""
+    arguments, console = parse_arguments(), Console(width=140)
+    load = warn_if_busy(console)
+    sides = make_sides(arguments)
+    with running(*sides):
+        cells = measure(arguments, sides)
+    console.print(show(arguments, cells))
+    content = {
+        "settings": vars(arguments),
+        "load_average_at_start": load,
+        "cells": [cell.summary() for cell in cells],
+        "targets": show_targets(console, targets(arguments, cells)),
+    }
+    name = f"prefill-{arguments.what}"
+    console.print(f"written to {save(name, record('prefill', content))} and {plot(arguments, cells)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Formula, ratios, targets and options; no engine is started."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from benchmarks import prefill
+from benchmarks.prefill import (
+    IN_ONE_STEP,
+    IN_STEPS,
+    Cell,
+    Reading,
+    paper_share,
+    parse_arguments,
+    show,
+    targets,
+)
+from benchmarks.scenarios import STOCK
+
+
+def cell(context: int, sides: dict[str, tuple[float, float, int]]) -> Cell:
+    found = Cell(context)
+    for side, (wall, attention, held) in sides.items():
+        found.readings[side] = [Reading(wall, wall, attention, held)] * 3
+    return found
+
+
+def test_the_formula_of_the_paper():
+    # (2 * 2048 + 512 + 2048) / (2 * 32768) - 2048 * 2560 / (2 * 32768^2)
+    assert paper_share(32768) == pytest.approx(0.09912, abs=1e-5)
+    assert paper_share(2048) == pytest.approx(1.0, abs=0.01)
+
+
+def test_targets_are_those_of_the_longest_prompt():
+    cells = [
+        cell(8192, {STOCK: (1.0, 1.0, 100), "take": (1.0, 0.9, 40)}),
+        cell(32768, {STOCK: (10.0, 8.0, 1000), "take": (5.0, 1.0, 130)}),
+    ]
+    held, attention = targets(parse_arguments([]), cells)
+    assert held.value.median == 0.13 and not held.met
+    assert attention.value.median == 0.125 and attention.met
+    assert targets(parse_arguments(["--contexts", "8192"]), cells[:1]) == []
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(show(parse_arguments([]), cells))
+    assert "0.099" in shown.getvalue() and "32768" in shown.getvalue()
+
+
+def test_targets_of_recycling():
+    cells = [cell(8192, {IN_STEPS: (1.0, 1.0, 100), IN_ONE_STEP: (1.0, 1.0, 16)})]
+    (target,) = targets(parse_arguments(["recycle"]), cells)
+    assert target.met and target.value.median == 0.16
+    assert targets(parse_arguments(["recycle", "--budget", "0.5"]), cells) == []
+
+
+def test_arguments():
+    arguments = parse_arguments(["recycle"])
+    assert (arguments.contexts, arguments.model_layers, arguments.threads) == ([2048, 8192], 16, 1)
+    assert parse_arguments(["--contexts", "9000", "600"]).contexts == [600, 9000]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--contexts", "100"])
+
+
+def test_plot(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefill, "RESULTS", tmp_path)
+    cells = [cell(8192, {STOCK: (1.0, 1.0, 100), "take": (1.0, 0.9, 40)})]
+    assert prefill.plot(parse_arguments([]), cells) == str(tmp_path / "prefill-take.png")

@@ -1,0 +1,96 @@
+"""What vLLM's start-up check and single requests are told of the KV memory; no engine is started."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+import vllm_kvevict.engine  # noqa: F401
+from vllm_kvevict.engine.config import KVEvictionError, options_of
+from vllm_kvevict.engine.memory import BoundedAttentionSpec, check_fits, longest_step, rooms
+
+TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
+
+
+def configure(models, *, blocks: int = 0, **settings: Any):
+    """The configuration of a server of a model with 4 layers and 2 KV heads; vLLM finds the blocks out later."""
+    path = models("llama", max_len=1 << 16)
+    args = {"max_model_len": 1 << 16, "kv_budget": 512, "dtype": "float32", **settings}
+    vllm_config = EngineArgs(model=str(path), **args).create_engine_config()
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    return vllm_config
+
+
+def limit(vllm_config, prompt: int, **fields: Any) -> int | None:
+    options = options_of(vllm_config)
+    return check_fits(vllm_config, options, options.plan("", 1, prompt, fields), prompt)
+
+
+def needed(vllm_config) -> int:
+    """Tokens of full KV in the memory that vLLM asks for."""
+    plain = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    spec = BoundedAttentionSpec.of(plain)
+    assert dataclasses.asdict(spec) == dataclasses.asdict(plain)
+    return spec.max_memory_usage_bytes(vllm_config) * 128 // plain.page_size_bytes
+
+
+def test_memory_that_vllm_asks_for(models) -> None:
+    whole = 1 << 16
+    assert needed(configure(models, kv_eviction="snapkv", max_num_batched_tokens=2048)) == whole
+    assert needed(configure(models, kv_eviction="full", max_num_batched_tokens=2048)) == whole
+    # Half of the layers hold 1024 + 1024 + 32 entries, the others 512 + 1024 + 32.
+    bounded = configure(models, kv_eviction="take", kv_eviction_config=TAKE, max_num_batched_tokens=2048)
+    assert needed(bounded) == (2080 + 1568) // 2
+    # One of four layers is whole, three hold 512.
+    at_once = configure(models, kv_eviction="snapkv", max_num_batched_tokens=whole)
+    assert needed(at_once) == (whole + 3 * 512) // 4
+
+
+def test_workers_have_room_for_a_probe(models) -> None:
+    for settings, probe in (({"kv_eviction": "snapkv"}, 32), ({"kv_eviction": "take"}, 32)):
+        sizes = configure(models, **settings, max_num_batched_tokens=2048, max_num_seqs=8).scheduler_config
+        assert (sizes.max_num_batched_tokens, sizes.max_num_scheduled_tokens) == (2048 + probe, 2048)
+        assert (sizes.max_num_seqs, sizes.max_num_active_seqs) == (9, 8)
+        assert longest_step(sizes) == 2048
+    config = {"take_probe": 100}
+    sizes = configure(models, kv_eviction="take", kv_eviction_config=config).scheduler_config
+    assert sizes.max_num_batched_tokens == sizes.max_num_scheduled_tokens + 100
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
+    """6144 tokens of memory under a context of 65,536."""
+    vllm_config = configure(
+        models,
+        blocks=48,
+        kv_eviction="take",
+        kv_eviction_config=TAKE,
+        max_num_batched_tokens=2048,
+        pipeline_parallel_size=stages,
+    )
+    assert [room.pages for room in rooms(vllm_config)] == [48 * 4 * 8 // stages] * stages
+    # What is kept grows with the answer, and no row is more than a page beyond the mean.
+    assert limit(vllm_config, 60_000) == 6144 - 32 - 512
+    assert limit(vllm_config, 200) == 6144 - 200
+    assert limit(vllm_config, 5000, kv_eviction="full") == 1144
+    assert limit(vllm_config, 5000, kv_eviction="snapkv") == 6144 - 32 - 512
+    assert limit(vllm_config, 5000, kv_eviction="snapkv", kv_prefix_len=4000) == 6144 - 32 - 512 - 1000
+    with pytest.raises(KVEvictionError) as error:
+        limit(vllm_config, 7000, kv_eviction="snapkv")
+    assert str(error.value) == (
+        "the prompt's 7000 tokens do not fit the KV cache: the longest that fits with kv_eviction=snapkv has 6144 "
+        "tokens, and kv_eviction=take would do for this one"
+    )
+    with pytest.raises(KVEvictionError, match="the longest that fits with kv_eviction=full has 6143 tokens"):
+        limit(vllm_config, 6144, kv_eviction="full")
+    with pytest.raises(KVEvictionError, match=r"with kv_eviction=take has [0-9]+ tokens$"):
+        limit(vllm_config, 60_000, kv_budget=6000)
+
+
+def test_memory_for_everything_needs_no_check(models) -> None:
+    for blocks in (512, 0):  # enough, and not known yet
+        vllm_config = configure(models, blocks=blocks, kv_eviction="snapkv")
+        assert limit(vllm_config, 60_000) is None and limit(vllm_config, 60_000, kv_eviction="full") is None

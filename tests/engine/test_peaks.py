@@ -1,0 +1,136 @@
+"""The bound on a prompt's pages, against policies that choose from random and from lopsided scores."""
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvevict.engine.config import Plan
+from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, prefill_peak
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    LayerScores,
+    available,
+    parameters,
+    provisional_budgets,
+    select,
+    take,
+)
+
+PAGE, HEADS = 32, 2
+
+
+def pages(lengths: list[int]) -> int:
+    return sum(-(-length // PAGE) for length in lengths)
+
+
+def room(num_layers: int, first: int = 0, of: int | None = None, heads: int = HEADS) -> RankCapacity:
+    return RankCapacity(10**6, first, num_layers, HEADS, of or num_layers, heads)
+
+
+def lopsided_scores(choose: random.Random, config: EvictionConfig, layers: int, n: int) -> list[LayerScores]:
+    """Heads and layers of very different size, so that some take all they can get."""
+    m = n - config.window_for(n)
+    result = []
+    for layer in range(layers):
+        scale = torch.tensor([[choose.choice((1e-3, 1.0, 1e3))] for _ in range(HEADS)])
+        scores, second = torch.rand(2, HEADS, m) * scale
+        weight = choose.choice((0.0, 0.01, 1.0, 100.0))
+        result.append(LayerScores(layer, layers, HEADS, scores, weight=weight, second=second))
+    return result
+
+
+def lengths(kept: list[list[torch.Tensor]]) -> list[list[int]]:
+    return [[len(head) for head in layer] for layer in kept]
+
+
+@pytest.mark.parametrize("policy", [p for p in available() if p not in ("full", "layer-defensivekv", "take")])
+def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> None:
+    choose = random.Random(policy)
+    tightest = math.inf
+    for _ in range(30):
+        n, layers = choose.choice((40, 100, 257, 900)), choose.choice((1, 2, 5, 9))
+        params: dict[str, Any] = {"skip_layers": choose.choice((0, 2))} if policy == "knorm" else {}
+        if "alpha" in parameters(policy):
+            params["alpha"] = 0.0 if policy == "lava" else choose.choice((0.0, 0.3))
+        config = EvictionConfig(policy, keep_ratio=choose.choice((0.05, 0.2, 0.7)), **params)
+        plan = Plan("r", 1, n, config)
+        assert can_recycle(plan, 1) and can_recycle(plan, 2) == config.layer_local
+        scores = lopsided_scores(choose, config, layers, n)
+        final = select(config, scores, n)
+        bound = prefill_peak(plan, n, room(layers), PAGE, recycles=True)
+        peak, below = 0, []
+        for layer in range(layers):
+            peak = max(peak, sum(map(pages, below)) + HEADS * -(-n // PAGE))
+            if config.layer_local:
+                below = lengths(final[: layer + 1])
+            elif layer < layers - 1:
+                seen = scores[: layer + 1]
+                budgets = provisional_budgets(config, seen, n)
+                seen = [dataclasses.replace(x, budget=b) for x, b in zip(seen, budgets, strict=True)]
+                below = lengths(select(config, seen, n))
+        peak = max(peak, sum(map(pages, lengths(final))))
+        assert peak <= bound
+        tightest = min(tightest, bound / peak)
+    assert tightest < 1.1, "the bound is never near"
+
+
+@pytest.mark.parametrize("policy", ["lava", "lava-uniform-head", "cake"])
+def test_a_cascade_never_drops_what_is_kept_in_the_end(policy: str) -> None:
+    choose = random.Random(policy)
+    for _ in range(60):
+        n, layers = choose.choice((60, 130, 300)), choose.choice((2, 3, 7))
+        config = EvictionConfig(policy, keep_ratio=choose.choice((0.1, 0.3, 0.8)))
+        scores = lopsided_scores(choose, config, layers, n)
+        final = select(config, scores, n)
+        held: list[list[set[int]]] = []
+        for count in range(1, layers + 1):
+            budgets = provisional_budgets(config, scores[:count], n)
+            seen = [dataclasses.replace(x, budget=b) for x, b in zip(scores, budgets, strict=False)]
+            sets = [[set(head.tolist()) for head in layer] for layer in select(config, seen, n)]
+            for before, now in zip(held, sets, strict=False):
+                assert all(new <= old for old, new in zip(before, now, strict=True))
+            held = sets
+        for layer, heads in enumerate(final):
+            assert all(set(head.tolist()) <= old for head, old in zip(heads, held[layer], strict=True))
+
+
+def test_heads_that_compete_over_ranks_may_all_be_on_one() -> None:
+    plan = Plan("r", 1, 1000, EvictionConfig("ada-snapkv", budget=100))
+    alone = prefill_peak(plan, 1000, room(4), PAGE, recycles=True)
+    shared = prefill_peak(plan, 1000, room(4, heads=8), PAGE, recycles=True)
+    local = Plan("r", 1, 1000, EvictionConfig("ada-snapkv", budget=100, tp_local=1))
+    assert alone == prefill_peak(local, 1000, room(4, heads=8), PAGE, recycles=True) < shared
+    uniform = Plan("r", 1, 1000, EvictionConfig("snapkv", budget=100))
+    assert prefill_peak(uniform, 1000, room(4, heads=8), PAGE, recycles=True) == HEADS * (32 + 3 * 4)
+
+
+@pytest.mark.parametrize("stage", [(0, 2), (2, 2), (0, 4)])
+@pytest.mark.parametrize("n", [100, 128, 129, 200, 1000])
+def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int, int]) -> None:
+    config = EvictionConfig(
+        "take", budget=60, take_chunk=128, take_probe=20, take_warmup_layers=2, take_warmup_budget=90
+    )
+    cuts = tuple(stop for _, stop in take.prompt_chunks(config, n)[:-1])
+    plan = Plan("r", 1, n, config, cuts)
+    first, count = stage
+    stored, peak, start = [0] * 4, 0, 0
+    for stop in (*cuts, n):
+        full = [s + stop - start + (20 if stop < n else 0) for s in stored]
+        peak = max(peak, HEADS * pages(full[first : first + count]))
+        budgets = [60] * 4 if stop == n else [90, 90, 60, 60]
+        stored = [min(s + stop - start, b) for s, b in zip(stored, budgets, strict=True)]
+        start = stop
+    assert prefill_peak(plan, n, room(count, first, of=4), PAGE, recycles=False) == peak
+
+
+def test_a_replay_may_need_more_after_its_eviction() -> None:
+    plan = Plan("r", 1, 320, EvictionConfig("snapkv", budget=64))
+    assert prefill_peak(plan, 320, room(4), PAGE, recycles=False) == 8 * 10
+    assert prefill_peak(plan, 340, room(4), PAGE, recycles=False) == 8 * 10
+    assert prefill_peak(plan, 800, room(4), PAGE, recycles=False) == 8 * (-(-(64 + 480) // PAGE) + 1)
+    kept_whole = Plan("r", 1, None, EvictionConfig("full"))
+    assert prefill_peak(kept_whole, 800, room(4), PAGE, recycles=False) == 8 * 25

@@ -1,0 +1,121 @@
+"""What the KV memory can hold, for vLLM's check at start-up and for ours of every request."""
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvevict.engine.config import KVEvictionError, Options, Plan, options_of
+from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, pages_after, prefill_peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedAttentionSpec(FullAttentionSpec):
+    """Full attention whose longest prompt needs less memory than all of its KV, if the server's policy sees to that."""
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
+        """The same layer with our bound."""
+        return cls(
+            **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+        )
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
+        whole: int = super().max_memory_usage_bytes(vllm_config)
+        options = options_of(vllm_config)
+        assert options is not None
+        tokens, size = vllm_config.model_config.max_model_len, options.page_size
+        plan = options.plan("", 1, tokens, None)
+        pages = max(
+            cdiv(_peak(vllm_config, plan, tokens, room, size), room.num_layers) for room in rooms(vllm_config)
+        )
+        return min(whole, pages * self.page_size_bytes * size // (self.block_size * self.num_kv_heads))
+
+
+def rooms(vllm_config: Any) -> list[RankCapacity]:
+    """One rank of every pipeline stage, with the pages that vLLM's blocks give it once these are known."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    options = options_of(vllm_config)
+    assert options is not None
+    layers, heads = model.get_total_num_hidden_layers(), model.get_num_kv_heads(parallel)
+    pages_per_row = (cache.num_gpu_blocks or 0) * cache.block_size // options.page_size
+    result = []
+    for stage in range(parallel.pipeline_parallel_size):
+        first, end = get_pp_indices(layers, stage, parallel.pipeline_parallel_size)
+        pages = pages_per_row * (end - first) * heads
+        result.append(RankCapacity(pages, first, end - first, heads, layers, model.get_total_num_kv_heads()))
+    return result
+
+
+def longest_step(scheduler_config: Any) -> int:
+    """The most tokens of one request in a step."""
+    tokens: int = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
+    threshold = scheduler_config.long_prefill_token_threshold
+    return min(tokens, threshold) if threshold > 0 else tokens
+
+
+def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int) -> int | None:
+    """Check that the KV memory can hold a request at any time, if nobody else holds anything.
+
+    Returns:
+        How many tokens its answer may have at most; None where that is up to ``max_model_len``.
+
+    Raises:
+        KVEvictionError: the prompt does not fit; one sentence that says what would.
+    """
+    size, longest = options.page_size, vllm_config.model_config.max_model_len
+    ranks = rooms(vllm_config)
+    if all(room.rows * cdiv(longest, size) <= room.pages or not room.pages for room in ranks):
+        return None
+    # A row's pages hold all of the request, or what it keeps and, however ragged, one page less of the rest.
+    most = min(room.pages // room.rows for room in ranks) * size
+    if plan.evict_at is not None:
+        most = max(most, most - size - plan.config.budget_for(plan.evict_at) + plan.evict_at)
+    if most > prompt_len and _fits(vllm_config, plan, prompt_len, ranks, size):
+        return most - prompt_len
+    policy = plan.config.policy
+    would = f"the longest that fits with kv_eviction={policy} has {_longest(vllm_config, options, plan, ranks)} tokens"
+    with contextlib.suppress(KVEvictionError):  # a budget that take cannot have
+        bounded = options.plan("", 1, prompt_len, _fields(plan, "take"))
+        if policy != "take" and _fits(vllm_config, bounded, prompt_len, ranks, size):
+            would += ", and kv_eviction=take would do for this one"
+    raise KVEvictionError(f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}", "prompt")
+
+
+def _fits(vllm_config: Any, plan: Plan, tokens: int, ranks: list[RankCapacity], page_size: int) -> bool:
+    return all(
+        _peak(vllm_config, plan, tokens, room, page_size) <= room.pages
+        and pages_after(plan, tokens + 1, room, page_size) <= room.pages
+        for room in ranks
+    )
+
+
+def _peak(vllm_config: Any, plan: Plan, tokens: int, room: RankCapacity, page_size: int) -> int:
+    at_once = (plan.evict_at or tokens) <= longest_step(vllm_config.scheduler_config)
+    recycles = at_once and can_recycle(plan, vllm_config.parallel_config.pipeline_parallel_size)
+    return prefill_peak(plan, tokens, room, page_size, recycles)
+
+
+def _longest(vllm_config: Any, options: Options, plan: Plan, ranks: list[RankCapacity]) -> int:
+    """The longest prompt under a policy and budget that fits; longer ones need more."""
+    fields = _fields(plan, plan.config.policy)
+    low, high = 0, vllm_config.model_config.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        trial = options.plan("", 1, middle, fields)
+        if _fits(vllm_config, trial, middle, ranks, options.page_size):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _fields(plan: Plan, policy: str) -> dict[str, Any]:
+    """What a request says to have a policy at the plan's budget."""
+    budget = plan.config.keep_ratio or plan.config.budget
+    return {"kv_eviction": policy, **({"kv_budget": budget} if budget else {})}
