@@ -217,9 +217,9 @@ class Probe:
             self.preemptions += len(output.preempted_req_ids or ())
             prefill = 0
             for name, count in output.num_scheduled_tokens.items():
-                request = self.scheduler.requests[name]
+                request = self.scheduler.requests.get(name)  # not there: a probe of take
                 # num_computed_tokens was advanced by what was scheduled.
-                if request.num_computed_tokens - count < request.num_prompt_tokens:
+                if request and request.num_computed_tokens - count < request.num_prompt_tokens:
                     prefill += count
             now.append((prefill, len(output.num_scheduled_tokens)))
             return output

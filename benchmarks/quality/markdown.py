@@ -113,7 +113,8 @@ def fixed_section(scores: Scores) -> list[str]:
         [column, scores.mean(column), signed(scores.difference(column, scores.full)) if scores.full else NONE]
         for column in scores.fixed
     ]
-    return ["## Without eviction", "", *table(["", "score", "difference to the full cache"], rows)]
+    heading = "Without eviction" if list(scores.fixed) == [scores.full] else "Servers as they are"
+    return [f"## {heading}", "", *table(["", "score", "difference to the full cache"], rows)]
 
 
 def scope_section(scores: Scores, scope: str) -> list[str]:
