@@ -26,9 +26,10 @@ from benchmarks.breakdown import stopwatch
 from benchmarks.decode import admit, drop, requests
 from benchmarks.load import PAGE_BYTES
 from benchmarks.measure import RESULTS, estimate, paired_ratio, record, save, warn_if_busy
-from benchmarks.options import add_counts, whole
+from benchmarks.options import add_counts, budget, whole
 from benchmarks.scenarios import BLOCK, LAYERS, STOCK, TOKEN_BYTES, Target, model, show_targets
 from benchmarks.sides import Engine, Side, Workload, running
+from vllm_kvevict.policies import available
 
 CHUNK, BUDGET, WARMUP = 2048, 512, 2048
 TAKE = {
@@ -261,10 +262,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--contexts", type=whole, nargs="+", metavar="N", help="tokens of the prompts")
     parser.add_argument("--model-layers", type=whole, metavar="N", help="of the model")
-    parser.add_argument("--policy", default="ada-snapkv", help="of recycle (default: %(default)s)")
-    parser.add_argument(
-        "--budget", type=float, default=0.1, metavar="X", help="of recycle (default: %(default)s)"
-    )
+    about = "of recycle (default: %(default)s)"
+    parser.add_argument("--policy", choices=available(), default="ada-snapkv", metavar="POLICY", help=about)
+    parser.add_argument("--budget", type=budget, default=0.1, metavar="X", help=about)
     add_counts(
         parser, ("rounds", 3, "readings of each prompt by each side"), ("threads", 1, "of each engine")
     )
