@@ -80,7 +80,7 @@ def install(engine: Engine) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     from vllm_kvevict.engine import eviction, runtime
-    from vllm_kvevict.engine.attention import RaggedCPUImpl
+    from vllm_kvevict.engine.attention import RaggedImpl
 
     core = engine.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -94,7 +94,7 @@ def install(engine: Engine) -> None:
     if runner.vllm_config.kv_transfer_config is None:
         watch(CPUAttentionBackendImpl, "forward", "attention")
         return
-    watch(RaggedCPUImpl, "forward", "attention")
+    watch(RaggedImpl, "forward", "attention")
     watch(runtime.Runtime, "build", "pages and metadata")
     watch(eviction.Evictor, "after_attention", "eviction: the rest")
     watch(eviction, "score_layer", "eviction: scoring")

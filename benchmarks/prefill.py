@@ -67,10 +67,10 @@ def install(engine: Engine) -> None:
     """Time attention, and learn what each request held at most until its eviction."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_kvevict.engine.attention import RaggedCPUImpl
+    from vllm_kvevict.engine.attention import RaggedImpl
     from vllm_kvevict.engine.eviction import Evictor
 
-    for backend in (CPUAttentionBackendImpl, RaggedCPUImpl):
+    for backend in (CPUAttentionBackendImpl, RaggedImpl):
         stopwatch.watch(backend, "forward", "attention")
     report = Evictor._report
 

@@ -16,7 +16,7 @@ import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
-import vllm_kvevict.engine.attention  # noqa: F401
+import vllm_kvevict.engine.cpu  # noqa: F401
 
 VOCAB = 512
 KV_BYTES = 1 << 27
@@ -142,13 +142,13 @@ def _record(worker: Any) -> None:
 
     def recording_compact(slot, layer, kept):
         live = next(live for live in runtime.live.values() if live.slot == slot)
-        key = live.plan.request_id, live.plan.epoch, layer
-        since, positions = stored.get(key, (0, [[]] * len(kept)))
-        positions = [[*before, *range(since, live.tokens)] for before in positions]
-        stored[key] = (
-            live.tokens,
-            [[p[i] for i in entries] for p, entries in zip(positions, kept, strict=True)],
-        )
+        heads = runtime.cache.num_kv_heads
+        for first in range(0, len(kept), heads):
+            key = live.plan.request_id, live.plan.epoch, layer + first // heads
+            since, positions = stored.get(key, (0, [[]] * heads))
+            positions = [[*before, *range(since, live.tokens)] for before in positions]
+            mine = zip(positions, kept[first : first + heads], strict=True)
+            stored[key] = live.tokens, [[p[i] for i in entries] for p, entries in mine]
         return compact(slot, layer, kept)
 
     def recording_report(live, n):

@@ -6,21 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvevict.engine import runtime
+from vllm_kvevict.engine import cpu
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 
 
-def _kernel(kernels=True, transposed=True, dtype=torch.bfloat16, softcap=0.0):
+def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0):
+    storage = torch.zeros(1, 2 * 32 * 64, dtype=dtype)
     cache = SimpleNamespace(
-        layout=SimpleNamespace(keys_are_transposed=transposed),
-        storage=torch.zeros(1, 2 * 32 * 64, dtype=dtype),
-        page_size=32,
-        head_dim=64,
+        layout=SimpleNamespace(keys_are_transposed=transposed), storage=storage, page_size=32, head_dim=64
     )
-    worker = SimpleNamespace(options=SimpleNamespace(kernels=kernels), cache=cache)
-    layers = [SimpleNamespace(impl=SimpleNamespace(softcap=cap)) for cap in (0.0, softcap)]
-    return runtime.Runtime._decode_attention(worker, layers)
+    return cpu.CPUPages(storage, 32, None).decode_attention(cache, 2, softcap)
 
 
 def test_the_kernel_serves_decodes():
@@ -29,7 +25,7 @@ def test_the_kernel_serves_decodes():
 
 @pytest.mark.parametrize(
     "unlike",
-    [{"kernels": False}, {"transposed": False}, {"dtype": torch.float16}, {"softcap": 30.0}],
+    [{"transposed": False}, {"dtype": torch.float16}, {"softcap": 30.0}],
     ids=lambda unlike: next(iter(unlike)),
 )
 def test_what_it_does_not_serve(unlike):
@@ -43,11 +39,11 @@ def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch):
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: seen.append(entry.getMessage())
-    monkeypatch.setattr(runtime, "DecodeAttention", fail)
-    runtime.logger.addHandler(handler)
+    monkeypatch.setattr(cpu, "DecodeAttention", fail)
+    cpu.logger.addHandler(handler)
     try:
         assert _kernel() is None
     finally:
-        runtime.logger.removeHandler(handler)
+        cpu.logger.removeHandler(handler)
     (message,) = seen
     assert "slower" in message and "install g++" in message

@@ -10,7 +10,8 @@ from vllm_kvevict.policies import EvictionConfig, available
 EVICTING = [policy for policy in available() if policy != "full"]
 
 
-def _check(model, ask, answer, dtype=torch.float32, **tolerance):
+def check(model, ask, answer, dtype=torch.float32, **tolerance):
+    """Logits of an answer against the plain model's, and the exact number of entries kept."""
     at = ask.prefix_len or ask.length
     config = EvictionConfig(ask.policy, **_budget(ask.budget)) if ask.policy != "full" else None
     if config is not None and config.evicts(at):
@@ -45,7 +46,7 @@ def test_every_policy_and_group_size(models, group):
     with evicting_engine(model) as llm:
         answers = run(llm, asks, logits=True)
     for ask, answer in zip(asks, answers, strict=True):
-        _check(model, ask, answer, atol=1e-4, rtol=1e-4)
+        check(model, ask, answer, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.engine
@@ -55,7 +56,7 @@ def test_without_our_kernels(models):
     with evicting_engine(model, eviction={"kernels": False}) as llm:
         answers = run(llm, asks, logits=True)
     for ask, answer in zip(asks, answers, strict=True):
-        _check(model, ask, answer, atol=1e-4, rtol=1e-4)
+        check(model, ask, answer, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.engine
@@ -69,4 +70,4 @@ def test_models(models, architecture, dtype):
     with evicting_engine(model, dtype=dtype) as llm:
         answers = run(llm, asks, logits=True)
     for ask, answer in zip(asks, answers, strict=True):
-        _check(model, ask, answer, getattr(torch, dtype), **tolerance)
+        check(model, ask, answer, getattr(torch, dtype), **tolerance)

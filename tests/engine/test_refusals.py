@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
-from vllm_kvevict.engine import checks, plugin, requests
+from vllm_kvevict.engine import checks, devices, plugin, requests
 from vllm_kvevict.engine.config import KVEvictionError
 
 LLAMA = {
@@ -278,8 +278,10 @@ def test_an_untested_vllm(model, monkeypatch):
 
 
 def test_another_platform(model, monkeypatch):
-    monkeypatch.setattr(checks, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
-    assert "not on cuda" in refusal(model)
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
+    monkeypatch.setattr(checks, "current_platform", other)
+    monkeypatch.setattr(devices, "current_platform", other)
+    assert "not on xpu" in refusal(model)
 
 
 def test_the_other_front_end(model, monkeypatch):

@@ -5,8 +5,9 @@ sizes are the shapes of tensors. The device knows which page is where. So no ste
 """
 
 from vllm_kvevict.cache.layout import PageLayout
-from vllm_kvevict.cache.paged import PagedKVCache, Settled, Step
+from vllm_kvevict.cache.paged import PagedKVCache
 from vllm_kvevict.cache.pool import PagePool
+from vllm_kvevict.cache.steps import Settled, Step
 from vllm_kvevict.cache.tables import PageTables
 
 __all__ = ["PageLayout", "PagePool", "PageTables", "PagedKVCache", "Settled", "Step"]

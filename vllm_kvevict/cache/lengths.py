@@ -88,10 +88,16 @@ class RowLengths:
         self.pages[slots] += pages
 
     def replace(self, slot: int, layer: int, lengths: IntArray) -> int:
-        """Record that a layer's rows now have other lengths (int64 [H]). Returns the pages they hold less."""
-        before = self._offset[slot, layer] + self._tokens[slot]
+        """Record that the rows of layers from ``layer`` on now have other lengths (int64 [layers * H]).
+
+        Returns:
+            The pages they hold less.
+        """
+        heads = self._offset.shape[2]
+        rows = self._offset[slot, layer : layer + len(lengths) // heads]
+        before = rows.ravel() + self._tokens[slot]
         freed = int((-(-before // self._page_size) + -lengths // self._page_size).sum())
-        self._offset[slot, layer] = lengths - self._tokens[slot]
+        rows[...] = (lengths - self._tokens[slot]).reshape(-1, heads)
         self._longest[slot] = self._offset[slot].max()
         self._offset_sum[slot] = self._offset[slot].sum()
         self._count(slot)

@@ -1,45 +1,16 @@
 """The paged KV cache of one worker rank: what the engine uses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvevict.cache.layout import PageLayout, Write
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.pool import PagePool
+from vllm_kvevict.cache.steps import Settled, Step, to_device
 from vllm_kvevict.cache.tables import PageTables
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step's new tokens, for which there is room. B requests.
-
-    Attributes:
-        slots: int64 [B], the requests in the order of the batch.
-        tokens: int64 [B], new tokens of each, on the host.
-        max_lens: the largest kv_len of each request after them, on the host.
-    """
-
-    slots: torch.Tensor
-    tokens: IntArray
-    max_lens: list[int]
-
-
-class Settled(NamedTuple):
-    """What a request holds after its layers were compacted.
-
-    Attributes:
-        pages: pages held.
-        residues: int64 [page_size], number of rows at each kv_len modulo page_size.
-        kept: int64 [L, H], kv_len of each row.
-    """
-
-    pages: int
-    residues: IntArray
-    kept: IntArray
 
 
 class PagedKVCache:
@@ -54,9 +25,11 @@ class PagedKVCache:
     Args:
         storage: [num_pages, 2 * page_size * head_dim], contiguous; a page is its keys, then its values.
         num_layers, num_kv_heads: of this rank.
-        page_size: entries per page, a multiple of 32.
+        page_size: entries per page, a multiple of 16.
         max_requests: how many requests may be open at once.
         write: stores entries into the storage, see :data:`vllm_kvevict.cache.layout.Write`.
+        triton: whether Triton's kernels serve decode steps and compactions; they need a GPU, or Triton's interpreter,
+            and pages whose keys and values are [page_size, head_dim] each.
 
     Raises:
         ValueError: a size is not possible.
@@ -72,9 +45,10 @@ class PagedKVCache:
         page_size: int,
         max_requests: int,
         write: Write,
+        triton: bool = False,
     ) -> None:
-        if page_size < 32 or page_size % 32:
-            raise ValueError(f"page_size must be a multiple of 32, got {page_size}")
+        if page_size < 16 or page_size % 16:
+            raise ValueError(f"page_size must be a multiple of 16, got {page_size}")
         if storage.dim() != 2 or storage.shape[1] % (2 * page_size) or not storage.is_contiguous():
             raise ValueError(
                 "storage must be contiguous and [num_pages, 2 * page_size * head_dim], got "
@@ -91,6 +65,7 @@ class PagedKVCache:
         self.tables = PageTables(max_requests, num_layers * num_kv_heads, self.device)
         self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
         self._write = write
+        self.uses_triton = triton
         self._keys = self.layout.key_view(storage)
         self._values = self.layout.value_view(storage)
         self._in_page = torch.arange(page_size, device=self.device)
@@ -139,14 +114,13 @@ class PagedKVCache:
         max_lens = self.lengths.longest(which) + tokens
         self.tables.reserve(which, -(-max_lens // self.page_size))
 
-        batch = self._on_device(which)
+        batch = to_device(which, self.device)
         decodes = np.flatnonzero(tokens == 1)
         if decodes.size == which.size:
-            self._append(batch, 1, int(pages.sum()), int(partial.sum()))
+            self._append_one(batch, pages, partial)
         else:
             if decodes.size:
-                some = batch[self._on_device(decodes)]
-                self._append(some, 1, int(pages[decodes].sum()), int(partial[decodes].sum()))
+                self._append_one(batch[to_device(decodes, self.device)], pages[decodes], partial[decodes])
             for i in np.flatnonzero(tokens > 1):
                 self._append(batch[i : i + 1], int(tokens[i]), int(pages[i]), int(partial[i]))
         self.lengths.append(which, tokens, pages)
@@ -174,7 +148,7 @@ class PagedKVCache:
         """
         heads, size = self.num_kv_heads, self.page_size
         columns = -(-tokens // size)
-        self._table(slot, layer)[:, :columns] = pages = self.pool.take_run(heads * columns).view(heads, -1)
+        self.table(slot, layer)[:, :columns] = pages = self.pool.take_run(heads * columns).view(heads, -1)
         if tokens % size:
             self.storage.index_fill_(0, pages[:, -1].to(torch.int64), 0)
         self.tables.kv_len[slot, layer * heads : (layer + 1) * heads] = tokens
@@ -212,8 +186,8 @@ class PagedKVCache:
         first = (tokens.cumsum() - tokens) * heads
         decodes = np.flatnonzero(tokens == 1)
         if decodes.size:
-            at = self._on_device((first[decodes, None] + np.arange(heads)).ravel())
-            result[:, at] = self._new_entries(step.slots[self._on_device(decodes)], 1).flatten(1)
+            at = to_device((first[decodes, None] + np.arange(heads)).ravel(), self.device)
+            result[:, at] = self._new_entries(step.slots[to_device(decodes, self.device)], 1).flatten(1)
         for i in np.flatnonzero(tokens > 1):
             mine = self._new_entries(step.slots[i : i + 1], int(tokens[i]))
             result[:, first[i] : first[i] + int(tokens[i]) * heads] = mine.flatten(1)
@@ -248,46 +222,43 @@ class PagedKVCache:
 
         Entries must lie below the kv_len of their head; this is not checked.
         """
-        pages = self._table(slot, layer)[heads, entries // self.page_size]
+        return self._gather(self.table(slot, layer), heads, entries)
+
+    def _gather(
+        self, table: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = table[rows, entries // self.page_size]
         tokens = entries % self.page_size
         keys = self.layout.keys.read(self._keys, pages, tokens)
         return keys, self.layout.values.read(self._values, pages, tokens)
 
     def compact(self, slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
-        """Keep only some entries of a layer: move them to the front of the row's own pages and free the rest.
+        """Keep only some entries of layers: move them to the front of each row's own pages and free the rest.
 
         Args:
             slot: an open request.
-            layer: the layer.
-            kept: for each KV head the entries to keep, int64, strictly ascending, at least one. The values
-                are not checked.
+            layer: the first of the layers, all of which are full.
+            kept: for each KV head, layer after layer, the entries to keep, int64, strictly ascending, at least one.
+                The values are not checked.
 
         Returns:
             Pages freed.
 
         Raises:
-            ValueError: not one tensor per head, or a head keeps none or more than it holds.
+            ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds.
         """
-        before = self.lengths.of(slot)[layer]
+        layers = slice(layer, layer - -len(kept) // self.num_kv_heads)
+        before = self.lengths.of(slot)[layers].ravel()
         after = np.array([entries.numel() for entries in kept], np.int64)
-        if after.shape != before.shape or (after < 1).any() or (after > before).any():
+        if not kept or after.shape != before.shape or (after < 1).any() or (after > before).any():
             raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
         if (after == before).all():
             return 0
-        total = int(after.sum())
-        counts = self._on_device(after)
-        heads = torch.arange(self.num_kv_heads, device=self.device)
-        heads = heads.repeat_interleave(counts, output_size=total)
-        entries = torch.arange(total, device=self.device) - (counts.cumsum(0) - counts)[heads]
-        table = self._table(slot, layer)
-        # All is read before anything is written: a row's survivors move within its own pages.
-        keys, values = self.gather(slot, layer, heads, torch.cat(list(kept)))
-        places = table[heads, entries // self.page_size].to(torch.int64) * self.page_size
-        places += entries % self.page_size
-        self._write(self.storage, keys, values, places)
-
-        row = slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
-        kv_len = self.tables.kv_len[slot, row]
+        first = layer * self.num_kv_heads
+        table = self.tables.region(slot)[first : first + len(kept)]
+        counts = to_device(after, self.device)
+        self._move(table, torch.cat(list(kept)), counts, int(after.sum()))
+        kv_len = self.tables.kv_len[slot, first : first + len(kept)]
         freed = self.lengths.replace(slot, layer, after)
         if freed:
             column = torch.arange(table.shape[1], device=self.device)
@@ -296,6 +267,21 @@ class PagedKVCache:
             self.pool.give(table.flatten()[_where(behind, freed)])
         kv_len.copy_(counts)
         return freed
+
+    def _move(self, table: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor, total: int) -> None:
+        """Move kept entries, counts[r] of row r and ``total`` of all, to the front of the rows of ``table``."""
+        if self.uses_triton:
+            from vllm_kvevict.kernels.compact_rows import compact_rows
+
+            compact_rows(self.storage, self.page_size, table, kept, pad(counts.cumsum(0), (1, 0)))
+            return
+        rows = torch.arange(len(table), device=self.device).repeat_interleave(counts, output_size=total)
+        entries = torch.arange(total, device=self.device) - (counts.cumsum(0) - counts)[rows]
+        # All is read before anything is written: a row's survivors move within its own pages.
+        keys, values = self._gather(table, rows, kept)
+        places = table[rows, entries // self.page_size].to(torch.int64) * self.page_size
+        places += entries % self.page_size
+        self._write(self.storage, keys, values, places)
 
     def settle(self, slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
@@ -338,6 +324,18 @@ class PagedKVCache:
         if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 
+    def _append_one(self, slots: torch.Tensor, pages: IntArray, partial: IntArray) -> None:
+        """Add one entry to each row of ``slots`` (int64 [B]); ``pages`` and ``partial``, int64 [B], as of demand."""
+        tables = self.tables
+        if not self.uses_triton:
+            self._append(slots, 1, int(pages.sum()), int(partial.sum()))
+            return
+        from vllm_kvevict.kernels.append_pages import append_pages
+
+        taken, first = self.pool.take(int(pages.sum())), to_device(pages.cumsum() - pages, self.device)
+        arguments = tables.arena, tables.row_starts, tables.kv_len, slots, taken, first
+        append_pages(*arguments, self.page_size, self.storage)
+
     def _append(self, slots: torch.Tensor, tokens: int, pages: int, partial: int) -> None:
         """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total."""
         tables, size = self.tables, self.page_size
@@ -373,8 +371,8 @@ class PagedKVCache:
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size
 
-    def _table(self, slot: int, layer: int) -> torch.Tensor:
-        """A request's pages in one layer, int32 [H, columns]."""
+    def table(self, slot: int, layer: int) -> torch.Tensor:
+        """A request's pages in one layer, int32 [H, columns]; behind a row's own pages it is arbitrary."""
         return self.tables.region(slot)[layer * self.num_kv_heads : (layer + 1) * self.num_kv_heads]
 
     def _first_pages(self, slot: int, layer: int, n: int) -> torch.Tensor:
@@ -382,16 +380,13 @@ class PagedKVCache:
         shortest = self.lengths.shortest(slot, layer)
         if n > shortest:
             raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
-        return self._table(slot, layer)[:, : -(-n // self.page_size), None]
+        return self.table(slot, layer)[:, : -(-n // self.page_size), None]
 
     def _opened(self, slots: Sequence[int]) -> IntArray:
         which = np.asarray(slots, np.int64)
         if len(set(slots)) != which.size or not self._is_open[which].all():
             raise ValueError(f"request slots must be open and distinct, got {list(slots)}")
         return which
-
-    def _on_device(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def _where(mask: torch.Tensor, count: int) -> torch.Tensor:

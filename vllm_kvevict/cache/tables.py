@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from vllm_kvevict.cache.lengths import IntArray
+from vllm_kvevict.cache.steps import to_device
 
 MIN_COLUMNS = 4
 
@@ -77,7 +78,7 @@ class PageTables:
 
     def release(self, slots: IntArray) -> None:
         """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
-        self.kv_len.index_fill_(0, torch.from_numpy(slots).to(self.kv_len.device, non_blocking=True), 0)
+        self.kv_len.index_fill_(0, to_device(slots, self.kv_len.device), 0)
         self._columns[slots] = 0
         self._trim()
         self._mirror()
@@ -111,8 +112,8 @@ class PageTables:
 
     def _mirror(self) -> None:
         row = torch.arange(self.num_rows, dtype=torch.int32, device=self.arena.device)
-        regions = torch.from_numpy(np.stack([self._starts, self._columns]).astype(np.int32))
-        starts, columns = regions[..., None].to(row.device, non_blocking=True)
+        regions = np.stack([self._starts, self._columns]).astype(np.int32)
+        starts, columns = to_device(regions[..., None], row.device)
         torch.addcmul(starts, columns, row, out=self.row_starts)
 
 

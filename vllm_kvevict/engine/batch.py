@@ -1,4 +1,4 @@
-"""One step's batch, divided between our decode kernel and vLLM's attention op: one sequence per (request, KV head)."""
+"""One step's batch, divided between our decode kernel and paged attention: one sequence per (request, KV head)."""
 
 from dataclasses import dataclass, field
 
@@ -8,18 +8,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache, Step
+from vllm_kvevict.cache.steps import to_device
 
 IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Requests that one call of vLLM's attention op serves in every layer. R requests, H KV heads, L layers.
+class Sequences:
+    """What attention reads in one layer. S sequences of one KV head each.
 
     Attributes:
-        seq_lens: [L, R * H] int32, entries of each sequence with this step's.
-        block_tables: [L, R * H, width] int32, pages of each sequence.
-        query_start_loc: [R * H + 1] int32, where each sequence's queries start.
+        seq_lens: [S] int32, entries of each sequence with this step's.
+        block_table: [S, width] int32, pages of each sequence.
+        query_start_loc: [S + 1] int32, where each sequence's queries start.
+        longest: at least the largest of seq_lens.
+        longest_query: the largest number of queries of a sequence.
+    """
+
+    seq_lens: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    longest: int
+    longest_query: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Requests that one call of paged attention serves in every layer. R requests, H KV heads, L layers.
+
+    Attributes:
+        seq_lens: [L, R * H] int32.
+        block_tables: [L, R * H, width] int32.
+        query_start_loc, longest, longest_query: of all layers, as in :class:`Sequences`.
         gather: int64, for each query in the order (request, head, token) its place (token, head) in the batch;
             None when the two orders are the same.
     """
@@ -27,7 +47,19 @@ class Call:
     seq_lens: Tensor
     block_tables: Tensor
     query_start_loc: Tensor
+    longest: int
+    longest_query: int
     gather: Tensor | None
+
+    def sequences(self, layer: int) -> Sequences:
+        """What one layer reads."""
+        return Sequences(
+            self.seq_lens[layer],
+            self.block_tables[layer],
+            self.query_start_loc,
+            self.longest,
+            self.longest_query,
+        )
 
 
 @dataclass(frozen=True)
@@ -35,7 +67,7 @@ class Decodes:
     """Requests with one query token, which our kernel serves. R requests.
 
     Attributes:
-        slots: int64 [R], the requests.
+        slots: int64 [R], the requests; negative ones are padding.
         tokens: int64 [R], their tokens in the batch; None when these are all of it.
     """
 
@@ -59,6 +91,11 @@ class Whole:
     seq_lens: Tensor
     query_start_loc: Tensor
 
+    def sequences(self, table: Tensor) -> Sequences:
+        """What a layer reads whose pages are in ``table`` (int32 [H, pages])."""
+        tokens = self.rows.stop - self.rows.start
+        return Sequences(self.seq_lens, table, self.query_start_loc, tokens, tokens)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -68,7 +105,7 @@ class Batch:
         num_tokens: T, the step's tokens.
         write_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
             out the few of decodes would cost more, but -1 for those of ``wholes``; None when there is nothing else.
-        calls: one call of vLLM's op each.
+        calls: one call of paged attention each.
         decodes: what our kernel serves.
         wholes: what each layer makes room for.
     """
@@ -100,7 +137,7 @@ def lay_out(
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
-        kernel: whether our kernel serves decodes; vLLM's op serves the rest.
+        kernel: whether our kernel serves decodes; paged attention serves the rest.
         num_tokens: tokens of the batch; None when they are the step's.
         order: where in the batch the step's tokens are, request by request; None when they are in this order.
     """
@@ -112,18 +149,18 @@ def lay_out(
     if kernel and (tokens == 1).any():
         served = tokens == 1
         if served.all():
-            places = None if order is None else torch.from_numpy(order).to(step.slots.device)
+            places = None if order is None else to_device(order, step.slots.device)
             return Batch(num_tokens or total, None, [], Decodes(step.slots, places))
-        ours = torch.from_numpy(np.flatnonzero(served)).to(step.slots.device)
+        ours = to_device(np.flatnonzero(served), step.slots.device)
         first = (tokens.cumsum() - tokens)[served]
         if order is not None:
             first = order[first]
-        decodes = Decodes(step.slots[ours], torch.from_numpy(first).to(step.slots.device))
+        decodes = Decodes(step.slots[ours], to_device(first, step.slots.device))
     calls = []
     for requests in _calls(tokens, widths, np.flatnonzero(~served)):
         slots = step.slots
         if len(requests) < len(tokens):
-            slots = slots[torch.from_numpy(requests).to(slots.device)]
+            slots = slots[to_device(requests, slots.device)]
         query_start_loc, gather = _query_order(tokens, requests, cache.num_kv_heads)
         if order is not None:
             in_step = np.arange(total * cache.num_kv_heads) if gather is None else gather
@@ -133,14 +170,16 @@ def lay_out(
             Call(
                 seq_lens=cache.seq_lens(slots),
                 block_tables=cache.block_tables(slots, int(widths[requests].max())),
-                query_start_loc=torch.from_numpy(query_start_loc).to(slots.device),
-                gather=None if gather is None else torch.from_numpy(gather).to(slots.device),
+                query_start_loc=to_device(query_start_loc, slots.device),
+                longest=max(step.max_lens[i] for i in requests),
+                longest_query=int(tokens[requests].max()),
+                gather=None if gather is None else to_device(gather, slots.device),
             )
         )
     write_slots = cache.write_slots(step)
     if order is not None:
         layers, heads = cache.num_layers, cache.num_kv_heads
-        places = torch.from_numpy(order).to(write_slots.device)
+        places = to_device(order, write_slots.device)
         all_slots = write_slots.new_full((layers, num_tokens or total, heads), -1)
         all_slots.index_copy_(1, places, write_slots.view(layers, total, heads))
         write_slots = all_slots.flatten(1)

@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
+from vllm_kvevict.engine.devices import Device, this_device
 from vllm_kvevict.policies import EvictionConfig, take
 
 TESTED_VLLM = "0.32."
@@ -18,8 +19,11 @@ FULL_ATTENTION = {"attention", "full_attention"}
 """Entries of a model's ``layer_types`` that eviction can serve."""
 
 
-def check_environment() -> None:
+def check_environment() -> Device:
     """Refuse a vLLM, platform or environment that the engine side was not built for.
+
+    Returns:
+        The kind of device the workers will use.
 
     Raises:
         KVEvictionError: one sentence naming what was found and what to do.
@@ -28,10 +32,11 @@ def check_environment() -> None:
         raise KVEvictionError(
             f"--kv-eviction supports vLLM {TESTED_VLLM}*, found {vllm_version}: install that one"
         )
-    if not current_platform.is_cpu():
+    device = this_device()
+    if device is None:
         raise KVEvictionError(
-            f"--kv-eviction runs on vLLM's CPU platform so far, not on {current_platform.device_name}: "
-            "leave the flag out on this machine"
+            "--kv-eviction runs on vLLM's CPU and CUDA platforms so far, not on "
+            f"{current_platform.device_name}: leave the flag out on this machine"
         )
     if envs.VLLM_USE_RUST_FRONTEND:
         raise KVEvictionError(
@@ -43,6 +48,7 @@ def check_environment() -> None:
             "--kv-eviction cannot be combined with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: vLLM refuses it "
             "together with KV connectors, of which eviction is one, so unset it"
         )
+    return device
 
 
 def check_arguments(args: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.policies import EvictionConfig, available, parameters, take
 from vllm_kvevict.policies.params import to_int
 
@@ -184,9 +185,11 @@ class Options:
             for name, default in ENGINE_DEFAULTS.items()
             if name not in ("scope", "kernels")
         }
-        if engine["page_size"] % 32:
+        device = this_device()
+        if device is not None and engine["page_size"] % device.page_multiple:
             raise KVEvictionError(
-                f"--kv-eviction-config.page_size must be a multiple of 32, got {engine['page_size']}"
+                f"--kv-eviction-config.page_size must be a multiple of {device.page_multiple}, got "
+                f"{engine['page_size']}"
             )
         known = parameters(policy)
         for name in raw:

@@ -1,6 +1,7 @@
 """Evictions on one worker: collect what a decision reads, decide, compact, report."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from vllm_kvevict.engine.config import Plan
 from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies import (
+    EvictionConfig,
     Kept,
     LayerInputs,
     LayerScores,
@@ -22,6 +24,9 @@ from vllm_kvevict.policies import (
     take,
 )
 from vllm_kvevict.policies.attention import add_column_sums
+
+WindowMean = Callable[[Tensor, Tensor, int, float, float], Tensor]
+"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap): fp32 [Hq, n - w]."""
 
 
 @dataclass
@@ -103,6 +108,8 @@ class Evictor:
         num_model_layers: layers of the whole model.
         comm: the tensor-parallel group, None where it has one member.
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
+        compacts_early: whether a policy's layers are compacted one by one, as :meth:`Device.compacts_early` says.
+        window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
     """
 
     def __init__(
@@ -112,12 +119,16 @@ class Evictor:
         num_model_layers: int,
         comm: TensorComm | None,
         output_projection: Callable[[int], Tensor],
+        compacts_early: Callable[[EvictionConfig], bool],
+        window_mean: WindowMean | None,
     ):
         self.cache = cache
         self.first_layer = first_layer
         self.num_model_layers = num_model_layers
         self.comm = comm
         self.output_projection = output_projection
+        self.compacts_early = compacts_early
+        self.window_mean = window_mean
         self.reports: dict[str, Report] = {}
         self.weights: dict[str, LayerWeights] = {}
 
@@ -141,7 +152,8 @@ class Evictor:
             self._take(layer, rows, n, query, scale, softcap)
         elif rows.evicts:
             live.scores.append(self._score(layer, live, n, scale, softcap))
-            if config.layer_local or (last and self.cache.num_layers == self.num_model_layers):
+            complete = config.layer_local or self.cache.num_layers == self.num_model_layers
+            if self.compacts_early(config) or (last and complete):
                 self._compact(live, n)
             elif live.plan.recycles and rows.rows.stop - rows.rows.start == n:
                 self._cascade(live, n)
@@ -187,9 +199,18 @@ class Evictor:
 
     def _score(self, layer: int, live: Live, n: int, scale: float, softcap: float) -> LayerScores:
         config = live.plan.config
+        mean = None
+        if self.window_mean is not None and config.scores_by_mean:
+            assert live.window is not None
+            table = self.cache.table(live.slot, layer)
+            mean = self.window_mean(live.window[layer], table, n, scale, softcap)
+            keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
+        else:
+            keys = self.cache.read_keys(live.slot, layer, n)
         inputs = LayerInputs(
             q_window=None if live.window is None else live.window[layer].transpose(0, 1),
-            keys=self.cache.read_keys(live.slot, layer, n),
+            keys=keys,
+            window_mean=mean,
             values=self.cache.read_values(live.slot, layer, n) if "values" in config.needs else None,
             scale=scale,
             logit_softcap=softcap or None,
@@ -249,6 +270,11 @@ class Evictor:
     def _keep(self, live: Live, layers: Sequence[LayerScores], chosen: Kept) -> None:
         """Compact layers to the chosen positions."""
         started = time.perf_counter()
+        if self.cache.uses_triton and not live.stored:
+            # The layers scored are consecutive. On a CPU one after the other needs less memory.
+            every = list(itertools.chain.from_iterable(chosen))
+            live.freed_pages += self.cache.compact(live.slot, layers[0].layer - self.first_layer, every)
+            layers, chosen = [], []
         for scores, kept in zip(layers, chosen, strict=True):
             layer = scores.layer - self.first_layer
             if layer in live.stored:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.config import Plan
+from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.policies import EvictionConfig, take
 
 
@@ -33,10 +34,12 @@ class RankCapacity:
 
 def can_recycle(plan: Plan, num_stages: int) -> bool:
     """Whether the request can be evicted layer by layer (see :class:`Plan`)."""
-    config = plan.config
+    config, device = plan.config, this_device()
+    assert device is not None
     # With alpha, rounded head budgets may grow by a token as a layer's budget shrinks.
     cascades = config.weighted and num_stages == 1 and not config.params.get("alpha")
-    return plan.evict_at is not None and (config.layer_local or cascades)
+    cascades = cascades and not device.is_asynchronous
+    return plan.evict_at is not None and (device.compacts_early(config) or cascades)
 
 
 def prefill_peak(plan: Plan, tokens: int, room: RankCapacity, page_size: int, recycles: bool) -> int:

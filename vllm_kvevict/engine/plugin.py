@@ -21,6 +21,7 @@ from vllm_kvevict.engine.config import (
     Options,
     parse_budget,
 )
+from vllm_kvevict.engine.devices import CPU
 from vllm_kvevict.policies import available, parameters
 
 logger = init_logger("vllm.kv_eviction")
@@ -129,13 +130,16 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
 
     from vllm_kvevict.engine import checks, requests
 
-    checks.check_environment()
+    device = checks.check_environment()
     checks.check_arguments(args)
     # vLLM may configure the same arguments again, and must then find what the user gave.
     ours = copy.copy(args)
     ours.enable_prefix_caching = False
     ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
-    ours.worker_cls = "vllm_kvevict.engine.worker.EvictionCPUWorker"
+    ours.worker_cls = device.worker
+    if device is not CPU:
+        # There a backend is chosen by name, already here; the CPU platform has but one, which workers replace.
+        ours.attention_backend = device.register_backend()
     # "Producer" because the other roles make vLLM hold freed requests back for transfers that never come.
     ours.kv_transfer_config = KVTransferConfig(
         kv_connector="EvictionConnector",
@@ -148,6 +152,11 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     checks.check_policy(vllm_config, options.request_config(None)[0])
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.{kind}"
+    if device is not CPU:
+        logger.warning(
+            "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
+            "sm_80, sm_90 and sm_100, but no run on a card is on record"
+        )
     requests.install()
     if isinstance(args, AsyncEngineArgs):
         requests.install_in_server()

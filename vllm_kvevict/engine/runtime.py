@@ -1,43 +1,43 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.batch import Batch, Decodes, lay_out, lay_out_whole
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
+from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
 from vllm_kvevict.engine.projection import OutputProjections
 from vllm_kvevict.engine.rows import batch_request_ids
-from vllm_kvevict.kernels.build import BuildError
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, supports
+from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-logger = init_logger("vllm.kv_eviction")
-
 
 @dataclass
 class StepState:
-    """What every layer of a step needs: the batch, and the rows of requests that are to be evicted."""
+    """What every layer of a step needs.
 
-    batch: Batch
+    Attributes:
+        batch: the step's; None where vLLM only pretends to serve requests.
+        prefills: rows of requests that are to be evicted.
+    """
+
+    batch: Batch | None
     prefills: Sequence[QueryRows] = field(default_factory=list)
 
 
@@ -54,6 +54,10 @@ class Runtime:
         self.probes: dict[str, str] = {}
         self.most_pages: dict[int, int] | None = None
         self.attached = False
+        self.in_step = False
+        device = this_device()
+        assert device is not None
+        self.device = device
 
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
         """Take over vLLM's KV memory as one pool of pages.
@@ -62,15 +66,15 @@ class Runtime:
             kv_caches: vLLM's views by layer name, all over one allocation.
 
         Raises:
-            KVEvictionError: when layers differ in their heads.
+            KVEvictionError: when layers differ in their heads or softcap.
         """
         names = sorted(kv_caches, key=extract_layer_index)
         layers = {name: self.vllm_config.compilation_config.static_forward_context[name] for name in names}
         first: Attention = layers[names[0]]
-        shape = {(layer.num_kv_heads, layer.head_size, layer.num_heads) for layer in layers.values()}
+        shape = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers.values()}
         if len(shape) != 1:
             raise KVEvictionError(
-                "--kv-eviction needs the same heads and head size in every layer of the model"
+                "--kv-eviction needs the same heads, head size and softcap in every layer of the model"
             )
         page_size = self.options.page_size
         view = kv_caches[names[0]]
@@ -79,8 +83,7 @@ class Runtime:
         num_pages = raw.nbytes() // (page_elements * view.element_size())
         storage = torch.empty(0, dtype=view.dtype, device=view.device)
         storage.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
-        self.isa = _get_attn_isa(view.dtype, page_size, first.head_size)
-        self.head_size = first.head_size
+        self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
         self.layer_index = {name: index for index, name in enumerate(names)}
         self.cache = PagedKVCache(
             storage,
@@ -88,10 +91,17 @@ class Runtime:
             num_kv_heads=first.num_kv_heads,
             page_size=page_size,
             max_requests=self.vllm_config.scheduler_config.max_num_seqs,
-            write=self.write,
+            write=self.pages.write,
+            triton=self.pages.uses_triton,
         )
-        self.key_pages, self.value_pages = self.paged_views(storage)
-        self.decode_attention = self._decode_attention(layers.values())
+        self.decode_attention = None
+        if self.options.kernels:
+            group = first.num_heads // first.num_kv_heads
+            self.decode_attention = self.pages.decode_attention(self.cache, group, first.impl.softcap)
+        # Decodes replayed from a CUDA graph find their requests where they were at its capture.
+        self.decode_slots = torch.full(
+            (self.vllm_config.scheduler_config.max_num_seqs,), -1, dtype=torch.int64, device=view.device
+        )
         first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
             self.vllm_config.parallel_config
         )
@@ -99,7 +109,7 @@ class Runtime:
         comm = None
         if tensor_parallel.world_size > 1:
             comm = TensorComm(
-                tensor_parallel.cpu_group,
+                tensor_parallel.device_group,
                 tensor_parallel.rank_in_group,
                 tensor_parallel.world_size,
                 self.vllm_config.model_config.get_total_num_kv_heads(),
@@ -116,43 +126,10 @@ class Runtime:
             self.vllm_config.model_config.get_total_num_hidden_layers(),
             comm,
             self.projections.of,
+            self.device.compacts_early,
+            getattr(self.pages, "window_mean", None),
         )
         self.attached = True
-
-    def _decode_attention(self, layers: Iterable[Attention]) -> DecodeAttention | None:
-        """Our kernel, or None where vLLM's op serves decodes too."""
-        cache = self.cache
-        if any(layer.impl.softcap for layer in layers):
-            return None
-        if not (self.options.kernels and cache.layout.keys_are_transposed):
-            return None
-        if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
-            return None
-        try:
-            return DecodeAttention(cache.storage, cache.page_size)
-        except BuildError as error:
-            logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
-            return None
-
-    def paged_views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pool as the paged op wants them, [pages, 1 head, page_size, head_size] each."""
-        pages = storage.view(storage.shape[0], 1, -1, self.head_size)
-        keys, values = pages.chunk(2, dim=2)
-        return keys, values
-
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write entries into pages.
-
-        Args:
-            storage: [pages, 2 * page_size * head_size].
-            keys, values: [N, head_size].
-            slots: [N] int64, page * page_size + offset.
-        """
-        self._write(*self.paged_views(storage), keys, values, slots)
-
-    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write entries into the pool; arguments as of :meth:`write`."""
-        self._write(self.key_pages, self.value_pages, keys, values, slots)
 
     def decode(
         self,
@@ -164,18 +141,13 @@ class Runtime:
         output: Tensor,
         scale: float,
     ) -> None:
-        """Store and attend by our kernel; tensors as of :class:`DecodeAttention`."""
+        """Store and attend by our kernel; tensors as of its call."""
         assert self.decode_attention is not None
         tables, first = self.cache.tables, layer * self.cache.num_kv_heads
-        rows = Rows(tables.arena, tables.row_starts, tables.kv_len, decodes.slots, first)
+        # Kernels on a GPU look up where the arena is: it moves, and CUDA graphs outlive that.
+        arena = self.decode_attention.arena_address if self.pages.uses_triton else tables.arena
+        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.slots, first)
         self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
-
-    def _write(
-        self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor
-    ) -> None:
-        ops.cpu_attn_reshape_and_cache(
-            keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, slots, self.isa
-        )
 
     # A step, from the scheduler's message to the report.
 
@@ -196,6 +168,7 @@ class Runtime:
                 self.evictor.apply(self.live[name], budgets)
         for plan in plans:
             self.live[plan.request_id] = Live(plan, self.cache.open())
+        self.in_step = True
 
     def build(self, common: Any) -> StepState:
         """Take the step's pages and lay out its batch.
@@ -203,8 +176,11 @@ class Runtime:
         Args:
             common: vLLM's CommonAttentionMetadata.
         """
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         names = batch_request_ids(self.runner, common)
+        # vLLM warms up with requests of its own making, for which there is neither a step nor a plan.
+        if not self.in_step or not all(name in self.live or name in self.probes for name in names):
+            return self.build_dummy(common)
+        starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         rows = dict(zip(names, itertools.starmap(slice, itertools.pairwise(starts)), strict=True))
         probes = {parent: rows.pop(name) for name, parent in self.probes.items()}
         whole = {name: mine for name, mine in rows.items() if self.live[name].is_whole_in(mine)}
@@ -223,7 +199,27 @@ class Runtime:
             batch = lay_out(self.cache, step, self.decode_attention is not None, starts[-1], order)
         batch.wholes.extend(lay_out_whole(self.cache, self.live[name].slot, whole[name]) for name in whole)
         prefills = [query_rows(self.live[name], mine, probes.get(name)) for name, mine in rows.items()]
-        return StepState(batch, [rows for rows in prefills if rows])
+        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+
+    def build_dummy(self, common: Any) -> StepState:
+        """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
+        batch = None
+        if self.attached and self.pages.uses_triton and self.decode_attention and common.max_query_len == 1:
+            none = Decodes(self.decode_slots[:0], None)
+            batch = self._replayable(Batch(common.num_actual_tokens, None, [], none), common.num_reqs)
+        return StepState(batch)
+
+    def _replayable(self, batch: Batch, num_requests: int) -> Batch:
+        """The batch with what CUDA graphs read at its fixed place, padded to ``num_requests``."""
+        if not self.pages.uses_triton or self.decode_attention is None or batch.decodes is None:
+            return batch
+        self.decode_attention.set_arena(self.cache.tables.arena)
+        if batch.decodes.tokens is not None:
+            return batch
+        count = batch.decodes.slots.numel()
+        self.decode_slots[:count] = batch.decodes.slots
+        self.decode_slots[count:num_requests] = -1
+        return replace(batch, decodes=Decodes(self.decode_slots[:num_requests], None))
 
     def after_attention(
         self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
@@ -231,6 +227,10 @@ class Runtime:
         """Evict, or prepare to; arguments as of :meth:`Evictor.after_attention`."""
         for rows in state.prefills:
             self.evictor.after_attention(layer, rows, query, scale, softcap)
+
+    def leave_step(self) -> None:
+        """The step's kernels are on their way; what vLLM runs from now on serves no request."""
+        self.in_step = False
 
     def end_step(self, rank: int) -> RankMessage | None:
         """What this rank tells the scheduler after a step."""

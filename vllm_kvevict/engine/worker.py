@@ -3,8 +3,9 @@
 from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
 from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
 
@@ -13,8 +14,9 @@ class _EvictionMixin:
     """Installs the attention backend and hands each step's message to the runtime."""
 
     def init_device(self) -> None:
-        # The CPU platform knows one backend only, so that one is replaced while this worker's layers are made.
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.engine.attention.RaggedCPUBackend")
+        device = this_device()
+        assert device is not None
+        device.register_backend()
         super().init_device()  # type: ignore[misc]
         start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
 
@@ -39,8 +41,12 @@ class _EvictionMixin:
         stop_runtime()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        get_runtime().begin_step(scheduler_output)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        runtime = get_runtime()
+        runtime.begin_step(scheduler_output)
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        finally:
+            runtime.leave_step()
 
 
 def __getattr__(name: str) -> Any:
@@ -49,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from vllm.v1.worker.cpu_worker import CPUWorker
 
         return type(name, (_EvictionMixin, CPUWorker), {"__module__": __name__})
+    if name == "EvictionGPUWorker":
+        from vllm.v1.worker.gpu_worker import Worker
+
+        return type(name, (_EvictionMixin, Worker), {"__module__": __name__})
     raise AttributeError(name)

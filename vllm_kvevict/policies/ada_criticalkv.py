@@ -33,6 +33,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
+        scores_by_mean=True,
         always_kept=("window",),
     )
 )

@@ -27,6 +27,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
+        scores_by_mean=True,
         layer_budgets=pyramidkv.layer_budgets,
         always_kept=("window",),
     )

@@ -27,6 +27,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
+        scores_by_mean=True,
         always_kept=("window",),
     )
 )

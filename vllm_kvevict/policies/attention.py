@@ -73,6 +73,19 @@ def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
         yield window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
 
 
+def mean_attention(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
+    """For each KV head in turn what the window pays to the tokens before it, averaged over its rows, fp32 [g, m].
+
+    Raises ValueError naming window_mean, or q_window as `window_rows` does.
+    """
+    if inputs.window_mean is not None:
+        yield from inputs.check_window_mean(window)
+        return
+    m = inputs.num_tokens - window
+    for rows in window_rows(inputs, window):
+        yield rows[:, :, :m].mean(1)
+
+
 def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
     """Add to `out` what each token receives of the attention of some queries (H2O's accumulated scores).
 
@@ -107,8 +120,7 @@ def window_scores(
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
     Mean over the window's rows, reduction over the query heads of each KV head, pooling. SnapKV section 4;
-    GQA reduction as in Ada-KV section 3.5. Raises ValueError as `window_rows` does.
+    GQA reduction as in Ada-KV section 3.5. Raises ValueError as `mean_attention` does.
     """
-    m = inputs.num_tokens - window
-    scores = [reduce_group(rows[:, :, :m].mean(1), gqa, comm) for rows in window_rows(inputs, window)]
+    scores = [reduce_group(rows, gqa, comm) for rows in mean_attention(inputs, window)]
     return pool(torch.stack(scores), pooling, kernel)

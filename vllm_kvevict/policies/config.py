@@ -104,6 +104,11 @@ class EvictionConfig:
         return frozenset(lookup(self.policy).needs)
 
     @property
+    def scores_by_mean(self) -> bool:
+        """Whether LayerInputs.window_mean can stand in for queries and keys."""
+        return lookup(self.policy).scores_by_mean
+
+    @property
     def layer_local(self) -> bool:
         """Whether `select` can be called with one layer alone."""
         return lookup(self.policy).budgets == "local"

@@ -35,9 +35,7 @@ def score(
     scores = snapkv.score(cfg, inputs, layer, num_layers, comm).scores
     assert scores is not None
     second = (scores + 1e-4) * projected_norms(inputs, scores.shape[1], comm)
-    return LayerScores(
-        layer, num_layers, inputs.num_kv_heads, scores, second=second, device=inputs.keys.device
-    )
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, second=second, device=scores.device)
 
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
@@ -79,6 +77,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
+        scores_by_mean=True,
         always_kept=("window",),
     )
 )

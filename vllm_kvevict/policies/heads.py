@@ -8,16 +8,14 @@ from torch import Tensor
 from .budgets import guaranteed_tokens, safeguard
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
-from .select import best_positions, count_best, order_keys
+from .select import best_of_layers, count_best, order_keys
 
 
 def select_uniform(layers: Sequence[LayerScores], budgets: Sequence[int], n: int, window: int) -> Kept:
     """Every KV head of layers[i] keeps its budgets[i] best candidates and the window."""
-    kept = []
-    for layer, b in zip(layers, budgets, strict=True):
-        scores = past_scores(layer, n - window)
-        kept.append(with_window(best_positions(order_keys(scores), [b] * len(scores)), n, window))
-    return kept
+    keys = [order_keys(past_scores(layer, n - window)) for layer in layers]
+    counts = [[b] * len(rows) for b, rows in zip(budgets, keys, strict=True)]
+    return [with_window(positions, n, window) for positions in best_of_layers(keys, counts)]
 
 
 def select_adaptive(
@@ -26,9 +24,7 @@ def select_adaptive(
     """The heads of layers[i] share Hkv*budgets[i] candidates (`adaptive_counts`); each keeps the window too."""
     window = cfg.window_for(n)
     keys, counts = adaptive_counts(cfg, layers, budgets, n, comm)
-    return [
-        with_window(best_positions(key, count), n, window) for key, count in zip(keys, counts, strict=True)
-    ]
+    return [with_window(positions, n, window) for positions in best_of_layers(keys, counts)]
 
 
 def adaptive_counts(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention import pool, reduce_group, window_rows
+from .attention import mean_attention, pool, reduce_group
 from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
@@ -52,8 +52,7 @@ def score_unweighted(
     values = inputs.check_values()
     norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
     scores = []
-    for head, rows in enumerate(window_rows(inputs, window)):
-        attention = rows[:, :, :m].mean(1)
+    for head, attention in enumerate(mean_attention(inputs, window)):
         if p["pooling"] == "avg" or p["gqa"] == "mean":
             best = reduce_group(pool(attention, p["pooling"], p["kernel"]), p["gqa"], comm)
         else:  # a maximum of maxima: pooling one row does for all query heads
@@ -91,6 +90,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values"),
+        scores_by_mean=True,
         budgets="weights",
         always_kept=("window",),
     )

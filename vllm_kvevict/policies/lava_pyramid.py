@@ -24,6 +24,7 @@ register(
         select,
         (*lava.PARAMETERS, BETA, PYRAMID_ROUNDING),
         needs=("q_window", "values"),
+        scores_by_mean=True,
         layer_budgets=pyramidkv.layer_budgets,
         always_kept=("window",),
     )

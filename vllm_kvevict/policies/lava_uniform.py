@@ -24,6 +24,7 @@ register(
         select,
         lava.PARAMETERS,
         needs=("q_window", "values"),
+        scores_by_mean=True,
         always_kept=("window",),
     )
 )

@@ -24,6 +24,7 @@ register(
         select,
         lava.SCORING,
         needs=("q_window", "values"),
+        scores_by_mean=True,
         budgets="weights",
         always_kept=("window",),
     )

@@ -43,6 +43,9 @@ class LayerInputs:
     q_all [Hq, n, d]: queries of all tokens, after RoPE; col_sums [Hq, n] fp32: what each token receives of the
     attention of all queries, summed. h2o takes either.
     w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
+    window_mean fp32 [Hq, m]: mean attention that the window pays to each of the m tokens before it, from whoever has it
+    already. Policies that score by it alone (`EvictionConfig.scores_by_mean`) then read neither queries nor keys, of
+    which only shape and dtype count: they may be on the meta device.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -54,6 +57,7 @@ class LayerInputs:
     q_all: Tensor | None = None
     col_sums: Tensor | None = None
     w_o: Tensor | None = None
+    window_mean: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +91,22 @@ class LayerInputs:
         if query.shape[1] < window:
             raise ValueError(f"q_window must have at least {window} rows (the window), not {query.shape[1]}")
         return query[:, query.shape[1] - window :]
+
+    def check_window_mean(self, window: int) -> Tensor:
+        """window_mean by KV head, [Hkv, g, m]. Raises ValueError naming it if of a wrong shape or dtype."""
+        mean, heads, m = self.window_mean, self.num_kv_heads, self.num_tokens - window
+        if (
+            not isinstance(mean, Tensor)
+            or mean.dtype != torch.float32
+            or mean.ndim != 2
+            or mean.shape[0] == 0
+            or mean.shape[0] % heads
+            or mean.shape[1] != m
+        ):
+            raise ValueError(
+                f"window_mean must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(mean)}"
+            )
+        return mean.unflatten(0, (heads, -1))
 
     def check_values(self) -> Tensor:
         """values [Hkv, n, d]. Raises ValueError naming them if missing or not shaped like keys."""

@@ -44,6 +44,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
+        scores_by_mean=True,
         layer_budgets=layer_budgets,
         always_kept=("window",),
     )

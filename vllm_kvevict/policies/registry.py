@@ -34,6 +34,8 @@ class Policy:
     """False: keeps everything, takes no budget."""
     needs: tuple[str, ...] = ()
     """Fields of LayerInputs, besides keys, that `score` reads."""
+    scores_by_mean: bool = False
+    """Whether of queries and keys `score` reads nothing but the window's mean attention (`mean_attention`)."""
     budgets: Literal["local", "weights", "global", "chunked"] = "local"
     """Where a layer's budget comes from. "local": known without other layers, so a layer can be compacted in
     its own forward. "weights": from the weights of all layers. "global": from the scores of all layers, which

@@ -6,6 +6,7 @@ position before head makes a layer of equal scores fall back to equal head budge
 """
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from torch import Tensor
 from .layer import Comm
 
 _FIRST = torch.iinfo(torch.int64).max
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the Triton kernels serve this tensor. They are imported only then: a CPU may come without Triton."""
+    return tensor.is_cuda
 
 
 def order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
@@ -23,6 +29,10 @@ def order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tens
     (default: the rows are all there are), so ranks that compare heads say where theirs stand.
     """
     rows, m = scores.shape
+    if on_gpu(scores):
+        from vllm_kvevict.kernels import radix_select
+
+        return radix_select.order_keys(scores, first, total)
     scores = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     bits = (scores + 0.0).view(torch.int32)  # the sum turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -41,14 +51,25 @@ def count_best(
     compete, without any score leaving its rank; the counts are those of this rank's heads.
     """
     keys = [
-        k.masked_fill(k >= _cut(k, own), _FIRST) if own else k
+        k.masked_fill(k >= _cuts(k, [own] * len(k)), _FIRST) if own else k
         for k, own in zip(layers, guaranteed, strict=True)
     ]
-    if comm is None:
-        cuts = [_cut(k.flatten(), total) for k, total in zip(keys, totals, strict=True)]
-    else:
+    if comm is not None:
         cuts = list(_cuts_over_ranks(torch.stack(keys).flatten(1), totals, comm))
+    elif on_gpu(keys[0]):
+        cuts = list(_cuts(torch.stack(keys).flatten(1), totals))
+    else:
+        cuts = [_cut(k.flatten(), total) for k, total in zip(keys, totals, strict=True)]
     return torch.stack([(k >= cut).sum(1) for k, cut in zip(keys, cuts, strict=True)])
+
+
+def best_of_layers(layers: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """`best_positions` of layers[i] with counts[i], for each i."""
+    if not on_gpu(layers[0]):
+        return [best_positions(keys, own) for keys, own in zip(layers, counts, strict=True)]
+    # To launch a kernel for each layer takes longer than they run.
+    rows = iter(best_positions(torch.cat(list(layers)), list(chain.from_iterable(counts))))
+    return [list(islice(rows, len(keys))) for keys in layers]
 
 
 def best_positions(keys: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -60,9 +81,18 @@ def best_positions(keys: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 def best(keys: Tensor, counts: Sequence[int]) -> Tensor:
     """For each KV head which are its counts[h] best entries: bool, shaped like keys [H, m]."""
+    return keys >= _cuts(keys, counts)
+
+
+def _cuts(keys: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each row of keys [R, N] its counts[r]-th largest key, [R, 1]."""
+    if on_gpu(keys):
+        from vllm_kvevict.kernels import radix_select
+
+        return radix_select.cuts(keys, counts)
     if len(set(counts)) == 1:
-        return keys >= _cut(keys, counts[0])
-    return keys >= torch.stack([_cut(row, count) for row, count in zip(keys, counts, strict=True)])
+        return _cut(keys, counts[0])
+    return torch.stack([_cut(row, count) for row, count in zip(keys, counts, strict=True)])
 
 
 def _cut(keys: Tensor, count: int) -> Tensor:
@@ -77,6 +107,10 @@ def _cuts_over_ranks(keys: Tensor, totals: Sequence[int], comm: Comm) -> Tensor:
 
     Eight collectives of 256 counts per layer, whatever the length (keys int64 [layers, N]).
     """
+    if on_gpu(keys):
+        from vllm_kvevict.kernels import radix_select
+
+        return radix_select.cuts(keys, totals, comm.sum_counts)
     wanted = torch.tensor(totals, device=keys.device)[:, None]
     missing = wanted.clone()
     cuts = torch.zeros_like(wanted)

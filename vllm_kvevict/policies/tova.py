@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention import add_rows, reduce_group, window_rows
+from .attention import add_rows, mean_attention, reduce_group
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
@@ -23,8 +23,8 @@ def score(
     cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
 ) -> LayerScores:
     """Attention of the last query."""
-    m, heads = inputs.num_tokens - 1, inputs.num_kv_heads
-    scores = torch.stack([reduce_group(rows[:, 0, :m], "mean", comm) for rows in window_rows(inputs, 1)])
+    heads = inputs.num_kv_heads
+    scores = torch.stack([reduce_group(rows, "mean", comm) for rows in mean_attention(inputs, 1)])
     if cfg.params["tova_heads"] == "all":
         # Groups are of one size: the mean of their means is that of all heads. Every rank adds in head order.
         means = scores if comm is None else comm.gather_heads(scores)
@@ -46,6 +46,7 @@ register(
         select,
         (choice("tova_heads", "all", "kv"),),
         needs=("q_window",),
+        scores_by_mean=True,
         last=1,
     )
 )

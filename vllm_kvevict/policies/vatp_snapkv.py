@@ -61,6 +61,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values"),
+        scores_by_mean=True,
         always_kept=("window", "sinks"),
     )
 )

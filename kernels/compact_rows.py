@@ -1,0 +1,97 @@
+"""Move the entries that an eviction keeps to the front of their rows, on a GPU."""
+
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+_SEGMENT_BYTES = 64
+"""Of an entry that one program moves: two memory sectors, so that many programs share a row."""
+
+
+@triton.jit
+def _compact_rows(
+    storage,
+    table,
+    table_stride,
+    kept,
+    starts,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = tl.load(starts + row)
+    count = (tl.load(starts + row + 1) - start).to(tl.int32)
+    kept += start
+    table += row.to(tl.int64) * table_stride
+    dim = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # The keys or the values.
+    storage += tl.program_id(1) * PAGE_SIZE * HEAD_DIM + dim[None, :]
+    # No other program touches these dims of the row, and this one goes through it in ascending blocks. Entry i
+    # comes from kept[i] >= i, since kept ascends strictly. So what a block overwrites lies before its end, and all
+    # that later blocks read lies behind it; within the block, everything is read before anything is written.
+    for begin in range(0, count, BLOCK):
+        entry = begin + tl.arange(0, BLOCK)
+        source = tl.load(kept + entry, mask=entry < count, other=0)
+        moves = (entry < count) & (source != entry)  # the first entries often stay where they are
+        source_page = tl.load(table + source // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
+        page = tl.load(table + entry // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
+        mask = moves[:, None] & (dim < HEAD_DIM)[None, :]
+        read = source_page * (2 * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
+        data = tl.load(storage + read[:, None], mask=mask)
+        tl.debug_barrier()
+        written = page * (2 * PAGE_SIZE * HEAD_DIM) + entry % PAGE_SIZE * HEAD_DIM
+        tl.store(storage + written[:, None], data, mask=mask)
+
+
+def compact_rows(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor) -> None:
+    """Move the kept entries of several rows to the front of each row's own pages, in place.
+
+    Nothing here waits for the device, and the values are not checked.
+
+    Args:
+        storage: [num_pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
+            [page_size, head_dim], then the values, likewise.
+        page_size: entries per page.
+        table: int32 [rows, columns], the pages of each row; rows may lie apart. No page may be in two rows.
+        kept: int64 [total], the entries that each row keeps, strictly ascending within a row, row after row.
+        starts: int64 [rows + 1]: row r keeps kept[starts[r] : starts[r + 1]], which may be nothing.
+
+    Raises:
+        ValueError: the pages of a row do not lie side by side in ``table``.
+    """
+    rows, columns = table.shape
+    if columns > 1 and table.stride(1) != 1:
+        raise ValueError(f"a row's pages must lie side by side, got strides {table.stride()}")
+    if not rows:
+        return
+    head_dim = storage.shape[1] // (2 * page_size)
+    block_d = _SEGMENT_BYTES // storage.element_size()
+    # One stage: a pipelined loop would read entries of the next block before this one is written.
+    _compact_rows[rows, 2, triton.cdiv(head_dim, block_d)](
+        storage,
+        table,
+        table.stride(0),
+        kept,
+        starts,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        BLOCK=_BLOCK,
+        BLOCK_D=block_d,
+        num_warps=8,
+        num_stages=1,
+    )
+
+
+def reference(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor) -> None:
+    """The same in plain torch, row by row; arguments as above."""
+    pages = storage.view(storage.shape[0], 2, page_size, -1)
+    for row, (start, stop) in enumerate(pairwise(starts.tolist())):
+        source, target = kept[start:stop], torch.arange(stop - start, device=kept.device)
+        entries = pages[table[row, source // page_size].long(), :, source % page_size]
+        pages[table[row, target // page_size].long(), :, target % page_size] = entries

@@ -1,0 +1,261 @@
+"""Mean attention of a request's last tokens to each earlier one, read from the pages in place, on a GPU."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = (
+    512  # about as many as keep a large GPU busy; not asked of the device, for the same sums everywhere
+)
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LOWEST = tl.constexpr(-1e30)  # below any logit, and finite: a row may see no key of a split
+
+
+def window_attention(
+    query: Tensor, storage: Tensor, page_size: int, table: Tensor, n: int, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """What each of the first m = n - w tokens receives on average of the attention of the last w queries.
+
+    The softmax is over all n keys, where a query sees the keys up to its own token, in fp32.
+
+    Args:
+        query: [w, Hq, head_dim], the dtype of the storage: of the tokens n - w to n - 1. Tokens and heads may lie
+            apart. w >= 1, practical up to 64.
+        storage: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
+            [page_size, head_dim], then its values, likewise.
+        page_size: entries per page.
+        table: int32 [Hkv, columns], rows may lie apart: the pages of each KV head, ceil(n / page_size) of them.
+            Hq / Hkv query heads share a KV head.
+        n: entries of every KV head, at least w + 1. What lies behind them in the last page is not used.
+        scale: factor of the logits.
+        softcap: c in c * tanh(logit / c), or 0.
+
+    Returns:
+        fp32 [Hq, m].
+
+    Raises:
+        ValueError: dtypes or shapes do not fit.
+    """
+    _check(query, storage, table, n)
+    window, heads, head_dim = query.shape
+    kv_heads, m = table.shape[0], n - window
+    group = heads // kv_heads
+    rows, block_heads, block_n = _tile(window, group, head_dim, query.dtype)
+    blocks = kv_heads * triton.cdiv(group, block_heads)
+    first, second = _split(n, block_n, blocks), _split(m, block_n, blocks)
+    splits = triton.cdiv(n, first)
+    partial = torch.empty(2, blocks, splits, block_heads * rows, dtype=torch.float32, device=query.device)
+    total = torch.empty(2, blocks, block_heads * rows, dtype=torch.float32, device=query.device)
+    out = torch.empty(heads, m, dtype=torch.float32, device=query.device)
+    where = (query, query.stride(0), query.stride(1), storage, table, table.stride(0), n, scale)
+    sizes = {
+        "WINDOW": window,
+        "GROUP": group,
+        "SOFTCAP": float(softcap),
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "ROWS": rows,
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_N": block_n,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "num_warps": 8 if block_heads * rows >= 128 else 4,
+        "num_stages": 3,  # a tile needs its page ids, and they come from memory, too
+    }
+    _row_sums[(blocks, splits)](*where, first, *partial, **sizes)
+    _join[(blocks,)](*partial, *total, splits, WINDOW=window, BLOCK_M=block_heads * rows, CHUNK=16)
+    _mean[(blocks, triton.cdiv(m, second))](*where, second, *total, out, **sizes)
+    return out
+
+
+def reference(
+    query: Tensor, storage: Tensor, page_size: int, table: Tensor, n: int, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """The same in plain torch; arguments as above. The result has the dtype of the query, but at least fp32."""
+    _check(query, storage, table, n)
+    window, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    pages = storage.view(storage.shape[0], 2, page_size, -1)[:, 0]
+    keys = pages[table[:, : -(-n // page_size)].long()].flatten(1, 2)[:, :n]
+    keys = keys.to(dtype).repeat_interleave(heads // table.shape[0], 0)
+    logits = scale * torch.einsum("whd,hnd->hwn", query.to(dtype), keys)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    token = torch.arange(n, device=query.device)
+    logits.masked_fill_(token > token[n - window :, None], -torch.inf)
+    return logits.softmax(-1).mean(1)[:, : n - window]
+
+
+def _check(query: Tensor, storage: Tensor, table: Tensor, n: int) -> None:
+    if query.dtype != storage.dtype:
+        raise ValueError(f"queries must have the pages' dtype {storage.dtype}, got {query.dtype}")
+    if query.stride(2) != 1 or table.stride(1) != 1:
+        raise ValueError("the elements of a query's head, and of a table's row, must be adjacent")
+    if query.shape[1] % table.shape[0]:
+        raise ValueError(f"{query.shape[1]} query heads cannot share {table.shape[0]} KV heads evenly")
+    if n <= query.shape[0]:
+        raise ValueError(f"{n} entries leave none before a window of {query.shape[0]}")
+
+
+def _tile(window: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Padded rows of a query head, query heads of a block of rows, and keys of a tile."""
+    rows = triton.next_power_of_2(window)
+    wide = dtype == torch.float32  # no tensor cores: a larger tile would not fit the registers
+    most = max(1, (32 if wide else 128 if head_dim <= 128 else 64) // rows)
+    heads = max(min(triton.next_power_of_2(group), most), 16 // rows)  # a matrix product has at least 16 rows
+    return rows, heads, 32 if wide else 64
+
+
+def _split(n: int, block_n: int, blocks: int) -> int:
+    """Keys of one program, a multiple of block_n, where each of `blocks` blocks of rows needs n keys."""
+    tiles = triton.cdiv(n, block_n)
+    return block_n * triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
+
+
+@triton.jit
+def _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D):
+    """The block's queries [BLOCK_HEADS * ROWS, BLOCK_D], head by head; zeros where there is none."""
+    blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    line = tl.arange(0, BLOCK_HEADS * ROWS)
+    head = tl.program_id(0) % blocks * BLOCK_HEADS + line // ROWS
+    row = line % ROWS
+    d = tl.arange(0, BLOCK_D)[None, :]
+    place = (
+        row.to(tl.int64) * token_stride
+        + (tl.program_id(0) // blocks * GROUP + head).to(tl.int64) * head_stride
+    )
+    exists = (row < WINDOW) & (head < GROUP)
+    return tl.load(query + place[:, None] + d, mask=exists[:, None] & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def _logits(q, storage, pages, key, n, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D):
+    """Logits, times log2(e), of some keys int32 [BLOCK_N]; `pages` is the table's row. Keys from n on count as 0."""
+    page = tl.load(pages + key // PAGE_SIZE, mask=key < n, other=0).to(tl.int64)
+    place = page * (2 * PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
+    d = tl.arange(0, BLOCK_D)[None, :]
+    k = tl.load(storage + place[:, None] + d, mask=(key < n)[:, None] & (d < HEAD_DIM), other=0.0)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        logits = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(logits * (2 / SOFTCAP * _LOG2E)))
+    return logits * _LOG2E
+
+
+# Lengths differ from prompt to prompt: none may need a compilation of its own.
+@triton.jit(do_not_specialize=["table_stride", "n", "per_split"])
+def _row_sums(
+    query,
+    token_stride,
+    head_stride,
+    storage,
+    table,
+    table_stride,
+    n,
+    scale,
+    per_split,
+    maxima,
+    sums,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Of each row the largest logit of a range of keys, and the sum of the exponentials relative to it."""
+    blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    q = _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D)
+    pages = table + (tl.program_id(0) // blocks).to(tl.int64) * table_stride
+    line = tl.arange(0, BLOCK_HEADS * ROWS)
+    last = tl.minimum(n - WINDOW + line % ROWS, n - 1)  # the last key that a row sees
+    highest = tl.full([BLOCK_HEADS * ROWS], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS * ROWS], tl.float32)
+    start = tl.program_id(1) * per_split
+    for first in range(start, tl.minimum(start + per_split, n), BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        logits = _logits(q, storage, pages, key, n, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D)
+        logits = tl.where(key[None, :] <= last[:, None], logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        highest = higher
+    place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (BLOCK_HEADS * ROWS) + line
+    tl.store(maxima + place, highest)
+    tl.store(sums + place, total)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join(
+    maxima,
+    sums,
+    highest,
+    factor,
+    splits,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Of each row the largest logit of all keys, and what turns an exponential into the row's part of the mean."""
+    line = tl.arange(0, BLOCK_M)
+    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)[:, None]
+        place = (tl.program_id(0) * splits + split) * BLOCK_M + line[None, :]
+        part = tl.load(maxima + place, mask=split < splits, other=_LOWEST)
+        part_sum = tl.load(sums + place, mask=split < splits, other=0.0)
+        higher = tl.maximum(top, tl.max(part, 0))
+        total = total * tl.exp2(top - higher) + tl.sum(part_sum * tl.exp2(part - higher[None, :]), 0)
+        top = higher
+    tl.store(highest + tl.program_id(0) * BLOCK_M + line, top)
+    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * WINDOW))
+
+
+@triton.jit(do_not_specialize=["table_stride", "n", "per_split"])
+def _mean(
+    query,
+    token_stride,
+    head_stride,
+    storage,
+    table,
+    table_stride,
+    n,
+    scale,
+    per_split,
+    highest,
+    factor,
+    out,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The probabilities of a range of keys before the window, which every row sees, averaged over the rows."""
+    blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    q = _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D)
+    kv_head = tl.program_id(0) // blocks
+    pages = table + kv_head.to(tl.int64) * table_stride
+    line = tl.arange(0, BLOCK_HEADS * ROWS)
+    top = tl.load(highest + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
+    scaling = tl.load(factor + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
+    scaling = tl.where(line % ROWS < WINDOW, scaling, 0.0)
+    head = tl.program_id(0) % blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    m = n - WINDOW
+    target = out + (kv_head * GROUP + head).to(tl.int64)[:, None] * m
+    start = tl.program_id(1) * per_split
+    for first in range(start, tl.minimum(start + per_split, m), BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        logits = _logits(q, storage, pages, key, m, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D)
+        shares = tl.exp2(logits - top[:, None]) * scaling[:, None]
+        mean = tl.sum(tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N]), 1)
+        tl.store(target + key[None, :], mean, mask=(head < GROUP)[:, None] & (key < m)[None, :])

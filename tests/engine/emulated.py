@@ -1,0 +1,67 @@
+"""What runs on a GPU, on this machine's CPU: Triton kernels in Triton's interpreter, FlashAttention as plain torch."""
+
+import contextlib
+import importlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.interpreting import interpreted
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine import checks, config, devices, peaks, plugin, runtime, worker
+from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.engine.cuda import CUDAPages
+from vllm_kvevict.kernels.paged_decode import PagedDecode
+
+SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
+DEVICE = devices.Device(
+    worker=devices.CPU.worker,
+    backend_slot=devices.CPU.backend_slot,
+    backend=devices.CPU.backend,
+    pages="tests.engine.emulated.EmulatedPages",
+    page_multiple=devices.CUDA.page_multiple,
+    is_asynchronous=devices.CUDA.is_asynchronous,
+)
+
+
+class EmulatedPages(CUDAPages):
+    """The pages of a GPU in a CPU's memory."""
+
+    def attend(
+        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+    ) -> None:
+        starts = sequences.query_start_loc.tolist()
+        assert max(b - a for a, b in itertools.pairwise(starts)) == sequences.longest_query
+        for i, length in enumerate(sequences.seq_lens.tolist()):
+            assert length <= sequences.longest
+            pages = sequences.block_table[i, : -(-length // self.page_size)].long()
+            keys, values = (x[pages].flatten(0, 1)[:length, 0] for x in (self.key_pages, self.value_pages))
+            mine = slice(starts[i], starts[i + 1])
+            logits = torch.einsum("qgd,kd->gqk", queries[mine], keys) * scale
+            if softcap:
+                logits = softcap * (logits / softcap).tanh()
+            rows = logits.shape[1]
+            hidden = torch.ones(rows, length, dtype=torch.bool).triu_(length - rows + 1)
+            weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            output[mine] = torch.einsum("gqk,kd->qgd", weights, values)
+
+    def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:
+        requests = cache.tables.kv_len.shape[0]
+        # Few programs: the interpreter runs one after the other.
+        return PagedDecode(
+            self.storage, self.page_size, requests, cache.num_kv_heads, group, softcap, num_sms=1
+        )
+
+
+@contextlib.contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """Engines started meanwhile do what they would do on a GPU, except for vLLM's own part."""
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
+        for module in (checks, config, peaks, runtime, worker):
+            patch.setattr(module, "this_device", lambda: DEVICE)
+        patch.setattr(plugin, "CPU", DEVICE)
+        patch.setattr(SELECT, "on_gpu", lambda tensor: True)
+        yield

@@ -1,0 +1,101 @@
+"""The way of a request on a GPU, with Triton's interpreter in place of the card."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.engine.emulated import emulated_gpu
+from tests.engine.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.test_masked_model import check
+from vllm_kvevict.engine.attention import RaggedImpl
+from vllm_kvevict.engine.runtime import Runtime, get_runtime
+
+# One policy of each kind: counts known before or not, one layer or all decide, scored by the mean of the window or not.
+POLICIES = ("snapkv", "ada-snapkv", "lava", "cake", "ada-criticalkv", "streaming-llm", "h2o")
+
+
+def _check_all(model, asks, answers):
+    for ask, answer in zip(asks, answers, strict=True):
+        check(model, ask, answer, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
+def test_policies(models):
+    model = models("llama", layers=2)
+    asks = [Ask(70, policy, 0.5, max_tokens=3, seed=i) for i, policy in enumerate(POLICIES)]
+    asks.append(Ask(60, "ada-snapkv", 40.0, prefix_len=50, max_tokens=2))
+    asks.append(Ask(33, "full", max_tokens=2))
+    with emulated_gpu(), evicting_engine(model) as llm:
+        answers = run(llm, asks, logits=True)
+    _check_all(model, asks, answers)
+
+
+@pytest.mark.engine
+def test_chunks_small_pages_and_preemption_by_paged_attention_alone(models):
+    model = models("llama", layers=2)
+    asks = [Ask(length, "ada-snapkv", 0.5, max_tokens=40) for length in (60, 61, 90)]
+    with (
+        emulated_gpu(),
+        evicting_engine(
+            model,
+            eviction={"page_size": 16, "kernels": False, "decode_reserve": 1},
+            block_size=32,
+            max_model_len=144,
+            max_num_batched_tokens=48,
+            num_gpu_blocks_override=6,
+        ) as llm,
+    ):
+        answers = run(llm, asks, logits=True)
+        assert num_preemptions(llm) > 0
+    _check_all(model, asks, answers)
+
+
+@pytest.mark.engine
+def test_ranks(models):
+    model = models("llama", layers=2)
+    asks = [Ask(70, policy, 0.5, max_tokens=2) for policy in ("ada-snapkv", "lava")]
+    with emulated_gpu(), evicting_engine(model, tensor_parallel_size=2) as llm:
+        answers = run(llm, asks, logits=True)
+    _check_all(model, asks, answers)
+
+
+@pytest.mark.engine
+def test_decodes_as_a_cuda_graph_replays_them(models, monkeypatch):
+    """What a graph captured for a number of requests must hold good for any step with as many decodes."""
+    model = models("llama", layers=2)
+    captured, replayed, addresses = {}, [], set()
+    build, forward = Runtime.build, RaggedImpl.forward
+
+    def building(runtime, common):
+        batch = common.num_reqs
+        if batch not in captured:
+            captured[batch] = runtime.build_dummy(
+                SimpleNamespace(num_reqs=batch, num_actual_tokens=batch, max_query_len=1)
+            )
+        return build(runtime, common)
+
+    def replaying(self, layer, query, key, value, kv_cache, state, output, *rest, **options):
+        batch = state.batch
+        if batch.decodes and batch.write_slots is None and not batch.wholes and not state.prefills:
+            tables = get_runtime().cache.tables
+            addresses.add((tables.row_starts.data_ptr(), tables.kv_len.data_ptr()))
+            replayed.append(batch.num_tokens)
+            state = captured[batch.num_tokens]
+        return forward(self, layer, query, key, value, kv_cache, state, output, *rest, **options)
+
+    monkeypatch.setattr(Runtime, "build", building)
+    monkeypatch.setattr(RaggedImpl, "forward", replaying)
+    # Prompts of several lengths come and go, so that page tables move and slots are used again.
+    asks = [Ask(45 + 9 * i, "ada-snapkv", 0.8, max_tokens=2 + 3 * i, seed=i) for i in range(3)]
+    with emulated_gpu(), evicting_engine(model, max_num_seqs=2) as llm:
+        answers = run(llm, asks, logits=True)
+    assert {1, 2} <= set(replayed) and len(addresses) == 1
+    _check_all(model, asks, answers)
+
+
+def test_padding_and_profiling():
+    """Rows that no request fills are served as such, and steps without any request leave zeros."""
+    impl = RaggedImpl(2, 16, 1.0, 1)
+    output = torch.ones(3, 2, 16)
+    assert not impl.forward(None, None, None, None, None, None, output).any()

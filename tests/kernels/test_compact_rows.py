@@ -1,0 +1,86 @@
+"""The kernel that moves survivors against its torch reference."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kvevict.kernels.compact_rows import compact_rows, reference
+
+
+def _arguments(
+    rows: int, columns: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, int, Tensor]:
+    """Storage, with three pages more than the rows have, page size and the rows' tables, part of wider ones."""
+    random = torch.Generator().manual_seed(0)
+    count = rows * columns + 3
+    storage = torch.randn(count, 2 * page_size * head_dim, generator=random).to(device, dtype)
+    wide = torch.zeros(rows, columns + 5, dtype=torch.int32)
+    wide[:, 2 : 2 + columns] = torch.randperm(count, generator=random)[: rows * columns].view(rows, columns)
+    return storage, page_size, wide.to(device)[:, 2 : 2 + columns]
+
+
+def _check(storage: Tensor, page_size: int, table: Tensor, kept: list[Tensor]) -> None:
+    """Every element of the storage must be as the reference has it, also what no survivor was moved to."""
+    expected = storage.clone()
+    starts = torch.tensor([0, *(len(entries) for entries in kept)]).cumsum(0).to(storage.device)
+    together = torch.cat(kept).to(storage.device)
+    reference(expected, page_size, table, together, starts)
+    compact_rows(storage, page_size, table, together, starts)
+    assert torch.equal(storage, expected)
+
+
+def _subset(length: int, count: int, seed: int = 0) -> Tensor:
+    """``count`` of the numbers below ``length``, ascending."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size, head_dim", [(16, 96), (32, 64), (32, 128), (64, 80), (16, 256)])
+def test_equals_the_reference(dtype, page_size, head_dim, device):
+    length = 6 * page_size - 3
+    kept = [_subset(length, count) for count in (1, page_size, page_size + 1, length - 1)]
+    _check(*_arguments(4, 6, page_size, head_dim, dtype, device), kept)
+
+
+def test_rows_that_are_emptied_or_unchanged(device):
+    nothing, everything = torch.arange(0), torch.arange(160)
+    kept = [nothing, everything, nothing, _subset(160, 7), everything[:100], nothing]
+    _check(*_arguments(6, 5, 32, 64, torch.float32, device), kept)
+
+
+@pytest.mark.parametrize("shift", [1, 31, 255, 256, 257, 600])
+def test_long_rows_whose_survivors_move_onto_each_other(shift, device):
+    """Sources and destinations of neighbouring blocks overlap; the first few entries stay."""
+    kept = torch.cat([torch.arange(3), torch.arange(3 + shift, 1600)])
+    _check(*_arguments(2, 50, 32, 64, torch.bfloat16, device), [kept, _subset(1600, 1500, shift)])
+
+
+def test_no_rows(device):
+    storage, _, table = _arguments(1, 2, 32, 64, torch.float32, device)
+    before = storage.clone()
+    empty = torch.zeros(1, dtype=torch.int64, device=device)
+    compact_rows(storage, 32, table[:0], empty[:0], empty)
+    assert torch.equal(storage, before)
+
+
+def test_pages_that_lie_apart_are_refused(device):
+    storage, _, table = _arguments(2, 4, 32, 64, torch.float32, device)
+    empty = torch.zeros(3, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="side by side"):
+        compact_rows(storage, 32, table[:, ::2], empty[:0], empty)
+
+
+def launches() -> Iterator[Callable[[], object]]:
+    """Representative calls, to be compiled for GPUs."""
+    starts = torch.tensor([0, 3, 5])
+    for dtype, page_size, head_dim in [
+        (torch.bfloat16, 32, 128),
+        (torch.float16, 16, 80),
+        (torch.float32, 64, 256),
+    ]:
+        yield partial(
+            compact_rows, *_arguments(2, 3, page_size, head_dim, dtype, "cpu"), torch.arange(5), starts
+        )

@@ -1,0 +1,132 @@
+"""Pages and attention on a CPU: vLLM's paged op, and our kernel for decodes."""
+
+from typing import Any
+
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.attention import RaggedBuilder, RaggedImpl
+from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.kernels.build import BuildError
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
+
+logger = init_logger("vllm.kv_eviction")
+
+
+class RaggedCPUBackend(CPUAttentionBackend):
+    """Stands in for vLLM's CPU backend in workers that evict."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[RaggedImpl]:  # type: ignore[override]
+        return RaggedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RaggedBuilder]:  # type: ignore[override]
+        return RaggedBuilder
+
+
+class CPUPages:
+    """The pool as vLLM's paged CPU op stores and reads it; a page's order depends on the instruction set.
+
+    Args:
+        storage: [pages, 2 * page_size * head_dim], contiguous.
+        page_size: entries per page.
+        vllm_config: unused here.
+    """
+
+    uses_triton = False
+
+    def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
+        self.head_dim = storage.shape[1] // (2 * page_size)
+        self.isa = _get_attn_isa(storage.dtype, page_size, self.head_dim)
+        self.key_pages, self.value_pages = self._views(storage)
+
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write entries into pages of any storage.
+
+        Args:
+            keys, values: [N, head_dim].
+            slots: int64 [N], page * page_size + offset; what is negative is skipped.
+        """
+        self._write(*self._views(storage), keys, values, slots)
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
+        self._write(
+            self.key_pages,
+            self.value_pages,
+            keys.reshape(-1, self.head_dim),
+            values.reshape(-1, self.head_dim),
+            slots,
+        )
+
+    def attend(
+        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+    ) -> None:
+        """Causal attention of every sequence, whose queries are its last tokens.
+
+        Args:
+            queries: [N, group, head_dim], sequence after sequence.
+            output: likewise, contiguous, filled in place.
+        """
+        group = queries.shape[1]
+        ops.cpu_attention_with_kv_cache(
+            query=queries,
+            key_cache=self.key_pages,
+            value_cache=self.value_pages,
+            output=output,
+            query_start_loc=sequences.query_start_loc,
+            seq_lens=sequences.seq_lens,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=sequences.block_table,
+            softcap=softcap,
+            # Lengths differ from layer to layer, so this cannot be made once per step.
+            scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=sequences.seq_lens.shape[0],
+                num_heads=group,
+                num_kv_heads=1,
+                head_dim=self.head_dim,
+                seq_lens=sequences.seq_lens,
+                dtype=queries.dtype,
+                query_start_loc=sequences.query_start_loc,
+                causal=True,
+                sliding_window_size=-1,
+                isa=self.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            ),
+            s_aux=None,
+        )
+
+    def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> DecodeAttention | None:
+        """Our kernel, or None where vLLM's op serves decodes too."""
+        if softcap or not cache.layout.keys_are_transposed:
+            return None
+        if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
+            return None
+        try:
+            return DecodeAttention(cache.storage, cache.page_size)
+        except BuildError as error:
+            logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
+            return None
+
+    def _views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a storage as the op wants them, [pages, 1 head, page_size, head_dim] each."""
+        pages = storage.view(storage.shape[0], 1, -1, self.head_dim)
+        keys, values = pages.chunk(2, dim=2)
+        return keys, values
+
+    def _write(
+        self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        ops.cpu_attn_reshape_and_cache(
+            keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, slots, self.isa
+        )
