@@ -158,7 +158,9 @@ class Evictor:
             elif live.plan.recycles and rows.rows.stop - rows.rows.start == n:
                 self._cascade(live, n)
             elif last:
-                weights = [float(x.weight) for x in live.scores if x.weight is not None]
+                weights = torch.stack(
+                    [torch.as_tensor(x.weight, dtype=torch.float64) for x in live.scores]
+                ).tolist()
                 self.weights[live.plan.request_id] = LayerWeights(live.plan.epoch, self.first_layer, weights)
         if rows.evicts and last and live.tokens == n:
             live.window = live.col_sums = None

@@ -55,6 +55,7 @@ class Runtime:
         self.most_pages: dict[int, int] | None = None
         self.attached = False
         self.in_step = False
+        self.scheduled: dict[str, int] = {}
         device = this_device()
         assert device is not None
         self.device = device
@@ -169,6 +170,12 @@ class Runtime:
         for plan in plans:
             self.live[plan.request_id] = Live(plan, self.cache.open())
         self.in_step = True
+        self.scheduled = scheduler_output.num_scheduled_tokens
+
+    def reads_prompts(self) -> bool:
+        """Whether the running step has tokens before an eviction position."""
+        rows = (self.live.get(name) for name in self.scheduled) if self.in_step else ()
+        return any(live and live.plan.next_eviction(live.tokens) is not None for live in rows)
 
     def build(self, common: Any) -> StepState:
         """Take the step's pages and lay out its batch.
@@ -256,10 +263,11 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
-def start_runtime(vllm_config: VllmConfig, runner: Any) -> None:
+def start_runtime(vllm_config: VllmConfig, runner: Any) -> Runtime:
     """Make this worker process's runtime."""
     global _runtime
     _runtime = Runtime(vllm_config, runner)
+    return _runtime
 
 
 def stop_runtime() -> None:

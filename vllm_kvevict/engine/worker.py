@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
+from vllm_kvevict.engine.rows import forbid_decode_graphs
 from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
 
 
@@ -18,7 +19,9 @@ class _EvictionMixin:
         assert device is not None
         device.register_backend()
         super().init_device()  # type: ignore[misc]
-        start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+        runtime = start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+        if device.is_asynchronous:
+            forbid_decode_graphs(self.model_runner, runtime.reads_prompts)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
