@@ -9,6 +9,7 @@ from tests.engine.emulated import emulated_gpu
 from tests.engine.running import Ask, evicting_engine, num_preemptions, run
 from tests.engine.test_masked_model import check
 from vllm_kvevict.engine.attention import RaggedImpl
+from vllm_kvevict.engine.rows import forbid_decode_graphs
 from vllm_kvevict.engine.runtime import Runtime, get_runtime
 
 # One policy of each kind: counts known before or not, one layer or all decide, scored by the mean of the window or not.
@@ -99,3 +100,17 @@ def test_padding_and_profiling():
     impl = RaggedImpl(2, 16, 1.0, 1)
     output = torch.ones(3, 2, 16)
     assert not impl.forward(None, None, None, None, None, None, output).any()
+
+
+def test_a_prompt_that_ends_with_one_token_is_no_decode():
+    """Both runners would take such a step for a decode and replay a graph, in which nothing is evicted."""
+    v1 = SimpleNamespace(_is_uniform_decode=lambda **counts: True)
+    v2 = SimpleNamespace(req_states=None, gather_batch_req_state=lambda *step: ("state", 1))
+    reading = [True]
+    for runner in (v1, v2):
+        forbid_decode_graphs(runner, lambda: reading[0])
+    assert v1._is_uniform_decode(num_tokens=1) is False
+    assert v2.gather_batch_req_state(None, False) == ("state", None)
+    reading[0] = False
+    assert v1._is_uniform_decode(num_tokens=1) is True
+    assert v2.gather_batch_req_state(None, False) == ("state", 1)

@@ -95,10 +95,10 @@ class Runtime:
             write=self.pages.write,
             triton=self.pages.uses_triton,
         )
+        self.group, self.softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
         self.decode_attention = None
         if self.options.kernels:
-            group = first.num_heads // first.num_kv_heads
-            self.decode_attention = self.pages.decode_attention(self.cache, group, first.impl.softcap)
+            self.decode_attention = self.pages.decode_attention(self.cache, self.group, self.softcap)
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
         self.decode_slots = torch.full(
             (self.vllm_config.scheduler_config.max_num_seqs,), -1, dtype=torch.int64, device=view.device
@@ -169,7 +169,8 @@ class Runtime:
                 self.evictor.apply(self.live[name], budgets)
         for plan in plans:
             self.live[plan.request_id] = Live(plan, self.cache.open())
-        self.in_step = True
+        # vLLM warms up with steps that no scheduler made, of requests that have no plan.
+        self.in_step = scheduler_output.kv_connector_metadata is not None
         self.scheduled = scheduler_output.num_scheduled_tokens
 
     def reads_prompts(self) -> bool:
@@ -183,10 +184,10 @@ class Runtime:
         Args:
             common: vLLM's CommonAttentionMetadata.
         """
-        names = batch_request_ids(self.runner, common)
-        # vLLM warms up with requests of its own making, for which there is neither a step nor a plan.
-        if not self.in_step or not all(name in self.live or name in self.probes for name in names):
+        # Rows of dummy runs have indices that belong to no request, or to another one.
+        if not self.in_step:
             return self.build_dummy(common)
+        names = batch_request_ids(self.runner, common)
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         rows = dict(zip(names, itertools.starmap(slice, itertools.pairwise(starts)), strict=True))
         probes = {parent: rows.pop(name) for name, parent in self.probes.items()}

@@ -86,11 +86,12 @@ class _EvictionMixin:
         plan = self.kv_cache_manager.plan(request)
         n, name = plan.evict_at, f"{request.request_id}-probe-{request.num_computed_tokens}"
         assert n is not None and request.prompt_token_ids is not None
-        tokens = request.prompt_token_ids[:n]
+        # One token more than is computed, so that nothing is sampled.
+        tokens = [*request.prompt_token_ids[:n], request.prompt_token_ids[n - 1]]
         probe = NewRequestData(
             req_id=name,
-            # Nothing is sampled for it, since one token is missing.
-            prompt_token_ids=[*tokens, tokens[-1]],
+            prompt_token_ids=tokens,
+            prefill_token_ids=tokens,
             mm_features=[],
             sampling_params=SamplingParams(temperature=0),
             pooling_params=None,

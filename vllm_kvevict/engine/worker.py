@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -9,6 +10,7 @@ from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
 from vllm_kvevict.engine.rows import forbid_decode_graphs
 from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
+from vllm_kvevict.engine.warmup import warm_up
 
 
 class _EvictionMixin:
@@ -38,6 +40,13 @@ class _EvictionMixin:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> Any:
+        runtime = get_runtime()
+        if runtime.pages.uses_triton:
+            warm_up(runtime)
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]

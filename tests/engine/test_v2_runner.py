@@ -1,0 +1,97 @@
+"""vLLM's V2 model runner, the default on GPUs, makes the same of every request as the V1 runner, which CPUs have.
+
+Dummy runs, warm-up requests and the preparation of graph captures come between the batches.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.v2_runner import NewProcess
+
+TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
+BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "eviction": {**TAKE, "decode_reserve": 1}}
+ASKS = [
+    Ask(300, "full", max_tokens=12),
+    Ask(60, "full", max_tokens=18),
+    Ask(200, "ada-snapkv", 0.3, seed=1),
+    Ask(333, "take", max_tokens=12),
+    Ask(150, "lava", 0.3, seed=2),
+    Ask(250, "lava", 0.2, prefix_len=200, seed=3),
+    Ask(129, "take", seed=4),
+    Ask(180, "streaming-llm", 0.5, max_tokens=1),
+    Ask(140, "h2o", 0.4, seed=5),
+]
+TIGHT = [
+    Ask(330, policy, budget, seed=i, max_tokens=50)
+    for i, (policy, budget) in enumerate(
+        [("take", None), ("ada-snapkv", 0.5), ("lava", 0.5), ("full", None), ("full", None), ("take", None)]
+    )
+]
+ABORTED_AFTER = [0, 2, 0, 3, 4, 0, 0, 0, 5]
+"""Steps of the engine until each of ``ASKS`` is aborted, 0: never."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Some prompts fit a step, others are cut.
+    "mixed": {**BASE, "max_num_batched_tokens": 256},
+    "tight": {**BASE, "max_num_batched_tokens": 192, "max_model_len": 512, "num_gpu_blocks_override": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama", heads=4, kv_heads=2, layers=4)
+
+
+@pytest.fixture(scope="module")
+def second(model, tmp_path_factory):
+    """All cases of the V2 runner, in the background."""
+    mixed, tight = ({"model": model, **SETTINGS[name]} for name in ("mixed", "tight"))
+    process = NewProcess(
+        tmp_path_factory.mktemp("v2"),
+        [
+            {**mixed, "batches": [ASKS, ASKS[:4]], "logits": True},
+            {**tight, "batches": [TIGHT], "ahead": True, "aborting": (ASKS, ABORTED_AFTER)},
+            {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
+        ],
+    )
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def first(model, second):
+    """The same by the V1 runner."""
+    known = {}
+    for name, asks in (("mixed", ASKS), ("tight", TIGHT)):
+        with evicting_engine(model, **SETTINGS[name]) as llm:
+            known[name] = run(llm, asks, logits=name == "mixed")
+            assert (num_preemptions(llm) > 0) == (name == "tight")
+    return known
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(0, "mixed"), (1, "tight"), (2, "mixed")],
+    ids=["mixed", "preempted, scheduled ahead", "PP 2, scheduled ahead"],
+)
+def test_equals_v1(first, second, case, name) -> None:
+    batches, preemptions, _ = second.result()[case]
+    assert (preemptions > 0) == (name == "tight")
+    for batch in batches:
+        assert batch
+        for ask, one, other in zip({"mixed": ASKS, "tight": TIGHT}[name], first[name], batch, strict=False):
+            assert one.tokens == other.tokens, ask
+            # Preempted requests are evicted again; when they are preempted depends on what was scheduled ahead.
+            assert one.kept[-1:] == other.kept[-1:], ask
+            if other.logits.numel():
+                torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
+def test_aborted_requests_leave_nothing_behind(first, second) -> None:
+    _, _, finished = second.result()[1]
+    for answer, last, tokens in zip(first["mixed"], ABORTED_AFTER, finished, strict=True):
+        assert tokens == (None if last else answer.tokens)

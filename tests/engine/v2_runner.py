@@ -1,0 +1,186 @@
+"""vLLM's V2 model runner, the default on GPUs, on a machine without one: in a process of its own.
+
+What the runner needs on a CPU vLLM brings itself, except for Triton. Triton comes with an interpreter but without the
+CPU backend that vLLM looks for before it uses Triton there, so an entry is made in Triton's list of backends.
+
+    python -m tests.engine.v2_runner CASES RESULTS
+
+reads pickled keywords of :func:`answers`, one dictionary a case, and pickles what it returns.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+class NewProcess:
+    """Runs cases while the caller goes on."""
+
+    def __init__(self, folder: Path, cases: Sequence[dict[str, Any]]):
+        self.results, self.log = folder / "results.pickle", folder / "log.txt"
+        sent = folder / "cases.pickle"
+        sent.write_bytes(pickle.dumps(list(cases)))
+        environment = {
+            **os.environ,
+            "TRITON_INTERPRET": "1",  # read when Triton is imported: its own library is made of kernels too
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+        }
+        command = [sys.executable, "-m", "tests.engine.v2_runner", str(sent), str(self.results)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def result(self) -> list[Any]:
+        """What the cases returned, once all are done."""
+        code = self.process.wait(timeout=600)
+        assert code == 0, self.log.read_text()[-8000:]
+        return pickle.loads(self.results.read_bytes())
+
+    def stop(self) -> None:
+        """End it if it still runs."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def _engine(ahead: bool, **settings: Any) -> Iterator[Any]:
+    """An engine on the V2 runner that leaves no page behind.
+
+    Args:
+        ahead: schedule a step while another runs, as on GPUs; vLLM's CPU platform turns that off.
+        settings: of :func:`tests.engine.running.evicting_engine`.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    from tests.engine.running import evicting_engine
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = ahead
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)  # type: ignore[method-assign,assignment]
+    try:
+        with evicting_engine(**settings) as llm:
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            assert type(scheduler).__name__ == ("AsyncEvictionScheduler" if ahead else "EvictionScheduler")
+            yield llm
+            for runner, pages in llm.collective_rpc(_left):
+                assert (runner, pages) == (RUNNER, 0)
+    finally:
+        CpuPlatform.check_and_update_config = check  # type: ignore[method-assign]
+
+
+def _left(worker: Any) -> tuple[str, int]:
+    """In the worker: where its runner's code is from, and the pages held once what finished last is closed."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_kvevict.engine.runtime import get_runtime
+
+    runtime = get_runtime()
+    step = SchedulerOutput.make_empty()
+    step.finished_req_ids = set(runtime.live)
+    runtime.begin_step(step)
+    pool = runtime.cache.pool
+    return type(worker.model_runner).__mro__[1].__module__, pool.num_pages - pool.num_free
+
+
+def answers(
+    batches: list[list[Any]],
+    ahead: bool = False,
+    logits: bool = False,
+    aborting: tuple[list[Any], list[int]] | None = None,
+    **settings: Any,
+) -> tuple[list[Any], int, Any]:
+    """What :func:`tests.engine.running.run` returns for each batch on one engine, its preemptions, and then what
+    :func:`_abort` returns for ``aborting``."""
+    from tests.engine.running import num_preemptions, run
+
+    with _engine(ahead, **settings) as llm:
+        llm.collective_rpc(_warm_up)
+        results = []
+        for asks in batches:
+            results.append(run(llm, asks, logits=logits))
+            # The runner still knows the last requests, by indices that dummy rows have too.
+            llm.collective_rpc(_dummy_runs)
+        return results, num_preemptions(llm), aborting and _abort(llm.llm_engine, *aborting)
+
+
+def _abort(engine: Any, asks: list[Any], steps: list[int]) -> list[list[int] | None]:
+    """Tokens of each ask, but None for the i-th if it is aborted after ``steps[i]`` steps, 0: never."""
+    for i, ask in enumerate(asks):
+        engine.add_request(f"r{i}", {"prompt_token_ids": ask.prompt}, ask.sampling(False))
+    done: dict[str, list[int]] = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        step += 1
+        outputs = engine.step()
+        done |= {
+            output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished
+        }
+        engine.abort_request([f"r{i}" for i, last in enumerate(steps) if last == step])
+    return [done.get(f"r{i}") for i in range(len(asks))]
+
+
+def _warm_up(worker: Any) -> None:
+    """In the worker: what a GPU worker does at start-up, but for kernels that Triton cannot interpret."""
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu import warmup
+
+    worker.model_runner.profile_run()
+    _dummy_runs(worker)
+    with mock.patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0)):
+        steps = worker.model_runner, worker.execute_model, lambda grammar: worker.sample_tokens(None)
+        warmup.warmup_kernels(*steps)
+        warmup.run_mixed_prefill_decode_warmup(*steps, 20)
+
+
+def _dummy_runs(worker: Any) -> None:
+    """In the worker: batches that serve no request, as in idle steps and for the capture of graphs."""
+    from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+
+    runner = worker.model_runner
+    runner._dummy_run(20)
+    worker.execute_dummy_batch()
+    for full in (False, True):
+        prepare_inputs_to_capture(
+            4,
+            4,
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            full_cudagraph=full,
+        )
+
+
+def main() -> None:
+    import vllm.v1.executor.multiproc_executor as executor
+
+    # vLLM starts each worker anew on CPUs, which takes longer than these tests.
+    executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+    cases, results = map(Path, sys.argv[1:])
+    done = [answers(**settings) for settings in pickle.loads(cases.read_bytes())]
+    results.write_bytes(pickle.dumps(done))
+
+
+if __name__ == "__main__":
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None)  # type: ignore
+    main()

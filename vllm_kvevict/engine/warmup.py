@@ -1,0 +1,37 @@
+"""Compile the Triton kernels of prompts and evictions at start-up: no other warm-up of vLLM reaches them."""
+
+import itertools
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.policies import EvictionConfig, LayerScores, select
+
+if TYPE_CHECKING:
+    from vllm_kvevict.engine.runtime import Runtime
+
+WINDOW = 32
+"""Rows of the window where the server's policy does not say."""
+
+
+def warm_up(runtime: "Runtime") -> None:
+    """Store, score, evict and extend a prompt of zeros; under tensor parallelism a collective of all ranks."""
+    cache, pages, evictor = runtime.cache, runtime.pages, runtime.evictor
+    server, _ = runtime.options.request_config(None)
+    window = server.params.get("window") or WINDOW
+    n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
+    slot = cache.open()
+    step = cache.extend([slot], [n])
+    entries = cache.storage.new_zeros(n, heads, cache.head_dim)
+    pages.append(entries, entries, cache.write_slots(step)[0])
+    query = cache.storage.new_zeros(window, heads * runtime.group, cache.head_dim)
+    mean = pages.window_mean(query, cache.table(slot, 0), n, 1.0, runtime.softcap)
+    scores = mean.view(heads, -1, n - window).mean(1)
+    scored = [
+        LayerScores(evictor.first_layer + layer, evictor.num_model_layers, heads, scores, device=scores.device)
+        for layer in range(layers)
+    ]
+    config = EvictionConfig("ada-snapkv", budget=window + window // 2 + 1, window=window)
+    chosen = select(config, scored, n, evictor.comm)
+    cache.compact(slot, 0, list(itertools.chain.from_iterable(chosen)))
+    cache.settle(slot)
+    cache.extend([slot], [1])
+    cache.close([slot])
