@@ -17,18 +17,19 @@ from vllm_kvevict.engine.cuda import CUDAPages
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
-DEVICE = devices.Device(
-    worker=devices.CPU.worker,
-    backend_slot=devices.CPU.backend_slot,
-    backend=devices.CPU.backend,
-    pages="tests.engine.emulated.EmulatedPages",
-    page_multiple=devices.CUDA.page_multiple,
-    is_asynchronous=devices.CUDA.is_asynchronous,
-)
 
 
-class EmulatedPages(CUDAPages):
-    """The pages of a GPU in a CPU's memory."""
+class InterpretedPages(CUDAPages):
+    """The pages of a GPU in a CPU's memory, for processes in which vLLM's own Triton kernels are interpreted, too."""
+
+    def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:
+        requests = cache.tables.kv_len.shape[0]
+        sms = 1  # few programs, since the interpreter runs one after the other
+        return PagedDecode(self.storage, self.page_size, requests, cache.num_kv_heads, group, softcap, sms)
+
+
+class EmulatedPages(InterpretedPages):
+    """The same with attention in plain torch."""
 
     def attend(
         self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
@@ -48,20 +49,21 @@ class EmulatedPages(CUDAPages):
             weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
             output[mine] = torch.einsum("gqk,kd->qgd", weights, values)
 
-    def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:
-        requests = cache.tables.kv_len.shape[0]
-        # Few programs: the interpreter runs one after the other.
-        return PagedDecode(
-            self.storage, self.page_size, requests, cache.num_kv_heads, group, softcap, num_sms=1
-        )
-
 
 @contextlib.contextmanager
-def emulated_gpu() -> Iterator[None]:
+def emulated_gpu(pages: type[InterpretedPages] = EmulatedPages) -> Iterator[None]:
     """Engines started meanwhile do what they would do on a GPU, except for vLLM's own part."""
+    device = devices.Device(
+        worker=devices.CPU.worker,
+        backend_slot=devices.CPU.backend_slot,
+        backend=devices.CPU.backend,
+        pages=f"{__name__}.{pages.__name__}",
+        page_multiple=devices.CUDA.page_multiple,
+        is_asynchronous=devices.CUDA.is_asynchronous,
+    )
     with interpreted(), pytest.MonkeyPatch.context() as patch:
         for module in (checks, config, peaks, runtime, worker):
-            patch.setattr(module, "this_device", lambda: DEVICE)
-        patch.setattr(plugin, "CPU", DEVICE)
+            patch.setattr(module, "this_device", lambda: device)
+        patch.setattr(plugin, "CPU", device)
         patch.setattr(SELECT, "on_gpu", lambda tensor: True)
         yield

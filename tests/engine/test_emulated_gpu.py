@@ -1,14 +1,20 @@
 """The way of a request on a GPU, with Triton's interpreter in place of the card."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
+from vllm.v1.attention.backends import fa_utils
 
 from tests.engine.emulated import emulated_gpu
 from tests.engine.running import Ask, evicting_engine, num_preemptions, run
 from tests.engine.test_masked_model import check
 from vllm_kvevict.engine.attention import RaggedImpl
+from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.engine.cuda import CUDAPages
 from vllm_kvevict.engine.rows import forbid_decode_graphs
 from vllm_kvevict.engine.runtime import Runtime, get_runtime
 
@@ -114,3 +120,18 @@ def test_a_prompt_that_ends_with_one_token_is_no_decode():
     reading[0] = False
     assert v1._is_uniform_decode(num_tokens=1) is True
     assert v2.gather_batch_req_state(None, False) == ("state", 1)
+
+
+def test_flash_attention_knows_what_it_is_called_with():
+    """Its module imports on CUDA only, so what it accepts is read from the source."""
+    source = Path(vllm.__file__).with_name("vllm_flash_attn") / "flash_attn_interface.py"
+    functions = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (accepted,) = (node.args for node in functions if node.name == "flash_attn_varlen_func")
+    pages = CUDAPages.__new__(CUDAPages)
+    pages.key_pages, pages.value_pages, pages.flash_attention = None, None, 3
+    called: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa_utils, "flash_attn_varlen_func", lambda **given: called.update(given), raising=False)
+        pages.attend(None, None, Sequences(None, None, None, 8, 1), 1.0, 0.0)
+    assert called.keys() <= {argument.arg for argument in accepted.args}
+    assert {"seqused_k", "block_table", "cu_seqlens_q"} <= called.keys()

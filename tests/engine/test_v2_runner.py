@@ -36,7 +36,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Some prompts fit a step, others are cut.
     "mixed": {**BASE, "max_num_batched_tokens": 256},
     "tight": {**BASE, "max_num_batched_tokens": 192, "max_model_len": 512, "num_gpu_blocks_override": 7},
+    "small": {**BASE, "max_num_batched_tokens": 64},
 }
+SMALL = [
+    Ask(70, "ada-snapkv", 0.6, max_tokens=4),
+    Ask(45, "full", max_tokens=6, seed=1),
+    Ask(66, "lava", 0.7, max_tokens=2, seed=2),
+]
+LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +54,14 @@ def model(models):
 @pytest.fixture(scope="module")
 def second(model, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
-    mixed, tight = ({"model": model, **SETTINGS[name]} for name in ("mixed", "tight"))
+    mixed, tight, small = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
     process = NewProcess(
         tmp_path_factory.mktemp("v2"),
         [
             {**mixed, "batches": [ASKS, ASKS[:4]], "logits": True},
             {**tight, "batches": [TIGHT], "ahead": True, "aborting": (ASKS, ABORTED_AFTER)},
             {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
+            {**small, "batches": [SMALL], "ahead": True, "gpu": True},
         ],
     )
     yield process
@@ -64,7 +72,7 @@ def second(model, tmp_path_factory):
 def first(model, second):
     """The same by the V1 runner."""
     known = {}
-    for name, asks in (("mixed", ASKS), ("tight", TIGHT)):
+    for name, asks in LOADS.items():
         with evicting_engine(model, **SETTINGS[name]) as llm:
             known[name] = run(llm, asks, logits=name == "mixed")
             assert (num_preemptions(llm) > 0) == (name == "tight")
@@ -74,15 +82,15 @@ def first(model, second):
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("case", "name"),
-    [(0, "mixed"), (1, "tight"), (2, "mixed")],
-    ids=["mixed", "preempted, scheduled ahead", "PP 2, scheduled ahead"],
+    [(0, "mixed"), (1, "tight"), (2, "mixed"), (3, "small")],
+    ids=["mixed", "preempted, scheduled ahead", "PP 2, scheduled ahead", "pages of a GPU, scheduled ahead"],
 )
 def test_equals_v1(first, second, case, name) -> None:
     batches, preemptions, _ = second.result()[case]
     assert (preemptions > 0) == (name == "tight")
     for batch in batches:
         assert batch
-        for ask, one, other in zip({"mixed": ASKS, "tight": TIGHT}[name], first[name], batch, strict=False):
+        for ask, one, other in zip(LOADS[name], first[name], batch, strict=False):
             assert one.tokens == other.tokens, ask
             # Preempted requests are evicted again; when they are preempted depends on what was scheduled ahead.
             assert one.kept[-1:] == other.kept[-1:], ask

@@ -56,15 +56,17 @@ class NewProcess:
 
 
 @contextlib.contextmanager
-def _engine(ahead: bool, **settings: Any) -> Iterator[Any]:
+def _engine(ahead: bool, gpu: bool, **settings: Any) -> Iterator[Any]:
     """An engine on the V2 runner that leaves no page behind.
 
     Args:
         ahead: schedule a step while another runs, as on GPUs; vLLM's CPU platform turns that off.
+        gpu: use the pages of a GPU, with our Triton kernels and vLLM's in the interpreter.
         settings: of :func:`tests.engine.running.evicting_engine`.
     """
     from vllm.platforms.cpu import CpuPlatform
 
+    from tests.engine.emulated import InterpretedPages, emulated_gpu
     from tests.engine.running import evicting_engine
 
     check = CpuPlatform.check_and_update_config
@@ -75,7 +77,8 @@ def _engine(ahead: bool, **settings: Any) -> Iterator[Any]:
 
     CpuPlatform.check_and_update_config = staticmethod(keep)  # type: ignore[method-assign,assignment]
     try:
-        with evicting_engine(**settings) as llm:
+        pages = emulated_gpu(InterpretedPages) if gpu else contextlib.nullcontext()
+        with pages, evicting_engine(**settings) as llm:
             scheduler = llm.llm_engine.engine_core.engine_core.scheduler
             assert type(scheduler).__name__ == ("AsyncEvictionScheduler" if ahead else "EvictionScheduler")
             yield llm
@@ -102,6 +105,7 @@ def _left(worker: Any) -> tuple[str, int]:
 def answers(
     batches: list[list[Any]],
     ahead: bool = False,
+    gpu: bool = False,
     logits: bool = False,
     aborting: tuple[list[Any], list[int]] | None = None,
     **settings: Any,
@@ -110,7 +114,7 @@ def answers(
     :func:`_abort` returns for ``aborting``."""
     from tests.engine.running import num_preemptions, run
 
-    with _engine(ahead, **settings) as llm:
+    with _engine(ahead, gpu, **settings) as llm:
         llm.collective_rpc(_warm_up)
         results = []
         for asks in batches:

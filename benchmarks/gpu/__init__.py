@@ -1,0 +1,1 @@
+"""Benchmarks that need a CUDA device, each ``python -m benchmarks.gpu.NAME``."""

@@ -1,0 +1,367 @@
+"""What the eviction of one prompt takes, beside its prefill: ``python -m benchmarks.gpu.eviction``.
+
+Shapes of Llama-3.1-8B in bf16, all layers. The engine's own code scores every layer, selects and compacts, over pages
+of random numbers; its answers are compared with plain torch first. The host starts ahead of the device, as it is at the
+end of a long prefill; where it then asks the device for counts, what that costs is in the time. The prefill is
+FlashAttention over the prompt and the matrix products of the layers, one layer measured and taken times their number;
+norms, activations and sampling are left out, so a share of it is rather too high.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.gpu import common
+from benchmarks.gpu.attention import expected
+from benchmarks.gpu.common import (
+    FEED_FORWARD,
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    PAGE,
+    PAGE_ELEMENTS,
+    QUERY_HEADS,
+    SCALE,
+    STOCK_PAGE,
+    Contender,
+    FlashAttention,
+    Timer,
+    Times,
+    WrongResult,
+)
+from benchmarks.measure import Estimate, estimate
+from benchmarks.options import add_counts, budget, whole
+from benchmarks.scenarios import Target, show_targets
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.config import Plan, policy_config
+from vllm_kvevict.engine.devices import CUDA
+from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows
+from vllm_kvevict.kernels.window_attention import window_attention
+from vllm_kvevict.kernels.write_entries import write_entries
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
+
+TARGET, TARGET_LENGTH = 0.02, 32768
+"""The largest share of the prefill, at this length."""
+AHEAD_MS = 50.0
+LAST_QUERIES = 64
+"""Of a prompt, more than any policy's window."""
+CHECKED_TOKENS, CHECKED_LAYERS = 2048, 2
+AGREEMENT = 0.995
+"""Of the chosen entries, at least: sums in another order move a few across the cut."""
+MATRICES = {
+    "q, k, v": (HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM),
+    "output": (QUERY_HEADS * HEAD_DIM, HIDDEN),
+    "gate and up": (HIDDEN, 2 * FEED_FORWARD),
+    "down": (FEED_FORWARD, HIDDEN),
+}
+"""Of one layer."""
+
+
+class Prompt:
+    """One prompt's cache, and the engine's evictor over it.
+
+    Args:
+        tokens: of the prompt.
+        layers: of the model.
+    """
+
+    def __init__(self, tokens: int, layers: int):
+        self.tokens, self.layers = tokens, layers
+        pages = layers * KV_HEADS * -(-tokens // PAGE)
+        self.storage = common.random_numbers(pages, PAGE_ELEMENTS)
+
+        def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+            write_entries(storage, PAGE, keys.unsqueeze(1), values.unsqueeze(1), slots)
+
+        def window_mean(query: Tensor, table: Tensor, n: int, scale: float, softcap: float) -> Tensor:
+            return window_attention(query, self.storage, PAGE, table, n, scale, softcap)
+
+        self.cache = PagedKVCache(
+            self.storage,
+            num_layers=layers,
+            num_kv_heads=KV_HEADS,
+            page_size=PAGE,
+            max_requests=1,
+            write=write,
+            triton=True,
+        )
+
+        def no_projection(layer: int) -> Tensor:
+            raise NotImplementedError("policies that read the output projection are not measured here")
+
+        self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.compacts_early, window_mean)
+        self.slot = self.cache.open()
+        self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM)
+
+    def refill(self) -> None:
+        """Let the request hold the whole prompt again, whatever the pages hold."""
+        self.cache.close([self.slot])
+        self.slot = self.cache.open()
+        self.cache.extend([self.slot], [self.tokens])
+
+    def evict(self, config: EvictionConfig) -> None:
+        """What the engine does at the end of the last step of a prefill, layer by layer."""
+        window = config.window_for(self.tokens)
+        live = Live(Plan("", 1, self.tokens, config), self.slot, self.tokens)
+        rows = QueryRows(live, slice(0, window), slice(0, window), window, True, None)
+        for layer in range(self.layers):
+            self.evictor.after_attention(layer, rows, self.queries[layer, -window:], SCALE, 0.0)
+        self.evictor.take_news()
+
+    def contenders(self, config: EvictionConfig) -> list[Contender]:
+        """The eviction, and all of it but the compaction."""
+
+        def without_compaction() -> None:
+            compact = self.cache.compact
+            self.cache.compact = lambda slot, layer, kept: 0  # type: ignore[method-assign]
+            try:
+                self.evict(config)
+            finally:
+                self.cache.compact = compact  # type: ignore[method-assign]
+
+        return [
+            Contender(name, run, self.refill, AHEAD_MS, waits=True)
+            for name, run in (
+                (config.policy, lambda: self.evict(config)),
+                (deciding(config.policy), without_compaction),
+            )
+        ]
+
+
+def deciding(policy: str) -> str:
+    """The contender that evicts but moves nothing."""
+    return f"{policy}, deciding"
+
+
+def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
+    """Compare what a smaller prompt keeps with what the policy says in plain torch on the host, and where it lies.
+
+    Raises:
+        WrongResult: other entries were kept, or entries are lost.
+    """
+    prompt = Prompt(tokens, layers)
+    prompt.refill()
+    cache, compact = prompt.cache, prompt.cache.compact
+    before = [
+        [read(prompt.slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)]
+        for layer in range(layers)
+    ]
+    chosen: list[Tensor] = []
+
+    def recording(slot: int, layer: int, kept: Sequence[Tensor]) -> int:
+        chosen.extend(positions.cpu() for positions in kept)
+        return compact(slot, layer, kept)
+
+    cache.compact = recording  # type: ignore[method-assign]
+    prompt.evict(config)
+    queries = prompt.queries[:, -config.window_for(tokens) :].cpu()
+    inputs = [
+        LayerInputs(query.transpose(0, 1), keys, values, SCALE)
+        for query, (keys, values) in zip(queries, before, strict=True)
+    ]
+    wanted = [positions for heads in decide(config, inputs) for positions in heads]
+    shared = sum(int(torch.isin(a, b).sum()) for a, b in zip(chosen, wanted, strict=True))
+    sizes = [sum(len(positions) for positions in one) for one in (chosen, wanted)]
+    if shared < AGREEMENT * max(sizes):
+        raise WrongResult(
+            f"{config.policy}: {shared} of {sizes[0]} entries kept are among the right {sizes[1]}"
+        )
+    for row, kept in enumerate(chosen):
+        layer, head = divmod(row, KV_HEADS)
+        heads, entries = (
+            x.to(prompt.storage.device) for x in (torch.full_like(kept, head), torch.arange(len(kept)))
+        )
+        for now, then in zip(cache.gather(prompt.slot, layer, heads, entries), before[layer], strict=True):
+            common.check(f"{config.policy}, entries kept", now.cpu(), then[head, kept], tolerance=0)
+
+
+class Prefill:
+    """The parts of one layer's prefill of a prompt."""
+
+    def __init__(self, tokens: int, attend: FlashAttention):
+        self.tokens, self.attend = tokens, attend
+        blocks = -(-tokens // STOCK_PAGE)
+        self.memory = common.random_numbers(blocks, STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM)
+        self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM)
+        self.output = torch.full_like(self.query, torch.nan)
+        device = self.memory.device
+        self.table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
+        self.starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        self.lengths = self.starts[1:]
+        self.plan = attend.plan(1, tokens, tokens, self.lengths, self.starts)
+
+    def attention(self) -> None:
+        """Causal attention over stock's pages."""
+        keys, values = common.stock_pages(self.memory)
+        self.attend(
+            q=self.query,
+            k=keys,
+            v=values,
+            out=self.output,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=self.tokens,
+            seqused_k=self.lengths,
+            max_seqlen_k=self.tokens,
+            block_table=self.table,
+            softcap=0.0,
+            scheduler_metadata=self.plan,
+        )
+
+    def check(self) -> None:
+        """Compare some rows with plain torch."""
+        self.attention()
+        rows = torch.linspace(0, self.tokens - 1, 16).long()
+        places, lengths = rows.to(self.query.device), [row + 1 for row in rows.tolist()]
+        table = self.table.expand(len(rows), -1)
+        wanted = expected(self.query[places], *common.stock_pages(self.memory), table, lengths)
+        common.check("prefill attention", self.output[places], wanted)
+
+    def contenders(self) -> list[Contender]:
+        """Attention and every matrix product."""
+
+        def product(name: str) -> Callable[[], object]:
+            inner, outer = MATRICES[name]
+            left = common.random_numbers(self.tokens, inner)
+            right = common.random_numbers(outer, inner).t()
+            return lambda: torch.matmul(left, right)
+
+        found = [Contender("attention", self.attention)]
+        return found + [Contender(name, product(name)) for name in MATRICES]
+
+
+@dataclass
+class Length:
+    """What was measured at one prompt length.
+
+    Attributes:
+        tokens, layers: of the prompt and the model.
+        times: of the parts of one layer's prefill, and of the evictions.
+    """
+
+    tokens: int
+    layers: int
+    times: dict[str, Times]
+
+    def seconds(self, *names: str) -> list[float]:
+        """Of all layers and these parts of the prefill, by round."""
+        rounds = zip(*(self.times[name].ms for name in names), strict=True)
+        return [self.layers * sum(parts) / 1e3 for parts in rounds]
+
+    def share(self, policy: str, of: list[float]) -> Estimate:
+        """An eviction's share of some seconds, by round."""
+        return estimate([ms / 1e3 / whole for ms, whole in zip(self.times[policy].ms, of, strict=True)])
+
+    def summary(self, policies: Sequence[str]) -> dict[str, Any]:
+        """For the record."""
+        attention, prefill = self.seconds("attention"), self.seconds("attention", *MATRICES)
+        return {
+            "tokens": self.tokens,
+            "attention_ms": asdict(estimate([1e3 * x for x in attention])),
+            "prefill_ms": asdict(estimate([1e3 * x for x in prefill])),
+            "policies": {
+                policy: {
+                    "ms": asdict(estimate(self.times[policy].ms)),
+                    "deciding_ms": asdict(estimate(self.times[deciding(policy)].ms)),
+                    "of_attention": asdict(self.share(policy, attention)),
+                    "of_prefill": asdict(self.share(policy, prefill)),
+                }
+                for policy in policies
+            },
+            "raw": {name: asdict(times) for name, times in self.times.items()},
+        }
+
+
+def measure(arguments: argparse.Namespace, tokens: int, attend: FlashAttention, timer: Timer) -> Length:
+    """Time evictions and the parts of the prefill in turns."""
+    prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
+    prefill.check()
+    contenders = prefill.contenders()
+    for policy in arguments.policies:
+        contenders += prompt.contenders(policy_config(policy, arguments.budget))
+    return Length(tokens, arguments.layers, common.take_turns(contenders, arguments.rounds, timer))
+
+
+def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> Table:
+    """A row per length and policy."""
+    table = Table(title=f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers")
+    for column in ("tokens", "policy", "evicting ms [95 %]", "deciding ms", "attention ms", "prefill ms"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "policy" else "right")
+    for column in ("of attention", "of prefill [95 %]"):
+        table.add_column(column, no_wrap=True, justify="right")
+    for length in lengths:
+        attention, prefill = length.seconds("attention"), length.seconds("attention", *MATRICES)
+        for policy in policies:
+            times, share = length.times, length.share(policy, prefill)
+            table.add_row(
+                str(length.tokens),
+                policy,
+                common.shown(estimate(times[policy].ms)),
+                f"{estimate(times[deciding(policy)].ms).median:.3g}",
+                f"{1e3 * estimate(attention).median:.4g}",
+                f"{1e3 * estimate(prefill).median:.4g}",
+                f"{length.share(policy, attention).median:.2%}",
+                f"{share.median:.2%} [{share.low:.2%}, {share.high:.2%}]",
+            )
+    return table
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = common.parser("eviction", __doc__, rounds=10)
+    add = parser.add_argument
+    add("--lengths", type=whole, nargs="+", default=[8192, 32768], metavar="N", help="default: %(default)s")
+    policies = [name for name in available() if name != "full"]
+    default = ["snapkv", "ada-snapkv", "lava"]
+    add("--policies", nargs="+", choices=policies, default=default, metavar="P", help="default: %(default)s")
+    add("--budget", type=budget, default=0.2, metavar="X", help="--kv-budget (default: %(default)s)")
+    add_counts(parser, ("layers", LAYERS, "of the model"))
+    arguments = parser.parse_args(argv)
+    known = {"q_window", "values"}
+    for policy in arguments.policies:
+        config = policy_config(policy, arguments.budget)
+        if config.chunked or not config.needs <= known:
+            parser.error(
+                f"--policies {policy}: only policies that read {' and '.join(sorted(known))} are measured"
+            )
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    common.require_cuda()
+    torch.manual_seed(0)
+    console, timer, attend = common.console(), common.Timer(), common.FlashAttention()
+    with torch.inference_mode():
+        for policy in arguments.policies:
+            config = policy_config(policy, arguments.budget)
+            check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
+        lengths = [
+            measure(arguments, tokens, attend, timer)
+            for tokens in common.show_progress(arguments.lengths, "lengths")
+        ]
+    common.note_late(console, [times for length in lengths for times in length.times.values()])
+    prefill = ("attention", *MATRICES)
+    targets = [
+        Target(f"{policy}, {length.tokens} tokens, share of the prefill", share, TARGET, at_most=True)
+        for length in lengths
+        if length.tokens == TARGET_LENGTH
+        for policy in arguments.policies
+        for share in [length.share(policy, length.seconds(*prefill))]
+    ]
+    results = {
+        "flash_attention_version": attend.version,
+        "lengths": [length.summary(arguments.policies) for length in lengths],
+        "targets": show_targets(console, targets),
+    }
+    print(f"written to {common.write('eviction', arguments, results)}")
+    console.print(show(lengths, arguments.policies, arguments.budget))
+
+
+if __name__ == "__main__":
+    main()

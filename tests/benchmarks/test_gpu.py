@@ -1,0 +1,334 @@
+"""The GPU benchmarks on a CPU: kernels in Triton's interpreter, FlashAttention as plain torch, a timer of the host."""
+
+import importlib
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import attention, common, eviction, kernels, throughput
+from benchmarks.gpu.common import Contender, Times, WrongResult
+from benchmarks.measure import Estimate
+from benchmarks.sides import Outcome, Workload
+from tests.interpreting import interpreted
+from vllm_kvevict.kernels import compact_rows
+
+SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
+CARD = {"name": "none", "memory_GiB": 1.0, "multiprocessors": 4, "driver": "0"}
+
+
+class HostTimer:
+    """Runs the work; the time is the host's."""
+
+    was_late = False
+
+    def __call__(self, work: Any, ahead_ms: float) -> float:
+        started = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - started)
+
+
+class PlainAttention:
+    """FlashAttention's arguments and result."""
+
+    version = 0
+
+    def plan(self, *sizes: Any) -> None:
+        return None
+
+    def __call__(
+        self,
+        *,
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        max_seqlen_q,
+        seqused_k,
+        max_seqlen_k,
+        block_table,
+        softcap,
+        **rest,
+    ) -> None:
+        assert not softcap and rest.get("scheduler_metadata") is None
+        starts, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[2]
+        assert all(t.dtype == torch.int32 for t in (cu_seqlens_q, seqused_k, block_table))
+        for i, length in enumerate(seqused_k.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            count = rows.stop - rows.start
+            assert length <= max_seqlen_k and count <= max_seqlen_q
+            pages = block_table[i, : -(-length // k.shape[1])].long()
+            keys, values = (
+                x[pages].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for x in (k, v)
+            )
+            logits = torch.einsum("qhd,nhd->hqn", q[rows].float(), keys) * q.shape[2] ** -0.5
+            hidden = torch.ones(count, length, dtype=torch.bool).triu_(length - count + 1)
+            weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            out[rows] = torch.einsum("hqn,nhd->qhd", weights, values).to(out.dtype)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card that this machine pretends to have."""
+    for name, value in {
+        "DEVICE": torch.device("cpu"),
+        "COPY_BYTES": 1 << 12,
+        "WARM_UP": 0,
+        "Timer": HostTimer,
+        "FlashAttention": PlainAttention,
+        "require_cuda": lambda: None,
+        "free_bytes": lambda: 1 << 40,
+        "multiprocessors": lambda: 4,
+        "card": lambda: CARD,
+    }.items():
+        monkeypatch.setattr(common, name, value)
+    monkeypatch.setattr(SELECT, "on_gpu", lambda tensor: True)
+    with interpreted():
+        yield
+
+
+def run(module: Any, out: Path, capsys, arguments: str, rounds: int = 2) -> tuple[dict, str]:
+    """The record and what was printed."""
+    module.main([*arguments.split(), "--out", str(out / "result.json"), "--rounds", str(rounds)])
+    return json.loads((out / "result.json").read_text()), capsys.readouterr().out
+
+
+def check_record(record: dict, out: str, title: str) -> None:
+    assert record["card"] == CARD and record["command"].startswith("python -m benchmarks.gpu.")
+    assert record["versions"]["torch"] == torch.__version__ and record["settings"]["rounds"]
+    assert out.index("target") < out.index("written to") < out.index(title)
+
+
+@pytest.mark.parametrize("name", ["attention", "kernels", "eviction", "throughput"])
+def test_without_a_device_there_is_one_line(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device") as raised:
+        importlib.import_module(f"benchmarks.gpu.{name}").main([])
+    assert "\n" not in str(raised.value)
+
+
+def test_contenders_take_turns_after_a_warm_up():
+    calls: list[str] = []
+    contenders = [
+        Contender("a", lambda: calls.append("a"), lambda: calls.append("before a")),
+        Contender("b", lambda: calls.append("b"), waits=True),
+    ]
+
+    class LateTimer(HostTimer):
+        was_late = True
+
+    times = common.take_turns(contenders, 2, LateTimer())
+    assert calls[-5:] == ["a", "b", "b", "before a", "a"]
+    assert calls.count("b") == common.WARM_UP + 2 and [len(one.ms) for one in times.values()] == [2, 2]
+    assert [one.late for one in times.values()] == [2, 0]  # who waits for the device is never called late
+
+
+@pytest.mark.parametrize("tolerance", [0, 1e-2])
+def test_wrong_results_are_not_timed(tolerance):
+    right = torch.ones(4)
+    common.check("right", right, right.clone(), tolerance)
+    for wrong in (torch.tensor([1, 1, 1, 2.0]), torch.tensor([1, 1, 1, torch.nan])):
+        with pytest.raises(WrongResult, match="wrong"):
+            common.check("wrong", wrong, right, tolerance)
+
+
+@pytest.mark.parametrize("kept", [1, 13, 60, 100])
+def test_ragged_heads_hold_as_much_as_uniform_ones(kept):
+    lengths = attention.ragged_lengths(5, kept, 100, seed=0)
+    assert (lengths.sum(1) == kept * common.KV_HEADS).all() and lengths.min() >= 1 and lengths.max() <= 100
+    assert kept in (1, 100) or (lengths != kept).any(1).all()
+
+
+def test_rows_hold_pages_of_their_own():
+    memory = torch.zeros(100, common.PAGE_ELEMENTS)
+    kept = attention.Kept(memory, attention.ragged_lengths(2, 100, 160, seed=0))
+    rows = kept.rows()
+    used = [
+        page
+        for start, length in zip(rows.starts.flatten().tolist(), rows.lengths.flatten().tolist(), strict=True)
+        for page in rows.arena[start : start - -length // common.PAGE].tolist()
+    ]
+    assert len(set(used)) == len(used) and max(used) < 100
+
+
+def test_attention(card, tmp_path, capsys):
+    record, out = run(attention, tmp_path, capsys, "--contexts 64 --budgets 1 0.2 --batches 2", rounds=1)
+    check_record(record, out, "decode attention of one layer")
+    cells = record["results"]["cells"]
+    assert [(cell["batch"], cell["kept"]) for cell in cells] == [(2, 64), (2, 13)]
+    assert [len(cell["sides"]) for cell in cells] == [3, 5]
+    side = cells[1]["sides"][attention.OURS]
+    moved = 13 * 2 * 8 * 2 * 128 * 2
+    assert side["GB_per_s"] == pytest.approx(moved / side["us"]["median"] / 1e3)
+    assert [target["bound"] for target in record["results"]["targets"]] == [4.5, 1.05]
+
+
+def test_attention_skips_what_does_not_fit(card, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(common, "free_bytes", lambda: attention.SPARE_BYTES + 64 * 8 * 512)
+    record, out = run(attention, tmp_path, capsys, "--contexts 64 --budgets 1 --batches 1 2")
+    assert [cell["batch"] for cell in record["results"]["cells"]] == [1]
+    assert "skipped 64 x 2" in out and record["results"]["skipped"]
+
+
+def test_attention_refuses_a_wrong_kernel(card, tmp_path, capsys, monkeypatch):
+    class Wrong(attention.PagedDecode):
+        def __call__(self, query, *others):
+            super().__call__(query * 2, *others)
+
+    monkeypatch.setattr(attention, "PagedDecode", Wrong)
+    with pytest.raises(WrongResult, match="PagedDecode"):
+        run(attention, tmp_path, capsys, "--contexts 64 --budgets 0.5 --batches 1")
+
+
+def test_kernels(card, tmp_path, capsys):
+    arguments = "--context 192 --layers 1 --append-batch 3 --decode-batch 1"
+    record, out = run(kernels, tmp_path, capsys, arguments)
+    check_record(record, out, "Triton kernels at 192 tokens")
+    found = {one["name"]: one for one in record["results"]["kernels"]}
+    assert len(found) == 11 and len(record["results"]["targets"]) == 9
+    entries = 192 * 8 * 512
+    assert found["write_entries, one layer"]["bytes"] == 2 * entries + 192 * 8 * 8
+    assert found["cuts, all layers, head by head"]["bytes"] == 8 * 160 * 8 * 8
+    one = found["paged_decode, 1 requests, one layer"]
+    bandwidth = record["results"]["bandwidth_GB_per_s"] * 1e9
+    floor = one["bytes"] / bandwidth
+    assert one["times_floor"]["median"] == pytest.approx(one["us"]["median"] * 1e-6 / floor)
+
+
+def test_kernels_refuse_a_wrong_compaction(card, monkeypatch):
+    monkeypatch.setattr(compact_rows, "compact_rows", lambda *arguments: None)
+    with pytest.raises(WrongResult, match="compact_rows"):
+        kernels.compactions(192, 1)
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """Matrix products and checks of a size for a CPU."""
+    monkeypatch.setattr(eviction, "MATRICES", {name: (32, 64) for name in eviction.MATRICES})
+    monkeypatch.setattr(eviction, "CHECKED_TOKENS", 96)
+    monkeypatch.setattr(eviction, "TARGET_LENGTH", 96)
+
+
+def test_eviction(card, small_model, tmp_path, capsys):
+    record, out = run(eviction, tmp_path, capsys, "--lengths 96 --layers 2 --policies snapkv lava", rounds=1)
+    check_record(record, out, "eviction of one prompt")
+    (length,) = record["results"]["lengths"]
+    assert set(length["policies"]) == {"snapkv", "lava"}
+    assert len(record["results"]["targets"]) == 2
+    raw = length["raw"]
+    prefill = 2 * sum(raw[part]["ms"][0] for part in ("attention", *eviction.MATRICES))
+    assert length["policies"]["lava"]["of_prefill"]["median"] == pytest.approx(raw["lava"]["ms"][0] / prefill)
+
+
+def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
+    monkeypatch.setattr(eviction, "window_attention", lambda query, *others: torch.rand(32, 200 - len(query)))
+    with pytest.raises(WrongResult, match="snapkv"):
+        eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
+def test_eviction_names_policies_that_it_cannot_serve(policy, capsys):
+    with pytest.raises(SystemExit):
+        eviction.parse_arguments(["--policies", policy])
+    assert policy in capsys.readouterr().err
+
+
+def test_both_engines_get_the_same_memory(tmp_path):
+    arguments = throughput.parse_arguments(
+        ["--model-size=1b", "--eager", "--kernels=off", "--pool-tokens=16000"]
+    )
+    stock, ours = throughput.settings(arguments).values()
+    assert stock["kv_cache_memory_bytes"] == 16016 * 16 * 8 * 64 * 2 * 2
+    assert stock["enforce_eager"] and stock["skip_tokenizer_init"] and stock["load_format"] == "dummy"
+    assert stock["max_model_len"] == 8192 + 512
+    assert ours == stock | {
+        "kv_eviction": "ada-snapkv",
+        "kv_budget": 0.2,
+        "kv_eviction_config": {"kernels": False},
+    }
+    config = json.loads((throughput.make_model("1b", tmp_path) / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["head_dim"], config["model_type"]) == (16, 64, "llama")
+
+
+def test_graphs_and_kernels_are_the_default():
+    arguments = throughput.parse_arguments(["--loads", "decode-heavy", "--requests", "5"])
+    stock, ours = throughput.settings(arguments).values()
+    assert not stock["enforce_eager"] and ours["kv_eviction_config"] == {"kernels": True}
+    assert stock["kv_cache_memory_bytes"] == (6 * 8704 + 16) * 131072 and stock["max_model_len"] == 3072
+    assert throughput.loads(arguments) == [Workload(5, 2048, 1024)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--pool-tokens 100", "--memory-share 1.5", "--requests 0", "--budget 1.5", "--kernels maybe"],
+)
+def test_bad_arguments_name_the_flag(arguments, capsys):
+    with pytest.raises(SystemExit):
+        throughput.parse_arguments(arguments.split())
+    assert re.search(arguments.split()[0], capsys.readouterr().err)
+
+
+def test_sides_serve_in_turns(monkeypatch):
+    turns: list[tuple[str, int]] = []
+
+    class FakeSide:
+        def __init__(self, name: str, wall: float):
+            self.name, self.wall = name, wall
+
+        def run(self, workload: Workload) -> Outcome:
+            turns.append((self.name, workload.seed))
+            return Outcome(self.wall, 0.0, workload.requests * workload.output_len, workload.requests, 0)
+
+    sides = [FakeSide(throughput.STOCK, 4.0), FakeSide(throughput.OURS, 2.0)]
+    rounds = throughput.measure(Workload(3, 10, 5), sides, 2)  # type: ignore[arg-type]
+    names = [throughput.STOCK, throughput.OURS]
+    assert turns == [(name, seed) for seed, order in ((-1, 1), (0, 1), (1, -1)) for name in names[::order]]
+    assert throughput.ratio(rounds) == Estimate(2.0, 2.0, 2.0)
+    arguments = throughput.parse_arguments(["--loads", "decode-heavy"])
+    table = throughput.show(arguments, {"decode-heavy": rounds})
+    assert table.row_count == 2 and "8b Llama" in str(table.title)
+
+
+def test_late_launches_are_mentioned(capsys):
+    common.note_late(common.console(), [Times([1.0, 2.0], 0)])
+    assert not capsys.readouterr().out
+    common.note_late(common.console(), [Times([1.0, 2.0], 1), Times([1.0], 0)])
+    assert "late in 1 of 3" in capsys.readouterr().out
+
+
+def test_the_timer_counts_the_work_alone(monkeypatch):
+    order: list[str] = []
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, end: "FakeEvent") -> float:
+            return 1.5
+
+    monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(common, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
+    timer = common.Timer()
+    assert timer(lambda: order.append("work"), 2.0) == 1.5 and not timer.was_late
+    assert order == ["sleep 4000000", "event", "work", "event", "wait"]
+
+
+def test_without_flash_attention_there_is_one_line():
+    with pytest.raises(SystemExit, match="needs FlashAttention from a CUDA build of vLLM"):
+        common.FlashAttention()
