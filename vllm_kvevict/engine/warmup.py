@@ -26,7 +26,9 @@ def warm_up(runtime: "Runtime") -> None:
     mean = pages.window_mean(query, cache.table(slot, 0), n, 1.0, runtime.softcap)
     scores = mean.view(heads, -1, n - window).mean(1)
     scored = [
-        LayerScores(evictor.first_layer + layer, evictor.num_model_layers, heads, scores, device=scores.device)
+        LayerScores(
+            evictor.first_layer + layer, evictor.num_model_layers, heads, scores, device=scores.device
+        )
         for layer in range(layers)
     ]
     config = EvictionConfig("ada-snapkv", budget=window + window // 2 + 1, window=window)
