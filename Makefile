@@ -32,7 +32,7 @@ format: $(INSTALLED)  ## let ruff fix and format everything
 install: $(INSTALLED)  ## build or refresh .venv (PYTHON=... chooses the interpreter)
 
 # The stamp is written last: an interrupted installation is continued by the next `make`.
-$(INSTALLED): pyproject.toml tools/install.sh tools/vllm-metadata/pyproject.toml
+$(INSTALLED): pyproject.toml tools/install.sh docker/install-cpu.sh docker/pip.sh tools/vllm-metadata/pyproject.toml
 	@tools/install.sh
 	@touch $@
 

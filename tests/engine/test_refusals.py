@@ -289,6 +289,12 @@ def test_the_other_front_end(model, monkeypatch):
     assert "VLLM_USE_RUST_FRONTEND" in refusal(model)
 
 
+def test_the_older_ray_executor(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    sentence = refusal(model, distributed_executor_backend="ray")
+    assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in sentence and "unset" in sentence
+
+
 def test_expandable_segments(model, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in refusal(model)

@@ -112,6 +112,11 @@ def check_arguments(args: Any) -> None:
             "the scheduler must hear every rank",
         ),
     }
+    if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: that Ray executor calls the "
+            "model runner behind the worker, which then never hears of an eviction, so unset the variable"
+        )
     for flag, (given, reason) in conflicts.items():
         if given:
             raise KVEvictionError(

@@ -1,8 +1,11 @@
-"""Compile the Triton kernels of prompts and evictions at start-up: no other warm-up of vLLM reaches them."""
+"""Compile the project's Triton kernels at start-up: vLLM's own warm-up does not reach most of them."""
 
 import itertools
 from typing import TYPE_CHECKING
 
+import torch
+
+from vllm_kvevict.engine.batch import Decodes
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
 
 if TYPE_CHECKING:
@@ -13,7 +16,7 @@ WINDOW = 32
 
 
 def warm_up(runtime: "Runtime") -> None:
-    """Store, score, evict and extend a prompt of zeros; under tensor parallelism a collective of all ranks."""
+    """Store, score and evict a prompt of zeros, and decode a token; under tensor parallelism all ranks must call it."""
     cache, pages, evictor = runtime.cache, runtime.pages, runtime.evictor
     server, _ = runtime.options.request_config(None)
     window = server.params.get("window") or WINDOW
@@ -35,5 +38,10 @@ def warm_up(runtime: "Runtime") -> None:
     chosen = select(config, scored, n, evictor.comm)
     cache.compact(slot, 0, list(itertools.chain.from_iterable(chosen)))
     cache.settle(slot)
-    cache.extend([slot], [1])
+    step = cache.extend([slot], [1])
+    if runtime.decode_attention is not None:
+        runtime.decode_attention.set_arena(cache.tables.arena)
+        query, entries = query[:1], entries[:1]
+        decodes = Decodes(step.slots, None)
+        runtime.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
     cache.close([slot])

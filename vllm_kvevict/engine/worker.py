@@ -60,6 +60,20 @@ class _EvictionMixin:
         finally:
             runtime.leave_step()
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        # vLLM's V1 runner rewinds the generator of a seeded request whose prompt is not read to its end, which torch's
+        # CPU generators cannot do: the engine would end. What such rows draw is dropped, so they draw without it.
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        unread = getattr(runner, "discard_request_mask", None)
+        if runner.device.type != "cpu" or unread is None:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        generators = runner.input_batch.generators
+        spared = {row: generators.pop(row) for row in list(generators) if unread.np[row]}
+        try:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            generators.update(spared)
+
 
 def __getattr__(name: str) -> Any:
     # Each class is made on demand: vLLM's CPU worker module cannot be imported on a GPU machine.

@@ -1,0 +1,399 @@
+"""Put a server with eviction under random load for long, and see whether anything is lost, leaks or hangs.
+
+Starts ``vllm serve`` with a pool much too small for what is asked of it. All policies, completions and chats, streamed
+or not, several answers, log-probabilities, clients that go away, bursts and malformed requests come at random. Ends
+with exit code 1 if a requirement is missed.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.measure import RESULTS, record, save, warn_if_busy
+from benchmarks.models import make_model
+from benchmarks.options import positive, whole
+from benchmarks.server import Server, cpu_environment, run_benchmark
+from benchmarks.traffic import (
+    BROKEN,
+    EXPECTED,
+    HUNG,
+    LEFT,
+    WRONG,
+    Ask,
+    Outcome,
+    Traffic,
+    random_words,
+    send,
+)
+from vllm_kvevict.policies import available
+
+SCRATCH = Path(__file__).parent / "out" / "soak"
+MAX_LEN, LONGEST_PROMPT = 512, 300
+FLAGS = (
+    *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "64"),
+    *("--kv-eviction-config.min_prompt", "32", "--kv-eviction-config.decode_reserve", "16"),
+    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "24", "--dtype", "float32", "--enforce-eager"),
+)  # fmt: skip
+"""Memory for one and a half requests of MAX_LEN, and a reserve so small that decodes have to preempt each other."""
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+"""GiB that vLLM may take; the blocks above are far less."""
+CONCURRENCY, BURST, BURST_EVERY = 32, 96, 500
+"""Requests in flight; every BURST_EVERY-th and the BURST - 1 after it are sent at once, on top of these."""
+SAMPLE_SECONDS = 2.0
+IDLE_PATIENCE = 60.0
+GROWTH = 0.02
+KEPT_SAMPLES, KEPT_FAILURES = 60, 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen at one moment.
+
+    Attributes:
+        seconds: since the load began.
+        answered: requests that are over.
+        rss_mib: resident memory by process; what processes share counts in each.
+        pages, entries: held over all ranks.
+        running, waiting: requests.
+        preemptions: since the server started.
+    """
+
+    seconds: float
+    answered: int
+    rss_mib: dict[str, float]
+    pages: int
+    entries: int
+    running: int
+    waiting: int
+    preemptions: int
+
+    @property
+    def rss(self) -> float:
+        """MiB over all processes."""
+        return sum(self.rss_mib.values())
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A figure and the bound that it must not exceed."""
+
+    name: str
+    value: float
+    bound: float = 0
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bound
+
+    def as_record(self) -> dict[str, Any]:
+        """As the other benchmarks record their targets."""
+        return asdict(self) | {"at_most": True, "met": self.met}
+
+
+class Soak:
+    """One run: the load, what was seen, and the verdict."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.console = Console(width=110)
+        self.tally: Counter[tuple[str, str]] = Counter()
+        self.failures: list[dict[str, Any]] = []
+        self.server_errors = 0
+        self.samples: list[Sample] = []
+        self.missed_samples = 0
+        self.requirements: list[Requirement] = []
+
+    @property
+    def answered(self) -> int:
+        return sum(self.tally.values())
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
+
+    async def run(self) -> None:
+        """Everything: start, load, verdict, table, record."""
+        arguments = self.arguments
+        load_average = warn_if_busy(self.console)
+        model = arguments.model or make_model(SCRATCH / "model", layers=2, hidden=64, max_len=MAX_LEN)
+        env = cpu_environment(1, 1) | ENVIRONMENT | {"VLLM_KVEVICT_CHECK": str(int(arguments.check))}
+        server = Server(model, SCRATCH / "server.log", FLAGS, env, log_evictions=False)
+        self.console.print(f"starting vllm serve {model} {' '.join(FLAGS)}", highlight=False)
+        # The server closes idle connections; a request that is on its way just then would be lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with server, httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
+            probes, words_per_token = await ask_probes(client, server.model)
+            longest = int(LONGEST_PROMPT * words_per_token)
+            traffic = Traffic(server.model, arguments.seed, longest, MAX_LEN, probes)
+            seconds = await self._load(server, client, traffic)
+            await self._until_idle(server)
+            again, _ = await ask_probes(client, server.model)
+            changed = sum(again[policy] != answer for policy, answer in probes.items())
+            await self._until_idle(server)
+            server.check()
+            log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own
+        self._judge(changed, log.count("Traceback (most recent call last)"))
+        self.console.print(self.table(seconds))
+        self._save(seconds, load_average)
+        for failure in self.failures[:5]:
+            self.console.print(failure, style="red")
+        if not self.passed:
+            self.console.print(f"failed; the server's log is {server.log}", highlight=False)
+
+    async def _load(self, server: Server, client: httpx.AsyncClient, traffic: Traffic) -> float:
+        """Send everything and watch the server meanwhile; seconds that it took."""
+        start = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+        with Progress(*columns, TimeElapsedColumn(), console=self.console) as bar:
+            task = bar.add_task(
+                "soaking", total=self.arguments.requests or 60 * self.arguments.minutes, state=""
+            )
+
+            async def watch() -> None:
+                while True:
+                    try:
+                        self.samples.append(await self._sample(server, time.monotonic() - start))
+                    except httpx.HTTPError:
+                        self.missed_samples += 1
+                        await asyncio.sleep(SAMPLE_SECONDS)
+                        continue
+                    last = self.samples[-1]
+                    state = f"{self.answered} requests, {last.running}+{last.waiting} now, {last.rss:.0f} MiB"
+                    done = self.answered if self.arguments.requests else last.seconds
+                    bar.update(task, completed=done, state=state)
+                    await asyncio.sleep(SAMPLE_SECONDS)
+
+            watcher = asyncio.create_task(watch())
+            try:
+                await self._offer(server, client, traffic, start)
+            finally:
+                watcher.cancel()
+                (ended,) = await asyncio.gather(watcher, return_exceptions=True)
+            if not isinstance(ended, asyncio.CancelledError):
+                raise RuntimeError("the server was not watched to the end") from ended
+        seconds = time.monotonic() - start
+        self.samples.append(await self._sample(server, seconds))
+        return seconds
+
+    async def _offer(self, server: Server, client: httpx.AsyncClient, traffic: Traffic, start: float) -> None:
+        slots = asyncio.Semaphore(CONCURRENCY)
+        tasks: set[asyncio.Task] = set()
+
+        async def one(ask: Ask, waits: bool) -> None:
+            try:
+                self._note(ask, await send(client, ask))
+            finally:
+                if waits:
+                    slots.release()
+
+        try:
+            for number in self._numbers(start):
+                waits = number % BURST_EVERY >= BURST
+                if waits:
+                    await slots.acquire()
+                server.check()
+                task = asyncio.create_task(one(traffic.next(), waits))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _numbers(self, start: float) -> Iterator[int]:
+        """Numbers of the requests, as long as there are to be more; the first burst comes after a while."""
+        for number in itertools.count(BURST):
+            if self.arguments.requests is not None and number - BURST >= self.arguments.requests:
+                return
+            if self.arguments.minutes is not None and time.monotonic() - start >= 60 * self.arguments.minutes:
+                return
+            yield number
+
+    def _note(self, ask: Ask, outcome: Outcome) -> None:
+        self.tally[ask.kind, outcome.result] += 1
+        self.server_errors += outcome.status is not None and outcome.status >= 500
+        if outcome.result not in (EXPECTED, LEFT) and len(self.failures) < KEPT_FAILURES:
+            body = ask.content.decode(errors="replace")
+            self.failures.append(
+                {"kind": ask.kind, "body": f"{body[:200]} ... {body[-200:]}", **asdict(outcome)}
+            )
+
+    async def _sample(self, server: Server, seconds: float) -> Sample:
+        seen = await server.snapshot()
+        pages, entries = seen.physical_pages or 0, seen.logical_entries or 0
+        load = seen.running, seen.waiting, seen.preemptions
+        return Sample(seconds, self.answered, resident_memory(), pages, entries, *load)
+
+    async def _until_idle(self, server: Server) -> None:
+        """Wait until nothing runs and nothing is held, or until that has taken too long."""
+        deadline = time.monotonic() + IDLE_PATIENCE
+        begin = self.samples[-1].seconds - time.monotonic()
+        while time.monotonic() < deadline:
+            self.samples.append(await self._sample(server, begin + time.monotonic()))
+            last = self.samples[-1]
+            if not (last.running or last.waiting or last.pages or last.entries):
+                return
+            await asyncio.sleep(0.2)
+
+    def _judge(self, changed: int, tracebacks: int) -> None:
+        last = self.samples[-1]
+
+        def count(result: str, malformed: bool) -> int:
+            return sum(
+                times
+                for (kind, what), times in self.tally.items()
+                if what == result and (kind == "malformed") == malformed
+            )
+
+        self.requirements = [
+            Requirement("requests that hung", count(HUNG, False) + count(HUNG, True)),
+            Requirement("connections that broke off", count(BROKEN, False) + count(BROKEN, True)),
+            Requirement("wrong answers", count(WRONG, False)),
+            Requirement("malformed requests not refused with 4xx", count(WRONG, True)),
+            Requirement("answers 5xx", self.server_errors),
+            Requirement("probes answered otherwise at the end", changed),
+            Requirement("tracebacks in the server's log", tracebacks),
+            Requirement("requests running or waiting when idle", last.running + last.waiting),
+            Requirement("pages held when idle", last.pages),
+            Requirement("KV entries stored when idle", last.entries),
+            Requirement(
+                "growth of the resident memory after a third of the load", growth(self.samples), GROWTH
+            ),
+        ]
+
+    def table(self, seconds: float) -> Table:
+        """Tally, extremes and requirements."""
+        table = Table(title=f"{self.answered} requests in {seconds:.0f} s, {self.answered / seconds:.1f}/s")
+        table.add_column("")
+        table.add_column("", justify="right")
+        table.add_column("at most", justify="right")
+        for (kind, result), times in sorted(self.tally.items()):
+            table.add_row(f"{kind}: {result}", str(times), "")
+        table.add_section()
+        for name, value in self.extremes().items():
+            table.add_row(name, f"{value:g}", "")
+        table.add_section()
+        for of in self.requirements:
+            style = None if of.met else "bold red"
+            table.add_row(of.name, f"{of.value:.3g}", f"{of.bound:g}", style=style)
+        return table
+
+    def extremes(self) -> dict[str, float]:
+        """The most of everything that was seen."""
+        most = {name: max(getattr(s, name) for s in self.samples) for name in ("running", "waiting", "pages")}
+        return {
+            **{f"most {name}": value for name, value in most.items()},
+            "preemptions": self.samples[-1].preemptions,
+            "looks at /metrics that failed": self.missed_samples,
+            "MiB resident after a third": round(baseline(self.samples), 1),
+            "MiB resident at the end": round(self.samples[-1].rss, 1),
+        }
+
+    def _save(self, seconds: float, load_average: float) -> None:
+        step = -(-len(self.samples) // KEPT_SAMPLES)
+        results = {
+            "flags": list(FLAGS),
+            "check": self.arguments.check,
+            "concurrency": CONCURRENCY,
+            "burst": BURST,
+            "load_average_at_start": load_average,
+            "seconds": seconds,
+            "requests": self.answered,
+            "tally": {f"{kind}: {result}": times for (kind, result), times in sorted(self.tally.items())},
+            "extremes": self.extremes(),
+            "targets": [requirement.as_record() for requirement in self.requirements],
+            "failures": self.failures,
+            "samples": [asdict(sample) for sample in self.samples[::step]],
+        }
+        folder = RESULTS if self.arguments.name is None else SCRATCH
+        path = save(self.arguments.name or "soak", record("soak", results), folder)
+        self.console.print(f"written to {path}")
+
+
+async def ask_probes(
+    client: httpx.AsyncClient, model: str
+) -> tuple[dict[str, tuple[dict[str, Any], str]], float]:
+    """One request for each policy: body and greedy answer by policy; and words per token of the prompts."""
+    probes = {}
+    choose = random.Random(0)
+    words = 300
+    for policy in available():
+        fields = {"kv_eviction": policy, "kv_budget": 0.3}
+        body: dict[str, Any] = {"model": model, "prompt": random_words(choose, words), "max_tokens": 24}
+        body |= {"temperature": 0, "ignore_eos": True, "vllm_xargs": fields}
+        answer = await client.post("/v1/completions", json=body, timeout=120)
+        answer.raise_for_status()
+        content = answer.json()
+        probes[policy] = body, content["choices"][0]["text"]
+    return probes, min(1.0, words / content["usage"]["prompt_tokens"])
+
+
+def resident_memory() -> dict[str, float]:
+    """MiB of each kind of process that this one has started."""
+    found: Counter[str] = Counter()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found[process.name()] += process.memory_info().rss / 2**20
+        except psutil.Error:  # it has ended
+            continue
+    return dict(found)
+
+
+def baseline(samples: Sequence[Sample]) -> float:
+    """MiB resident after the warm-up, the first third of the load: the median of the sixth that follows."""
+    return median(sample.rss for sample in _part(samples, 2, 3))
+
+
+def growth(samples: Sequence[Sample]) -> float:
+    """Growth of the resident memory from the sixth after the warm-up to the last sixth, as a share."""
+    return median(sample.rss for sample in _part(samples, 5, 6)) / baseline(samples) - 1
+
+
+def _part(samples: Sequence[Sample], first: int, end: int) -> Sequence[Sample]:
+    """The samples between two sixths of the time, or the one next to them."""
+    last = samples[-1].seconds
+    found = [sample for sample in samples if first * last <= 6 * sample.seconds <= end * last]
+    return found or [min(samples, key=lambda sample: abs(6 * sample.seconds - end * last))]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--requests", type=whole, metavar="N", help="how many requests to send")
+    length.add_argument("--minutes", type=positive, metavar="M", help="how long to send requests")
+    parser.add_argument("--model", type=Path, help="folder of a model (default: a random one of two layers)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: %(default)s)")
+    parser.add_argument(
+        "--check", action="store_true", help="the server compares page counts with pages after every step"
+    )
+    parser.add_argument(
+        "--name", help=f"write the record to {SCRATCH}/NAME.json, not to the project's results"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soak; the exit code."""
+    soak = Soak(parse_arguments(argv))
+    return run_benchmark(soak.run()) or int(not soak.passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

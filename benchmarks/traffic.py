@@ -1,0 +1,255 @@
+"""Random requests for the soak: valid ones of every kind, malformed ones, and clients that go away."""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from vllm_kvevict.policies import available
+
+DEADLINE = 180.0
+"""Seconds after which a request counts as hanging."""
+BUDGETS = (0.05, 0.1, 0.2, 0.5, 1.0, 64, 100, 300)
+"""Every policy's defaults allow these."""
+LONGEST_ANSWER = 100
+EXPECTED, LEFT, HUNG, WRONG, BROKEN = "as expected", "left by the client", "hung", "wrong", "broken off"
+"""What becomes of a request: answered or refused as it should be, or one of the other four."""
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+BAD_VALUES: dict[str, tuple[Any, ...]] = {
+    "kv_eviction": ("nope", "", 7, ["snapkv"]),
+    "kv_budget": (0, -0.5, 2.5, "much", "nan", float("nan"), float("inf"), None, [0.2], {}),
+    "kv_prefix_len": (0, -1, 2.5, "ten", 10**6, [10]),
+    **{unknown: (0.2,) for unknown in ("kv_budgets", "kv_page_size", "kv_")},
+}
+"""Entries of ``vllm_xargs``, each of which must be refused in a sentence that names the field."""
+
+BAD_BODIES: dict[str, Mapping[str, Any]] = {
+    "fields that are no object": {"vllm_xargs": "snapkv"},
+    "a negative length": {"max_tokens": -1},
+    "a length in words": {"max_tokens": "ten"},
+    "no answers": {"n": 0},
+    "a negative temperature": {"temperature": -1},
+    "another model": {"model": "nobody"},
+    "beam search": {"use_beam_search": True, "n": 2},
+    "a prompt that is a number": {"prompt": 5, "messages": 5},
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request and what has to come of it.
+
+    Attributes:
+        kind: for the tally.
+        path: of the endpoint.
+        content: the body as sent.
+        choices: answers that it asks for.
+        tokens: of all answers together.
+        text: the answer, where it is known.
+        refusal: a word that its refusal must contain; None for requests that are to be answered.
+        leave: after how many events of a stream, or seconds without one, the client goes away; None: never.
+        stream: whether the answer comes in events.
+    """
+
+    kind: str
+    path: str
+    content: bytes
+    choices: int = 1
+    tokens: int = 0
+    text: str | None = None
+    refusal: str | None = None
+    leave: float | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request: one of the constants above, and details where something is wrong."""
+
+    result: str
+    status: int | None = None
+    details: str = ""
+
+
+class Traffic:
+    """An endless series of random requests.
+
+    Args:
+        model: its name.
+        seed: the same seed makes the same series.
+        longest: words of the longest prompt.
+        max_len: tokens that the server takes at most.
+        probes: bodies of completions with their answers, some of which are asked again between the others.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        seed: int,
+        longest: int,
+        max_len: int,
+        probes: Mapping[str, tuple[dict[str, Any], str]],
+    ):
+        self.model, self.longest, self.max_len, self.probes = model, longest, max_len, probes
+        self._choose = random.Random(seed)
+
+    def next(self) -> Ask:
+        """The next request."""
+        kind = self._choose.choices(("valid", "leaving", "malformed", "probe"), (70, 12, 15, 3))[0]
+        if kind == "probe":
+            body, text = self._choose.choice(list(self.probes.values()))
+            return Ask("probe", ENDPOINTS["completions"], _json(body), tokens=body["max_tokens"], text=text)
+        if kind == "malformed":
+            return self._malformed()
+        return self._valid(leaving=kind == "leaving")
+
+    def _valid(self, leaving: bool) -> Ask:
+        choose = self._choose
+        endpoint, length = choose.choice(list(ENDPOINTS)), self._random_length(self.longest)
+        tokens, stream = choose.randint(1, LONGEST_ANSWER), choose.random() < 0.5
+        body = self._body(endpoint, length, tokens, stream)
+        if choose.random() < 0.9:
+            body["vllm_xargs"] = {"kv_eviction": choose.choice(available())}
+            if choose.random() < 0.7:
+                body["vllm_xargs"]["kv_budget"] = choose.choice(BUDGETS)
+            if choose.random() < 0.2:
+                body["vllm_xargs"]["kv_prefix_len"] = choose.randint(1, length)
+        if choose.random() < 0.3:
+            body |= {"temperature": 0.8, "top_p": 0.9, "seed": choose.randrange(1 << 30)}
+        if choose.random() < 0.1:
+            body |= {"n": choose.randint(2, 4), "temperature": 1.0}
+        if choose.random() < 0.1:
+            body |= {"logprobs": 3} if endpoint == "completions" else {"logprobs": True, "top_logprobs": 3}
+        if choose.random() < 0.03 and not stream:
+            body["prompt_logprobs"] = 1
+        choices = body.get("n", 1)
+        leave = None
+        if leaving:
+            leave = choose.choice((0, 1, 3, 10)) if stream else choose.choice((0.0, 0.02, 0.1, 0.5))
+        kind = f"{endpoint}{', streamed' if stream else ''}{', left' if leaving else ''}"
+        return Ask(
+            kind, ENDPOINTS[endpoint], _json(body), choices, choices * tokens, leave=leave, stream=stream
+        )
+
+    def _malformed(self) -> Ask:
+        choose = self._choose
+        endpoint = choose.choice(list(ENDPOINTS))
+        body = self._body(endpoint, 8, 4, choose.random() < 0.5)
+        word, cut = "", None
+        which = choose.random()
+        if which < 0.6:
+            word = choose.choice(list(BAD_VALUES))
+            body["vllm_xargs"] = {word: choose.choice(BAD_VALUES[word])}
+        elif which < 0.8:
+            body |= choose.choice(list(BAD_BODIES.values()))
+        elif which < 0.9:
+            body |= self._prompt(endpoint, self.max_len + 1)
+        else:
+            cut = -choose.randint(1, 20)
+        return Ask("malformed", ENDPOINTS[endpoint], _json(body)[:cut], refusal=word)
+
+    def _body(self, endpoint: str, length: int, tokens: int, stream: bool) -> dict[str, Any]:
+        body = {"model": self.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body | self._prompt(endpoint, length)
+
+    def _prompt(self, endpoint: str, length: int) -> dict[str, Any]:
+        text = random_words(self._choose, length)
+        if endpoint == "completions":
+            return {"prompt": text}
+        return {"messages": [{"role": "user", "content": text}]}
+
+    def _random_length(self, most: int) -> int:
+        """Between 1 and most; each order of magnitude is equally likely."""
+        return max(1, int(most ** self._choose.random()))
+
+
+def random_words(choose: random.Random, length: int) -> str:
+    """A text of so many words, each of which is at least one token of any tokenizer."""
+    return " ".join(f"w{choose.randrange(8, 500)}" for _ in range(length))
+
+
+async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
+    """Send a request and look at what comes back."""
+    try:
+        async with asyncio.timeout(DEADLINE):
+            if ask.stream:
+                return await _stream(client, ask)
+            try:
+                async with asyncio.timeout(ask.leave):
+                    answer = await _post(client, ask)
+            except TimeoutError:
+                if ask.leave is None:
+                    raise
+                return Outcome(LEFT)
+            return _judge(ask, answer)
+    except TimeoutError:
+        return Outcome(HUNG, details=f"no answer within {DEADLINE:g} s")
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return Outcome(BROKEN, details=repr(error))
+
+
+async def _post(client: httpx.AsyncClient, ask: Ask) -> httpx.Response:
+    return await client.post(ask.path, content=ask.content, headers={"Content-Type": "application/json"})
+
+
+def _judge(ask: Ask, answer: httpx.Response) -> Outcome:
+    status = answer.status_code
+    if ask.refusal is not None:
+        good = 400 <= status < 500 and ask.refusal in answer.text
+        return Outcome(EXPECTED if good else WRONG, status, "" if good else answer.text[:300])
+    if status != 200:
+        return Outcome(WRONG, status, answer.text[:300])
+    body = answer.json()
+    ends = [choice["finish_reason"] for choice in body["choices"]]
+    text = body["choices"][0].get("text") if ask.text is not None else None
+    return _complete(ask, ends, body["usage"]["completion_tokens"], text)
+
+
+async def _stream(client: httpx.AsyncClient, ask: Ask) -> Outcome:
+    """Read a stream to its end, or until the client loses interest."""
+    headers = {"Content-Type": "application/json"}
+    ends: list[str] = []
+    tokens, last, events = 0, "", 0
+    async with client.stream("POST", ask.path, content=ask.content, headers=headers) as answer:
+        if answer.status_code != 200:
+            await answer.aread()
+            return _judge(ask, answer)
+        async for line in answer.aiter_lines():
+            if ask.leave is not None and events >= ask.leave:
+                return Outcome(LEFT)
+            if not line.startswith("data: "):
+                continue
+            last, events = line.removeprefix("data: "), events + 1
+            if last == "[DONE]":
+                continue
+            event = json.loads(last)
+            if "error" in event:
+                return Outcome(WRONG, event["error"].get("code"), last[:300])
+            ends += [choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"]]
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    if last != "[DONE]":
+        return Outcome(BROKEN, 200, "the stream ended without [DONE]")
+    return _complete(ask, ends, tokens, None)
+
+
+def _complete(ask: Ask, ends: list[str], tokens: int, text: str | None) -> Outcome:
+    """Whether a whole answer has the choices, the length and the text that it must have."""
+    if len(ends) != ask.choices or set(ends) != {"length"} or tokens != ask.tokens:
+        wanted = f"{ask.choices} answers with {ask.tokens} tokens"
+        return Outcome(WRONG, 200, f"{wanted} were asked for, {ends} with {tokens} came")
+    if text != ask.text:
+        return Outcome(WRONG, 200, f"{ask.text!r} was answered before, {text!r} now")
+    return Outcome(EXPECTED, 200)
+
+
+def _json(body: Any) -> bytes:
+    """Also of values that JSON has no word for: clients in Python send NaN."""
+    return json.dumps(body).encode()

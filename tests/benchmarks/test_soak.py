@@ -1,0 +1,244 @@
+"""The soak's requests, what it makes of answers, and its verdict; no server is started."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from rich.console import Console
+
+from benchmarks import traffic
+from benchmarks.soak import (
+    BURST,
+    Requirement,
+    Sample,
+    Soak,
+    baseline,
+    growth,
+    parse_arguments,
+    resident_memory,
+)
+from benchmarks.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Ask, Outcome, Traffic, send
+from vllm_kvevict.policies import available
+
+LONGEST = 50
+PROBES = {"snapkv": ({"prompt": "w9", "max_tokens": 3}, " w1 w2 w3")}
+
+
+def asks(count: int, seed: int = 0) -> list[Ask]:
+    requests = Traffic("m", seed, LONGEST, 512, PROBES)
+    return [requests.next() for _ in range(count)]
+
+
+# Requests.
+
+
+def test_the_same_seed_makes_the_same_requests():
+    assert asks(50) == asks(50) != asks(50, seed=1)
+
+
+def test_all_kinds_come():
+    kinds = {ask.kind for ask in asks(2000)}
+    answers = {
+        f"{e}{s}{left}" for e in traffic.ENDPOINTS for s in ("", ", streamed") for left in ("", ", left")
+    }
+    assert kinds == answers | {"malformed", "probe"}
+
+
+def test_valid_requests_are_valid():
+    bodies = [
+        (ask, json.loads(ask.content)) for ask in asks(2000) if ask.refusal is None and ask.text is None
+    ]
+    assert {body["vllm_xargs"]["kv_eviction"] for _, body in bodies if "vllm_xargs" in body} == set(
+        available()
+    )
+    assert any("n" in body for _, body in bodies) and any("seed" in body for _, body in bodies)
+    for ask, body in bodies:
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        words = len(text.split())
+        assert 1 <= words <= LONGEST
+        assert 1 <= body.get("vllm_xargs", {}).get("kv_prefix_len", 1) <= words
+        assert ask.choices == body.get("n", 1) and ask.tokens == ask.choices * body["max_tokens"]
+        assert ask.stream == body.get("stream", False)
+
+
+def test_malformed_requests_say_what_their_refusal_must_name():
+    malformed = [ask for ask in asks(4000) if ask.refusal is not None]
+    assert {ask.refusal for ask in malformed} == {"", *traffic.BAD_VALUES}
+    broken = 0
+    for ask in malformed:
+        assert ask.refusal.encode() in ask.content
+        try:
+            json.loads(ask.content)
+        except ValueError:
+            broken += 1
+    assert broken
+
+
+# Answers.
+
+ASK = Ask("chat", "/v1/chat/completions", b"{}", choices=2, tokens=6)
+STREAM = Ask("completions, streamed", "/v1/completions", b"{}", choices=1, tokens=3, stream=True)
+BAD = Ask("malformed", "/v1/completions", b"{}", refusal="kv_budget")
+
+
+def answer(ends=("length", "length"), tokens=6, text=" w1") -> httpx.Response:
+    choices = [{"finish_reason": end, "text": text} for end in ends]
+    return httpx.Response(200, json={"choices": choices, "usage": {"completion_tokens": tokens}})
+
+
+def stream(*events) -> httpx.Response:
+    async def lines() -> AsyncIterator[bytes]:
+        for event in events:
+            yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+
+    return httpx.Response(200, content=lines())
+
+
+PIECE = {"choices": [{"finish_reason": None}]}
+LAST = {"choices": [{"finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": {"completion_tokens": 3}}
+
+
+@pytest.mark.parametrize(
+    "ask, response, result",
+    [
+        (ASK, answer(), EXPECTED),
+        (ASK, answer(("length",)), WRONG),
+        (ASK, answer(("length", "abort")), WRONG),
+        (ASK, answer(tokens=5), WRONG),
+        (ASK, httpx.Response(500, text="oh"), WRONG),
+        (ASK, httpx.Response(400, text="no"), WRONG),
+        (ASK, httpx.Response(200, text="not JSON"), BROKEN),
+        (Ask("probe", "/", b"", tokens=6, text=" w1"), answer(("length",)), EXPECTED),
+        (Ask("probe", "/", b"", tokens=6, text=" w2"), answer(("length",)), WRONG),
+        (BAD, httpx.Response(400, text="kv_budget must be"), EXPECTED),
+        (BAD, httpx.Response(400, text="no"), WRONG),
+        (BAD, answer(), WRONG),
+        (BAD, httpx.Response(500, text="kv_budget"), WRONG),
+        (STREAM, stream(PIECE, LAST, USAGE, "[DONE]"), EXPECTED),
+        (STREAM, stream(PIECE, LAST, "[DONE]"), WRONG),
+        (STREAM, stream(PIECE, {"error": {"code": 500}}, "[DONE]"), WRONG),
+        (STREAM, stream(PIECE), BROKEN),
+        (STREAM, httpx.Response(503, text="busy"), WRONG),
+        (Ask("s", "/", b"", tokens=3, stream=True, leave=1), stream(PIECE, LAST, USAGE, "[DONE]"), LEFT),
+        (Ask("s", "/", b"", tokens=3, stream=True, leave=9), stream(PIECE, LAST, USAGE, "[DONE]"), EXPECTED),
+    ],
+)
+def test_what_becomes_of_a_request(ask, response, result):
+    assert outcome_of(ask, lambda request: response).result == result
+
+
+def outcome_of(ask: Ask, handler) -> Outcome:
+    async def one() -> Outcome:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
+            return await send(client, ask)
+
+    return asyncio.run(one())
+
+
+async def never(request: httpx.Request) -> httpx.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def refuse(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused")
+
+
+def test_silence_is_a_hang_and_leaving_is_not(monkeypatch):
+    monkeypatch.setattr(traffic, "DEADLINE", 0.05)
+    assert outcome_of(ASK, never).result == outcome_of(STREAM, never).result == HUNG
+    assert outcome_of(Ask("left", "/", b"", leave=0.01), never).result == LEFT
+    assert outcome_of(ASK, refuse).result == BROKEN
+
+
+# The verdict.
+
+
+def samples(*rss: float, **last) -> list[Sample]:
+    idle = {"pages": 0, "entries": 0, "running": 0, "waiting": 0, "preemptions": 3}
+    return [
+        Sample(seconds, seconds, {"server": mib}, **(idle | (last if seconds == len(rss) - 1 else {})))
+        for seconds, mib in enumerate(rss)
+    ]
+
+
+def test_growth_is_measured_after_the_warm_up():
+    warm = samples(*[50] * 4, *[100] * 9)
+    assert baseline(warm) == 100 and growth(warm) == 0
+    leaking = samples(*[100 + second for second in range(13)])
+    assert baseline(leaking) == 105 and growth(leaking) == pytest.approx(111 / 105 - 1)
+    assert growth(samples(100)) == 0
+
+
+def verdict(seen: list[Sample], *outcomes: tuple[Ask, Outcome], changed=0, tracebacks=0) -> Soak:
+    soak = Soak(parse_arguments(["--requests", "5"]))
+    soak.samples = seen
+    for ask, outcome in outcomes:
+        soak._note(ask, outcome)
+    soak._judge(changed, tracebacks)
+    return soak
+
+
+GOOD = [(ASK, Outcome(EXPECTED, 200)), (BAD, Outcome(EXPECTED, 400)), (STREAM, Outcome(LEFT))]
+
+
+def test_a_good_run_passes():
+    soak = verdict(samples(100, 100), *GOOD)
+    assert soak.passed and soak.answered == 3 and not soak.failures
+    console = Console(file=io.StringIO(), width=110)
+    console.print(soak.table(2.0))
+    text = console.file.getvalue()
+    assert "3 requests in 2 s, 1.5/s" in text and "chat: as expected" in text and "preemptions" in text
+
+
+@pytest.mark.parametrize(
+    "change, missed",
+    [
+        ({"outcome": (ASK, Outcome(HUNG))}, {"requests that hung"}),
+        ({"outcome": (ASK, Outcome(BROKEN))}, {"connections that broke off"}),
+        ({"outcome": (ASK, Outcome(WRONG, 200))}, {"wrong answers"}),
+        ({"outcome": (ASK, Outcome(WRONG, 500))}, {"wrong answers", "answers 5xx"}),
+        ({"outcome": (BAD, Outcome(WRONG, 200))}, {"malformed requests not refused with 4xx"}),
+        ({"changed": 1}, {"probes answered otherwise at the end"}),
+        ({"tracebacks": 1}, {"tracebacks in the server's log"}),
+        ({"running": 1}, {"requests running or waiting when idle"}),
+        ({"waiting": 1}, {"requests running or waiting when idle"}),
+        ({"pages": 1}, {"pages held when idle"}),
+        ({"entries": 1}, {"KV entries stored when idle"}),
+        ({"rss": 103}, {"growth of the resident memory after a third of the load"}),
+    ],
+)
+def test_each_requirement_can_fail(change, missed):
+    change = dict(change)
+    outcomes = [*GOOD, change.pop("outcome")] if "outcome" in change else GOOD
+    judged = {name: change.pop(name) for name in ("changed", "tracebacks") if name in change}
+    rss = [100] * 9 + [change.pop("rss", 100)] * 3
+    soak = verdict(samples(*rss, **change), *outcomes, **judged)
+    assert not soak.passed
+    assert {requirement.name for requirement in soak.requirements if not requirement.met} == missed
+    assert len(soak.failures) == len(outcomes) - len(GOOD)
+
+
+def test_nothing_measured_is_no_success():
+    assert not Soak(parse_arguments(["--minutes", "0.5"])).passed
+
+
+def test_requirements_are_recorded_like_targets():
+    expected = {"name": "a", "value": 1, "bound": 0, "at_most": True, "met": False}
+    assert Requirement("a", 1).as_record() == expected
+
+
+def test_the_length_of_a_run():
+    assert list(Soak(parse_arguments(["--requests", "3"]))._numbers(0.0)) == [BURST, BURST + 1, BURST + 2]
+    assert list(Soak(parse_arguments(["--minutes", "1"]))._numbers(-1e9)) == []
+    for argv in ([], ["--requests", "1", "--minutes", "1"], ["--requests", "0"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(argv)
+
+
+def test_memory_counts_only_what_was_started_here():
+    assert resident_memory() == {}

@@ -1,0 +1,210 @@
+"""Attributes and fields that we read or set on vLLM's objects."""
+
+import ast
+
+import pytest
+
+from tests.contract import source
+
+ATTRIBUTES: dict[str, tuple[str, str]] = {
+    "vllm.engine.arg_utils:EngineArgs": (
+        # check_arguments, _create, _make_room_for_probe
+        "enable_prefix_caching speculative_config spec_method spec_model spec_tokens kv_transfer_config "
+        "kv_offloading_size kv_events_config ec_transfer_config scheduler_cls worker_cls attention_backend "
+        "attention_config aux_output_config enable_sleep_mode enable_dbo ubatch_size enable_elastic_ep enable_lora "
+        "data_parallel_size decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
+        "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
+        "max_num_batched_tokens max_num_scheduled_tokens _api_process_count _api_process_rank",
+        "--kv-eviction fails, or no longer refuses what it cannot be combined with",
+    ),
+    "vllm.config.attention:AttentionConfig": ("backend use_non_causal", "--attention-config is not refused"),
+    "vllm.config.aux_output:AuxOutputConfig": ("enabled", "--enable-return-routed-experts is not refused"),
+    "vllm.config:KVEventsConfig": ("enable_kv_cache_events", "--kv-events-config is not refused"),
+    "vllm.config:ModelConfig": (
+        "hf_text_config runner_type is_encoder_decoder is_diffusion is_multimodal_model is_attention_free is_hybrid "
+        "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
+        "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices",
+        "models that eviction cannot serve are not refused, or none can be",
+    ),
+    "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks", "memory checks fail"),
+    "vllm.config:ParallelConfig": ("pipeline_parallel_size", "stages' memory is not known"),
+    "vllm.config:CompilationConfig": ("static_forward_context", "workers do not find the attention layers"),
+    "vllm.config:SchedulerConfig": (
+        "scheduler_cls async_scheduling max_num_seqs max_num_active_seqs max_num_batched_tokens "
+        "max_num_scheduled_tokens long_prefill_token_threshold",
+        "our scheduler cannot be installed or takes steps for longer than they are",
+    ),
+    "vllm.config:VllmConfig": (
+        "additional_config model_config cache_config parallel_config scheduler_config compilation_config "
+        "speculative_config",
+        "no engine starts",
+    ),
+    "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
+        "connector kv_cache_manager requests running finished_req_ids",
+        "the ledger cannot be installed",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "max_model_len num_kv_cache_groups empty_kv_cache_blocks usage",
+        "admission fails, or the scheduler reads vLLM's idle block manager",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks", "resumed requests fail"),
+    "vllm.v1.request:Request": (
+        "request_id num_computed_tokens num_tokens num_prompt_tokens max_tokens num_preemptions sampling_params "
+        "prompt_token_ids",
+        "the ledger cannot read requests",
+    ),
+    "vllm.v1.engine:EngineCoreRequest": (
+        "resumable sampling_params prompt_token_ids prompt_embeds",
+        "requests are not checked",
+    ),
+    "vllm.sampling_params:SamplingParams": (
+        "extra_args max_tokens min_tokens temperature",
+        "vllm_xargs are not read",
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids "
+        "kv_connector_metadata",
+        "workers do not learn what begins and ends",
+    ),
+    "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta kv_connector_stats", "reports get lost"),
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "query_start_loc_cpu num_reqs num_actual_tokens max_query_len req_idx",
+        "steps cannot be laid out",
+    ),
+    "vllm.v1.attention.backend:AttentionBackend": (
+        "supported_dtypes supported_kv_cache_dtypes forward_includes_kv_cache_update",
+        "GPU servers do not start, or vLLM writes into our pages",
+    ),
+    "vllm.v1.attention.backend:AttentionType": ("DECODER", "models fail to load"),
+    "vllm.v1.attention.backend:AttentionCGSupport": (
+        "UNIFORM_SINGLE_TOKEN_DECODE NEVER",
+        "GPU servers do not start",
+    ),
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
+        "CPU_ATTN CUSTOM get_path clear_override",
+        "our attention has no place to go",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": (
+        "SCHEDULER WORKER",
+        "/metrics counts twice",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
+        "role requires_kv_delivery",
+        "freed requests are held back for transfers that never come",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": (
+        "_counter_cls _gauge_cls _histogram_cls per_engine_labelvalues",
+        "the server does not start",
+    ),
+    "vllm.distributed.parallel_state:GroupCoordinator": (
+        "world_size device_group rank_in_group is_first_rank",
+        "tensor parallelism fails",
+    ),
+    "vllm.model_executor.layers.attention:Attention": (
+        "layer_name num_heads num_kv_heads head_size impl",
+        "workers cannot read the layers' shapes",
+    ),
+    "vllm.model_executor.layers.linear:RowParallelLinear": (
+        "quant_method input_size_per_partition params_dtype",
+        "criticalkv and defensivekv cannot read projections",
+    ),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": (
+        "block_size num_kv_heads head_size dtype page_size_bytes",
+        "memory checks fail",
+    ),
+    **{
+        worker: ("vllm_config model_runner", "workers do not start")
+        for worker in ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker")
+    },
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "input_batch model intermediate_tensors max_num_tokens model_config device _is_uniform_decode",
+        "the V1 runner's batch rows cannot be told apart",
+    ),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": (
+        "req_ids",
+        "the V1 runner's batch rows cannot be told apart",
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "req_states model gather_batch_req_state",
+        "the V2 runner's batch rows cannot be told apart",
+    ),
+    "vllm.v1.worker.gpu.states:RequestState": (
+        "index_to_req_id",
+        "the V2 runner's batch rows cannot be told apart",
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM": ("vllm_config", "streams are not checked"),
+    "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config", "requests are not checked"),
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": (
+        "engine_client",
+        "beam search fails without a reason",
+    ),
+    "vllm.renderers.base:BaseRenderer": (
+        "config _executor default_chat_tok_params render_messages tokenize_prompt",
+        "scope=prefix fails",
+    ),
+    "vllm.renderers.params:TokenizeParams": (
+        "truncate_prompt_tokens max_truncation_tokens",
+        "scope=prefix compares prompts of which tokens were cut off",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ATTRIBUTES)
+def test_attributes_exist(place: str) -> None:
+    names, breaks = ATTRIBUTES[place]
+    missing = [name for name in names.split() if name not in source.members(place, breaks)]
+    if missing:
+        source.broken(f"{place} has no {', '.join(missing)}", breaks)
+
+
+def test_runners_can_be_told_apart() -> None:
+    """``engine/rows.py`` takes a runner that has ``req_states`` for V2."""
+    if "req_states" in source.members("vllm.v1.worker.gpu_model_runner:GPUModelRunner"):
+        source.broken("the V1 model runner has req_states", "it is taken for V2, and every step fails")
+
+
+def test_attributes_of_engine_arguments_are_in_the_table() -> None:
+    """Refusals read many engine arguments: each must be in the table above."""
+    read = set()
+    for file, function in (("checks.py", "check_arguments"), ("plugin.py", "_make_room_for_probe")):
+        module = ast.parse((source.ENGINE / file).read_text())
+        body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == function)
+        read |= {
+            x.attr
+            for x in ast.walk(body)
+            if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "args"
+        }
+    known = set(ATTRIBUTES["vllm.engine.arg_utils:EngineArgs"][0].split())
+    assert read - {"_set_default_max_num_seqs_and_batched_tokens_args"} <= known
+
+
+def test_attributes_of_models_are_in_the_table() -> None:
+    """Likewise what refusals of models read."""
+    module = ast.parse((source.ENGINE / "checks.py").read_text())
+    body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == "check_model")
+    read = {
+        x.attr
+        for x in ast.walk(body)
+        if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "model"
+    }
+    assert read <= set(ATTRIBUTES["vllm.config:ModelConfig"][0].split())
+
+
+def test_spec_can_be_copied_field_by_field() -> None:
+    """A frozen dataclass whose fields are all keywords, or our copy of a layer's spec loses something."""
+    breaks = "workers do not start"
+    node = source.find("vllm.v1.kv_cache_interface:FullAttentionSpec", breaks)[1]
+    assert isinstance(node, ast.ClassDef)
+    decorators = [ast.unparse(x) for x in node.decorator_list]
+    if not any("dataclass" in x and "frozen=True" in x for x in decorators):
+        source.broken(f"FullAttentionSpec is decorated with {decorators}", breaks)
+
+
+def test_step_can_be_extended() -> None:
+    """take adds its probe to a finished SchedulerOutput."""
+    node = source.find("vllm.v1.core.sched.output:SchedulerOutput")[1]
+    assert isinstance(node, ast.ClassDef)
+    if any("frozen=True" in ast.unparse(x) for x in node.decorator_list):
+        source.broken("SchedulerOutput is frozen", "take cannot send its probe")

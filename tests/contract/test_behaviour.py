@@ -1,0 +1,341 @@
+"""What vLLM does with the seams: who calls whom, in what order, read from its source."""
+
+import ast
+
+import pytest
+
+from tests.contract import source
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+
+CALLS: dict[str, tuple[str, str, str]] = {
+    # (function, what it calls, in this order; others may come between): what breaks.
+    "plugins-before-flags": (
+        "vllm.engine.arg_utils:AsyncEngineArgs.add_cli_args",
+        "load_general_plugins add_cli_args",
+        "vllm serve does not know --kv-eviction",
+    ),
+    "plugins-before-arguments": (
+        "vllm.engine.arg_utils:EngineArgs.__post_init__",
+        "load_general_plugins",
+        "LLM(...) ignores additional_config's kv_eviction",
+    ),
+    "plugins-in-workers": (
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",
+        "load_general_plugins resolve_obj_by_qualname",
+        "workers cannot resolve ours",
+    ),
+    "plugins-in-engine-core": (
+        "vllm.v1.engine.core:EngineCore.__init__",
+        "load_general_plugins",
+        "the engine core starts without the plugin",
+    ),
+    "fields-become-arguments": (
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        "fields cls",
+        "--kv-eviction is parsed and forgotten",
+    ),
+    "probe-room": (
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        "create_model_config _set_default_max_num_seqs_and_batched_tokens_args SchedulerConfig",
+        "workers have no buffers for take's probe",
+    ),
+    "manager-then-connector": (
+        f"{SCHEDULER}.__init__",
+        "create_connector KVCacheManager bind_kv_cache_manager",
+        "the connector is bound to vLLM's block manager after ours",
+    ),
+    "plans-with-the-step": (
+        f"{SCHEDULER}.schedule",
+        "_reserve_prefill_lookahead allocate_slots _reserve_prefill_lookahead allocate_slots SchedulerOutput "
+        "_build_kv_connector_meta _update_after_schedule",
+        "chunks are not cut for running and waiting requests alike, or plans miss their step",
+    ),
+    "plans": (
+        f"{SCHEDULER}._build_kv_connector_meta",
+        "build_connector_meta",
+        "workers get no plans",
+    ),
+    "waits-for-frees": (
+        f"{SCHEDULER}.schedule",
+        "has_pending_block_frees _preempt_request",
+        "decodes are preempted although pages come back by themselves",
+    ),
+    "frees": (
+        f"{SCHEDULER}._preempt_request",
+        "_free_request_blocks",
+        "pages of preempted requests are kept",
+    ),
+    "reports": (
+        f"{SCHEDULER}._update_from_kv_xfer_finished",
+        "update_connector_output",
+        "the ledger hears no report",
+    ),
+    "reports-with-the-output": (
+        f"{SCHEDULER}.update_from_output",
+        "_update_from_kv_xfer_finished",
+        "the ledger hears no report",
+    ),
+    "statistics": (
+        f"{SCHEDULER}.update_from_output",
+        "get_kv_connector_stats is_empty aggregate",
+        "/metrics stays at zero",
+    ),
+    "all-ranks-report": (
+        "vllm.v1.engine.core:EngineCore.__init__",
+        "init_kv_output_aggregator get_kv_connector_handshake_metadata set_xfer_handshake_metadata_pp_aware",
+        "only one rank reports, or the ledger never learns the pools' sizes",
+    ),
+    "handshake": (
+        "vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata",
+        "get_handshake_metadata",
+        "the ledger never learns the pools' sizes",
+    ),
+    "reports-are-joined": (
+        f"{CONNECTOR}.utils:KVOutputAggregator.aggregate",
+        "aggregate",
+        "one rank's reports win",
+    ),
+    "report-after-forward-v1": (
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        "bind_connector_metadata wait_for_save get_kv_connector_stats build_connector_worker_meta",
+        "a step's reports come with the next one, or never",
+    ),
+    "report-after-forward-v2": (
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
+        "wait_for_save get_kv_connector_stats build_connector_worker_meta",
+        "a step's reports come with the next one, or never",
+    ),
+    "memory-v1": (
+        f"{V1}.initialize_kv_cache",
+        "initialize_kv_cache_tensors register_kv_caches",
+        "workers get no memory for pages",
+    ),
+    "memory-v2": (
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.__init__",
+        "register_kv_caches",
+        "workers get no memory for pages",
+    ),
+    "connector-before-memory": (
+        "vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+        "ensure_kv_transfer_initialized initialize_kv_cache",
+        "workers get no memory for pages",
+    ),
+    "start-up-check": (
+        "vllm.v1.core.kv_cache_utils:max_memory_usage_bytes",
+        "max_memory_usage_bytes",
+        "vLLM refuses prompts that eviction makes fit",
+    ),
+    "connector-by-path": (
+        f"{CONNECTOR}.factory:KVConnectorFactory.get_connector_class",
+        "import_module getattr",
+        "the connector is not found",
+    ),
+    "graphs-v1": (
+        f"{V1}._determine_batch_execution_and_padding",
+        "_is_uniform_decode",
+        "GPU prompts whose last chunk has one token are not evicted",
+    ),
+    "graphs-v2": (
+        f"{V2}.execute_model",
+        "gather_batch_req_state",
+        "GPU prompts whose last chunk has one token are not evicted",
+    ),
+    "attention": (
+        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+        "get_attention_context forward",
+        "our attention is not called",
+    ),
+    "prometheus": (
+        f"{CONNECTOR}.v1.metrics:KVConnectorProm.__init__",
+        "build_prom_metrics",
+        "/metrics has nothing",
+    ),
+    "checked-async": (
+        "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+        "process_inputs",
+        "requests over HTTP are not checked",
+    ),
+    "checked-offline": (
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+        "process_inputs",
+        "requests of LLM(...) are not checked",
+    ),
+    "chats-over-http": (
+        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat",
+        "render_chat_async",
+        "scope=prefix finds no question in chats over HTTP",
+    ),
+    "chats-offline": (
+        "vllm.entrypoints.common.offline:OfflineInferenceMixin._preprocess_chat",
+        "render_chat",
+        "scope=prefix finds no question in LLM.chat",
+    ),
+}
+
+OURS = """
+    allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens take_new_block_ids
+    cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks
+"""
+"""What vLLM's scheduler asks of the block manager and our ledger answers."""
+
+HARMLESS = """
+    block_pool coordinator evict_blocks finalize_partial_tail_offloads get_computed_blocks
+    get_block_ids_for_computed_tokens get_computed_blocks_for_connector make_prefix_cache_stats
+    mamba_shared_prefix_checkpoint new_step_starts record_blocks_for_zeroing record_prefix_cache_stats
+    reset_prefix_cache take_boundary_state_offloads take_events take_kv_cache_block_copies truncate_computed_blocks
+"""
+"""What vLLM's own, idle manager may answer: without blocks and prefix caching that does no harm."""
+
+
+@pytest.mark.parametrize("seam", CALLS)
+def test_calls(seam: str) -> None:
+    place, expected, breaks = CALLS[seam]
+    names = iter(source.called(place, breaks))
+    for name in expected.split():
+        if name not in names:
+            source.broken(f"{place} does not call {', '.join(expected.split())} in this order", breaks)
+
+
+@pytest.mark.parametrize("module", ["scheduler", "async_scheduler"])
+def test_scheduler_asks_the_manager_nothing_new(module: str) -> None:
+    """A method that the ledger does not know would be answered by vLLM's idle block manager, which holds nothing."""
+    new = source.uses(f"vllm.v1.core.sched.{module}", "kv_cache_manager") - {*OURS.split(), *HARMLESS.split()}
+    if new:
+        source.broken(
+            f"the {module} asks the block manager for {', '.join(sorted(new))}", "the ledger is bypassed"
+        )
+
+
+def contains(place: str, parts: list[str], breaks: str) -> None:
+    text = source.text(place, breaks)
+    for part in parts:
+        if part not in text:
+            source.broken(f"{place} has no longer `{part}`", breaks)
+
+
+CONTAINS: dict[str, tuple[str, list[str], str]] = {
+    "plugin-group": (
+        "vllm.plugins:DEFAULT_PLUGINS_GROUP",
+        ["'vllm.general_plugins'"],
+        "vLLM does not find the plugin",
+    ),
+    "finished-ids-go-with-the-next-step": (
+        f"{SCHEDULER}._update_after_schedule",
+        ["self.finished_req_ids = set()", "num_computed_tokens +="],
+        "take's probes stay in the workers' batches",
+    ),
+    "preempted-ids-are-sent": (
+        f"{SCHEDULER}.schedule",
+        ["preempted_req_ids=self.reset_preempted_req_ids", "finished_req_ids=self.finished_req_ids"],
+        "workers keep the pages of preempted requests",
+    ),
+    "epochs": (
+        f"{SCHEDULER}._preempt_request",
+        ["request.num_preemptions += 1", "self.reset_preempted_req_ids.add(request.request_id)"],
+        "reports of an older admission are taken for the new one's",
+    ),
+    "active-requests": (
+        f"{SCHEDULER}.__init__",
+        ["self.scheduler_config.max_num_active_seqs", "self.scheduler_config.max_num_scheduled_tokens"],
+        "the scheduler fills the buffers that are kept for take's probe",
+    ),
+    "producers-do-not-wait": (
+        f"{SCHEDULER}.__init__",
+        ["kv_transfer_config.is_kv_consumer", "self.connector.requires_kv_delivery"],
+        "freed requests may be held back for transfers that never come",
+    ),
+    "one-backend-on-cpus": (
+        "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        ["AttentionBackendEnum.CPU_ATTN.get_path()"],
+        "CPU workers use vLLM's attention, so nothing is evicted",
+    ),
+    "one-allocation": (
+        "vllm.v1.worker.utils:allocate_kv_cache",
+        ["assert len(sizes) == 1", "torch.zeros(buf_size, dtype=torch.int8, device=device)"],
+        "the pool is no longer one piece of memory: pages of other layers are overwritten",
+    ),
+    "we-write-keys-and-values": (
+        "vllm.model_executor.layers.attention.attention:Attention.forward",
+        ["not self.attn_backend.forward_includes_kv_cache_update"],
+        "vLLM writes keys and values into pages of other requests",
+    ),
+    "layer-is-passed": (
+        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+        ["self.impl.forward(self, query, key, value, kv_cache, attn_metadata, output=output"],
+        "our attention is called with other arguments",
+    ),
+    "uniform-decodes-v2": (
+        f"{V2}.execute_model",
+        ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"],
+        "GPU prompts whose last chunk has one token are not evicted",
+    ),
+    "uniform-decodes-v1": (
+        f"{V1}._determine_batch_execution_and_padding",
+        ["uniform_decode = self._is_uniform_decode("],
+        "GPU prompts whose last chunk has one token are not evicted",
+    ),
+    "rows-v2": (
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+        ["req_idx=input_batch.idx_mapping_np"],
+        "the V2 runner's batch rows belong to other requests",
+    ),
+    "row-indices-v2": (
+        "vllm.v1.worker.gpu.states:RequestState.add_request",
+        ["self.index_to_req_id[req_idx] = req_id"],
+        "the V2 runner's batch rows belong to other requests",
+    ),
+    "rendered-prompts": (
+        "vllm.renderers.base:BaseRenderer.render_chat",
+        ["return (out_conversations, eng_prompts)", "self.default_chat_tok_params"],
+        "scope=prefix does not find rendered prompts",
+    ),
+    "checked-in-threads": (
+        "vllm.v1.engine.input_processor:InputProcessor.__init__",
+        ["self.process_inputs_async = make_async(self.process_inputs"],
+        "prompts given as text over AsyncLLM are not checked",
+    ),
+    "worker-modules-may-make-classes": (
+        "vllm.utils.import_utils:resolve_obj_by_qualname",
+        ["getattr(module, obj_name)"],
+        "workers are not found",
+    ),
+}
+
+
+@pytest.mark.parametrize("seam", CONTAINS)
+def test_source_says(seam: str) -> None:
+    contains(*CONTAINS[seam])
+
+
+def test_lookahead_is_reserved_for_running_and_waiting_requests() -> None:
+    """Chunks must be cut at eviction positions both when a prompt begins and when it goes on."""
+    count = source.called(f"{SCHEDULER}.schedule").count("_reserve_prefill_lookahead")
+    if count != 2:
+        source.broken(
+            f"Scheduler.schedule calls _reserve_prefill_lookahead {count} times", "chunks cross evictions"
+        )
+
+
+def test_no_renderer_renders_chats_by_itself() -> None:
+    """Our wrapper sits on ``BaseRenderer``; a renderer with a ``render_chat`` of its own would pass it by."""
+    for file in sorted((source.root() / "renderers").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any("Renderer" in ast.unparse(b) for b in node.bases):
+                own = {x.name for x in node.body if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))}
+                if own & {"render_chat", "render_chat_async"}:
+                    source.broken(
+                        f"{node.name} renders chats by itself", "scope=prefix finds no question there"
+                    )
+
+
+def test_eager_cpu_workers_lack_a_buffer() -> None:
+    """Our worker makes ``intermediate_tensors`` where the V1 runner asserts on it and a skipped dummy run does not."""
+    contains(
+        f"{V1}.sync_and_gather_intermediate_tensors",
+        ["assert self.intermediate_tensors is not None"],
+        "the workaround for eager pipeline stages may be dropped",
+    )

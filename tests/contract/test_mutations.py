@@ -1,0 +1,126 @@
+"""The contract can fail: seams are moved in a copy of vLLM's source, and the test that guards each must say so."""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.contract import source, test_attributes, test_behaviour, test_names, test_signatures
+
+MANAGER = "vllm.v1.core.kv_cache_manager"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] = {
+    # module, what stands there, what shall, the test and its arguments, what it must say
+    "name-gone": (
+        MANAGER,
+        "class KVCacheBlocks",
+        "class Blocks",
+        test_names.test_name_exists,
+        [f"{MANAGER}:KVCacheBlocks"],
+        "has no KVCacheBlocks: the ledger cannot answer",
+    ),
+    "method-gone": (
+        SCHEDULER,
+        "def _reserve_prefill_lookahead",
+        "def _reserve_lookahead",
+        test_signatures.test_override_matches,
+        [f"{SCHEDULER}:Scheduler._reserve_prefill_lookahead"],
+        "is gone: chunks cross eviction positions",
+    ),
+    "parameter-added": (
+        MANAGER,
+        "def free(self, request: Request)",
+        "def free(self, request: Request, now: bool)",
+        test_signatures.test_override_matches,
+        [f"{MANAGER}:KVCacheManager.free"],
+        r"takes \(request, now\), ours \(request\): pages of finished requests are never returned",
+    ),
+    "keyword-renamed": (
+        "vllm.v1.attention.ops.triton_unified_attention",
+        "softmax_scale",
+        "scale",
+        test_signatures.test_call_is_accepted,
+        ["vllm.v1.attention.ops.triton_unified_attention:unified_attention"],
+        "takes no softmax_scale: fp32 servers on GPUs fail",
+    ),
+    "attribute-renamed": (
+        "vllm.v1.worker.gpu.states",
+        "self.index_to_req_id",
+        "self.request_ids",
+        test_attributes.test_attributes_exist,
+        ["vllm.v1.worker.gpu.states:RequestState"],
+        "has no index_to_req_id: the V2 runner's batch rows",
+    ),
+    "field-renamed": (
+        "vllm.v1.attention.backend",
+        "query_start_loc_cpu: ",
+        "query_starts: ",
+        test_attributes.test_attributes_exist,
+        ["vllm.v1.attention.backend:CommonAttentionMetadata"],
+        "has no query_start_loc_cpu: steps cannot be laid out",
+    ),
+    "call-gone": (
+        "vllm.v1.worker.gpu.kv_connector",
+        "self.kv_connector.build_connector_worker_meta()",
+        "None",
+        test_behaviour.test_calls,
+        ["report-after-forward-v2"],
+        "does not call .* in this order: a step's reports come with the next one",
+    ),
+    "order-changed": (
+        SCHEDULER,
+        "self._update_after_schedule(scheduler_output)",
+        "pass",
+        test_behaviour.test_calls,
+        ["plans-with-the-step"],
+        "does not call .* in this order: chunks are not cut",
+    ),
+    "new-question": (
+        SCHEDULER,
+        "self.kv_cache_manager.take_events()",
+        "self.kv_cache_manager.take_all_events()",
+        test_behaviour.test_scheduler_asks_the_manager_nothing_new,
+        ["scheduler"],
+        "asks the block manager for take_all_events: the ledger is bypassed",
+    ),
+    "source-changed": (
+        "vllm.v1.worker.utils",
+        "assert len(sizes) == 1",
+        "assert len(sizes) > 0",
+        test_behaviour.test_source_says,
+        ["one-allocation"],
+        "has no longer `assert len.sizes. == 1`: the pool is no longer one piece",
+    ),
+    "environment": (
+        "vllm.envs",
+        '"VLLM_CPU_ATTN_SPLIT_KV"',
+        '"VLLM_CPU_SPLIT_KV"',
+        test_names.test_environment_variable_is_known,
+        ["VLLM_CPU_ATTN_SPLIT_KV"],
+        "does not know VLLM_CPU_ATTN_SPLIT_KV: CPU attention fails",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_moved_seam_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    module, before, after, test, arguments, says = MUTATIONS[name]
+    original, file = source.tree, source.module_file(module)
+    text = file.read_text(encoding="utf-8") if file else ""
+    if before not in text:
+        pytest.skip("this vLLM has other text there")
+    changed = tmp_path / "changed.py"
+    changed.write_text(text.replace(before, after), encoding="utf-8")
+    try:
+        test(*arguments)
+    except pytest.fail.Exception:
+        pytest.skip("this vLLM has moved the seam already")
+    files = source.module_file
+    monkeypatch.setattr(source, "module_file", lambda x: changed if x == module else files(x))
+    monkeypatch.setattr(
+        source, "tree", lambda x: ast.parse(changed.read_text()) if x == module else original(x)
+    )
+    with pytest.raises(pytest.fail.Exception, match=says):
+        test(*arguments)

@@ -1,0 +1,111 @@
+"""Names that the engine imports from vLLM: each exists, and none is imported that this table does not explain."""
+
+import ast
+
+import pytest
+
+from tests.contract import source
+
+NAMES = {
+    "vllm:_custom_ops": "CPU attention has no operators to call",
+    "vllm:envs": "settings in environment variables cannot be refused or followed",
+    "vllm.config:KVTransferConfig": "scheduler and workers get no channel; --kv-eviction cannot start",
+    "vllm.config:VllmConfig": "the plugin cannot read the server's configuration",
+    "vllm.config:get_current_vllm_config_or_none": "on GPUs the page size is not known when blocks are chosen",
+    "vllm.config:set_current_vllm_config": "on GPUs FlashAttention's version cannot be asked for",
+    "vllm.distributed:get_tp_group": "heads of different tensor-parallel ranks cannot compete",
+    "vllm.distributed:get_world_group": "ranks cannot be told apart in reports",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "there is no channel to build on",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorHandshakeMetadata": "pools cannot be announced",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata": "plans cannot be sent to workers",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": "both ends of the channel look alike",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata": "workers cannot report",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "vLLM refuses or restricts the connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": "/metrics has no eviction metrics",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats": "statistics do not reach the front-end",
+    "vllm.distributed.parallel_state:get_pp_group": "eager CPU servers with pipeline parallelism fail at their start",
+    "vllm.distributed.utils:get_pp_indices": "the memory of pipeline stages cannot be computed",
+    "vllm.engine.arg_utils:AsyncEngineArgs": "vllm serve does not know --kv-eviction",
+    "vllm.engine.arg_utils:EngineArgs": "LLM(...) does not know kv_eviction=",
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin": "LLM.beam_search is not refused",
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": "beam search over HTTP is not refused",
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": "streamed /v1/responses are not checked",
+    "vllm.exceptions:VLLMClientError": "a chat template that refuses a probe question fails the request",
+    "vllm.exceptions:VLLMValidationError": "bad kv_* fields are answered with HTTP 500 instead of 400",
+    "vllm.logger:init_logger": "the plugin cannot be imported",
+    "vllm.model_executor.layers.attention:Attention": "workers cannot read the layers' shapes",
+    "vllm.model_executor.layers.linear:RowParallelLinear": "criticalkv and defensivekv find no projection",
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod": "quantized projections are not told apart",
+    "vllm.model_executor.models.utils:extract_layer_index": "layers cannot be put in order",
+    "vllm.platforms:current_platform": "the plugin does not know whether it runs on a CPU or a GPU",
+    "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
+    "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
+    "vllm.sampling_params:SamplingParams": "requests' vllm_xargs cannot be read",
+    "vllm.utils:length_from_prompt_token_ids_or_embeds": "the length of a prompt is not known when it is checked",
+    "vllm.utils.math_utils:cdiv": "the ledger cannot be imported",
+    "vllm.v1.attention.backend:AttentionBackend": "there is no attention backend for GPUs",
+    "vllm.v1.attention.backend:AttentionCGSupport": "CUDA graphs of decodes cannot be announced",
+    "vllm.v1.attention.backend:AttentionImpl": "there is no attention layer to build on",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder": "steps cannot be laid out",
+    "vllm.v1.attention.backend:AttentionType": "models with encoder attention are not refused",
+    "vllm.v1.attention.backend:MultipleOf": "on GPUs block sizes cannot be chosen to fit pages",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "there is no attention backend for CPUs",
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the order of CPU pages cannot be found out",
+    "vllm.v1.attention.backends.fa_utils:flash_attn_varlen_func": "prompts on GPUs have no attention",
+    "vllm.v1.attention.backends.fa_utils:get_flash_attn_version": "FlashAttention cannot be chosen on GPUs",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "our backend has no place to go",
+    "vllm.v1.attention.backends.registry:register_backend": "our backend cannot be registered",
+    "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "fp32 prompts on GPUs have no attention",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "the ledger cannot answer the scheduler",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "the ledger cannot stand in for the block manager",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "asynchronous scheduling, the GPUs' default, has no eviction",
+    "vllm.v1.core.sched.output:NewRequestData": "take cannot send its probe",
+    "vllm.v1.core.sched.output:SchedulerOutput": "workers cannot read a step",
+    "vllm.v1.core.sched.scheduler:Scheduler": "there is no scheduler to build on",
+    "vllm.v1.engine.async_llm:AsyncLLM": "streams with bad fields begin with status 200",
+    "vllm.v1.engine.input_processor:InputProcessor": "requests are not checked before they reach the engine",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "vLLM asks for more KV memory than eviction needs",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "the connector cannot be built",
+    "vllm.v1.outputs:KVConnectorOutput": "reports cannot be read",
+    "vllm.v1.request:Request": "the ledger cannot read requests",
+    "vllm.v1.worker.cpu_worker:CPUWorker": "there is no CPU worker to build on",
+    "vllm.v1.worker.gpu_worker:Worker": "there is no GPU worker to build on",
+    "vllm.version:__version__": "untested versions of vLLM are not refused",
+}
+
+ENVIRONMENT = {
+    "VLLM_USE_RUST_FRONTEND": "a front-end that checks no request is not refused",
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "the Ray executor that bypasses the worker is not refused",
+    "VLLM_CPU_ATTN_SPLIT_KV": "CPU attention fails at the first step",
+    "VLLM_CPU_KVCACHE_SPACE": "the README's way to size the KV memory of CPUs does nothing",
+    "VLLM_CPU_OMP_THREADS_BIND": "two ranks on one NUMA node cannot be started as the README says",
+    "VLLM_USE_V2_MODEL_RUNNER": "the model runner cannot be chosen as docs/GPU.md says",
+}
+
+
+def imported() -> set[str]:
+    """What the engine's modules import from vLLM."""
+    return {
+        f"{node.module}:{alias.name}"
+        for file in source.ENGINE.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+
+
+def test_table_has_what_the_engine_imports() -> None:
+    """A new import without an entry would be a seam that nobody judges."""
+    assert imported() == set(NAMES)
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_name_exists(place: str) -> None:
+    source.find(place, NAMES[place])
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_environment_variable_is_known(name: str) -> None:
+    module = source.module_file("vllm.envs")
+    if module is None or f'"{name}"' not in module.read_text(encoding="utf-8"):
+        source.broken(f"vllm.envs does not know {name}", ENVIRONMENT[name])

@@ -1,0 +1,117 @@
+"""What only a running vLLM can tell: that modules import, and what flags, plugins and registries do with ours."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract import source
+from tests.contract.test_names import NAMES
+
+CPU_MODULES = {"vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn"}
+"""Importable where vLLM's platform is a CPU; ``engine/worker.py`` and ``engine/cpu.py`` import them there only."""
+
+ENGINE_MODULES = sorted(f"vllm_kvevict.engine.{file.stem}" for file in source.ENGINE.glob("[!_]*.py"))
+
+
+@contextlib.contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Whatever goes wrong inside is said in one line."""
+    try:
+        yield
+    except Exception as error:
+        source.broken(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def skip_elsewhere(module: str) -> None:
+    """Skip CPU modules where vLLM was built for another platform."""
+    if module in CPU_MODULES or module == "vllm_kvevict.engine.cpu":
+        with one_line("import vllm.platforms"):
+            platforms = importlib.import_module("vllm.platforms")
+        if not platforms.current_platform.is_cpu():
+            pytest.skip("vLLM's platform is no CPU")
+
+
+@pytest.mark.parametrize("module", sorted({place.partition(":")[0] for place in NAMES}))
+def test_module_of_vllm_imports(module: str) -> None:
+    skip_elsewhere(module)
+    with one_line(f"import {module}"):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize("module", ENGINE_MODULES)
+def test_module_of_ours_imports(module: str) -> None:
+    skip_elsewhere(module)
+    with one_line(f"import {module}"):
+        importlib.import_module(module)
+
+
+def test_plugin_is_found() -> None:
+    """Where the entry point is not found, ``vllm serve`` does not know ``--kv-eviction``."""
+    entries = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "vllm_kvevict.engine.plugin:register" not in {entry.value for entry in entries}:
+        source.broken("the entry point kvevict is not installed", "vllm serve does not know --kv-eviction")
+
+
+def test_flags_reach_engine_arguments() -> None:
+    """Plain and dotted options in one command line; vLLM's parser hands dotted ones over as one more JSON object."""
+    with one_line("--kv-eviction on a command line"):
+        importlib.import_module("vllm_kvevict.engine")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        words = ["--model", "m", "--kv-eviction", "snapkv", "--kv-budget", "0.5"]
+        words += ["--kv-eviction-config", '{"kernel": 5}', "--kv-eviction-config.window", "16"]
+        parsed = parser.parse_args(words)
+        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    values = (parsed.kv_eviction, parsed.kv_budget, parsed.kv_eviction_config)
+    if values != ("snapkv", 0.5, {"kernel": 5, "window": 16}):
+        source.broken(f"the flags are parsed as {values}", "eviction is configured otherwise than asked for")
+    if not {"kv_eviction", "kv_budget", "kv_eviction_config"} <= known:
+        source.broken(
+            "dataclasses.fields(AsyncEngineArgs) lacks our fields", "flags are parsed and forgotten"
+        )
+
+
+@pytest.mark.parametrize("slot", ["CPU_ATTN", "CUSTOM"])
+def test_backend_takes_its_slot_and_leaves_it(slot: str) -> None:
+    """Further engines of a process must find vLLM's backend again."""
+    with one_line(f"register_backend({slot})"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        entry = AttentionBackendEnum[slot]
+        before = entry.get_path() if slot == "CPU_ATTN" else None
+        register_backend(entry, "package.module.Backend")
+        registered = entry.get_path()
+        entry.clear_override()
+        after = entry.get_path() if slot == "CPU_ATTN" else None
+    if registered != "package.module.Backend":
+        source.broken(
+            f"{slot} gives {registered} after register_backend",
+            "vLLM's attention is used",
+        )
+    if before != after:
+        source.broken(
+            f"{slot} gives {after} after clear_override", "later engines of the process get our attention"
+        )
+
+
+def test_our_spec_is_full_attention_to_vllm() -> None:
+    """vLLM looks up what manages the blocks of a layer by the class of its spec; ours is a subclass."""
+    with one_line("a manager for our layers"):
+        import torch
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+        from vllm_kvevict.engine.memory import BoundedAttentionSpec
+
+        plain = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        ours = BoundedAttentionSpec.of(plain)
+        manager = KVCacheSpecRegistry.get_manager_class(ours)
+    if manager is not FullAttentionManager or ours.page_size_bytes != plain.page_size_bytes:
+        source.broken(f"our layers are managed by {manager}", "no engine starts")

@@ -1,0 +1,322 @@
+"""Functions that vLLM calls and we define, and functions that we call and vLLM defines."""
+
+import ast
+
+import pytest
+
+from tests.contract import source
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+MANAGER = "vllm.v1.core.kv_cache_manager"
+BACKEND = "vllm.v1.attention.backend"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+WORKERS = ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker")
+
+OVERRIDDEN: dict[str, tuple[str, str]] = {
+    # What vLLM passes must be what ours accepts: the parameters are compared one by one.
+    f"{SCHEDULER}.schedule": ("throttle_prefills", "take sends no probe"),
+    f"{SCHEDULER}._reserve_prefill_lookahead": (
+        "request num_computed_tokens num_new_tokens",
+        "chunks cross eviction positions, so later tokens see KV that should be gone",
+    ),
+    f"{MANAGER}:KVCacheManager.free": ("request", "pages of finished requests are never returned"),
+    f"{MANAGER}:KVCacheManager.pop_blocks_for_free": (
+        "request",
+        "pages of finished requests are never returned",
+    ),
+    f"{MANAGER}:KVCacheManager.get_blocks": ("request_id", "the scheduler reads blocks that do not exist"),
+    f"{MANAGER}:KVCacheManager.get_block_ids": ("request_id", "the scheduler reads blocks that do not exist"),
+    f"{MANAGER}:KVCacheManager.estimate_cached_tokens": ("request", "admission reads vLLM's own accounts"),
+    f"{MANAGER}:KVCacheManager.take_new_block_ids": (
+        "",
+        "workers zero blocks that hold other requests' pages",
+    ),
+    f"{MANAGER}:KVCacheManager.cache_blocks": (
+        "request num_computed_tokens",
+        "asynchronous scheduling fails",
+    ),
+    f"{MANAGER}:KVCacheManager.remove_skipped_blocks": (
+        "request_id processed_computed_tokens num_prompt_tokens",
+        "requests fail when they end",
+    ),
+    f"{MANAGER}:KVCacheBlocks.get_block_ids": (
+        "allow_none group_ids",
+        "resumed requests fail on block ids that are None",
+    ),
+    f"{BASE}:KVConnectorBase_V1.__init__": ("vllm_config role kv_cache_config", "no engine starts"),
+    f"{BASE}:KVConnectorBase_V1.register_kv_caches": ("kv_caches", "workers get no memory for pages"),
+    f"{BASE}:KVConnectorBase_V1.get_handshake_metadata": ("", "the ledger never learns the pools' sizes"),
+    f"{BASE}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware": (
+        "metadata",
+        "the ledger never learns the pools' sizes",
+    ),
+    f"{BASE}:KVConnectorBase_V1.build_connector_worker_meta": ("", "workers' reports get lost"),
+    f"{BASE}:KVConnectorBase_V1.start_load_kv": ("forward_context **kwargs", "steps fail"),
+    f"{BASE}:KVConnectorBase_V1.wait_for_layer_load": ("layer_name", "steps fail"),
+    f"{BASE}:KVConnectorBase_V1.save_kv_layer": ("layer_name kv_layer attn_metadata **kwargs", "steps fail"),
+    f"{BASE}:KVConnectorBase_V1.wait_for_save": ("", "steps fail"),
+    f"{BASE}:KVConnectorBase_V1.bind_kv_cache_manager": ("kv_cache_manager", "the connector has no ledger"),
+    f"{BASE}:KVConnectorBase_V1.build_connector_meta": ("scheduler_output", "workers get no plans"),
+    f"{BASE}:KVConnectorBase_V1.update_connector_output": ("connector_output", "the ledger hears no report"),
+    f"{BASE}:KVConnectorBase_V1.get_kv_connector_stats": ("", "/metrics stays at zero"),
+    f"{BASE}:KVConnectorBase_V1.has_pending_block_frees": (
+        "",
+        "decodes are preempted although pages come back",
+    ),
+    f"{BASE}:KVConnectorBase_V1.get_num_new_matched_tokens": (
+        "request num_computed_tokens",
+        "admission fails",
+    ),
+    f"{BASE}:KVConnectorBase_V1.update_state_after_alloc": (
+        "request blocks num_external_tokens",
+        "admission fails",
+    ),
+    f"{BASE}:SupportsHMA.request_finished_all_groups": ("request block_ids", "requests fail when they end"),
+    f"{BASE}:KVConnectorBase_V1.build_kv_connector_stats": ("data", "/metrics stays at zero"),
+    f"{BASE}:KVConnectorBase_V1.build_prom_metrics": (
+        "vllm_config metric_types labelnames per_engine_labelvalues",
+        "the server does not start",
+    ),
+    f"{BASE}:KVConnectorWorkerMetadata.aggregate": ("other", "reports of several ranks are not joined"),
+    f"{METRICS}:KVConnectorStats.aggregate": ("other", "statistics of several steps are not joined"),
+    f"{METRICS}:KVConnectorStats.reduce": ("", "the periodic log line fails"),
+    f"{METRICS}:KVConnectorStats.is_empty": ("", "statistics are not sent"),
+    f"{METRICS}:KVConnectorStats.reset": ("", "statistics are counted twice"),
+    f"{METRICS}:KVConnectorPromMetrics.__init__": (
+        "vllm_config metric_types labelnames per_engine_labelvalues",
+        "the server does not start",
+    ),
+    f"{METRICS}:KVConnectorPromMetrics.observe": ("transfer_stats_data engine_idx", "/metrics stays at zero"),
+    f"{BACKEND}:AttentionMetadataBuilder.__init__": (
+        "kv_cache_spec layer_names vllm_config device",
+        "workers fail",
+    ),
+    f"{BACKEND}:AttentionMetadataBuilder.build": (
+        "common_prefix_len common_attn_metadata fast_build",
+        "steps fail",
+    ),
+    f"{BACKEND}:AttentionMetadataBuilder.build_for_cudagraph_capture": (
+        "common_attn_metadata",
+        "CUDA graphs capture pages of live requests",
+    ),
+    f"{BACKEND}:AttentionMetadataBuilder.get_cudagraph_support": (
+        "vllm_config kv_cache_spec",
+        "GPU servers fail or lose CUDA graphs",
+    ),
+    f"{BACKEND}:AttentionImpl.__init__": (
+        "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
+        "attn_type kv_sharing_target_layer_name",
+        "models fail to load, or lose a property that we should refuse",
+    ),
+    f"{BACKEND}:AttentionImpl.forward": (
+        "layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+        "steps fail",
+    ),
+    f"{BACKEND}:AttentionBackend.get_supported_kernel_block_sizes": (
+        "kv_cache_spec",
+        "GPU servers choose blocks that pages do not divide",
+    ),
+    f"{BACKEND}:AttentionBackend.supports_head_size": ("head_size", "GPU servers do not start"),
+    f"{BACKEND}:AttentionBackend.supports_compute_capability": ("capability", "GPU servers do not start"),
+    f"{BACKEND}:AttentionBackend.get_name": ("", "GPU servers do not start"),
+    f"{BACKEND}:AttentionBackend.get_impl_cls": ("", "vLLM uses its own attention"),
+    f"{BACKEND}:AttentionBackend.get_builder_cls": ("", "vLLM uses its own metadata"),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes": (
+        "vllm_config",
+        "vLLM refuses prompts that eviction makes fit",
+    ),
+    **{f"{worker}.init_device": ("", "workers do not use our attention") for worker in WORKERS},
+    **{
+        f"{worker}.get_kv_cache_spec": ("", "vLLM refuses prompts that eviction makes fit")
+        for worker in WORKERS
+    },
+    **{f"{worker}.initialize_from_config": ("kv_cache_config", "workers do not start") for worker in WORKERS},
+    **{
+        f"{worker}.compile_or_warm_up_model": ("", "the first GPU request waits for compilers")
+        for worker in WORKERS
+    },
+    **{
+        f"{worker}.shutdown": ("", "a process that outlives its engine keeps the KV memory")
+        for worker in WORKERS
+    },
+    **{
+        f"{worker}.execute_model": ("scheduler_output", "no page is ever opened or freed")
+        for worker in WORKERS
+    },
+}
+
+WRAPPED: dict[str, tuple[str, str]] = {
+    # What we replace with a wrapper names these first, in this order; what follows is passed on as it is.
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser", "vllm serve does not know --kv-eviction"),
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args": ("args", "--kv-eviction is parsed and forgotten"),
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (
+        "request_id prompt params",
+        "every request fails",
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
+        "prompt sampling_params",
+        "streams begin before they are checked",
+    ),
+    "vllm.renderers.base:BaseRenderer.render_chat": (
+        "conversations chat_params tok_params",
+        "LLM.chat fails under scope=prefix",
+    ),
+    "vllm.renderers.base:BaseRenderer.render_chat_async": (
+        "conversations chat_params tok_params",
+        "chats over HTTP fail under scope=prefix",
+    ),
+    f"{MANAGER}:KVCacheManager.allocate_slots": ("request num_new_tokens", "nothing is admitted"),
+}
+
+CALLED: dict[str, tuple[str, str]] = {
+    # We call these with these names, or with as many values.
+    f"{MANAGER}:KVCacheManager.__init__": (
+        "kv_cache_config max_model_len scheduler_block_size hash_block_size enable_caching log_stats",
+        "no engine starts",
+    ),
+    "vllm.config:KVTransferConfig": ("kv_connector kv_role kv_connector_module_path", "no engine starts"),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "req_id prompt_token_ids prefill_token_ids mm_features sampling_params pooling_params block_ids "
+        "num_computed_tokens lora_request",
+        "take cannot send its probe",
+    ),
+    "vllm._custom_ops:cpu_attention_with_kv_cache": (
+        "query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes sliding_window "
+        "block_table softcap scheduler_metadata s_aux",
+        "CPU servers fail at the first prompt",
+    ),
+    "vllm._custom_ops:cpu_attn_get_scheduler_metadata": (
+        "num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal sliding_window_size isa "
+        "enable_kv_split",
+        "CPU servers fail at the first prompt",
+    ),
+    "vllm._custom_ops:cpu_attn_reshape_and_cache": (
+        "key value key_cache value_cache slot_mapping isa",
+        "CPU servers fail at the first prompt",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": (
+        "dtype block_size head_size",
+        "CPU servers do not start",
+    ),
+    "vllm.v1.attention.backends.fa_utils:get_flash_attn_version": ("head_size", "GPU servers do not start"),
+    "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": (
+        "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table softcap "
+        "fa_version",
+        "GPU servers fail at the first prompt",
+    ),
+    "vllm.v1.attention.ops.triton_unified_attention:unified_attention": (
+        "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table softcap "
+        "window_size q_descale k_descale v_descale",
+        "fp32 servers on GPUs fail at the first prompt",
+    ),
+    "vllm.v1.attention.backends.registry:register_backend": (
+        "backend class_path",
+        "our attention is not used",
+    ),
+    "vllm.distributed.utils:get_pp_indices": (
+        "num_hidden_layers pp_rank pp_size",
+        "stages' memory is not known",
+    ),
+    "vllm.exceptions:VLLMValidationError": ("message parameter value", "bad fields end in HTTP 500"),
+    "vllm.utils:length_from_prompt_token_ids_or_embeds": ("prompt_token_ids prompt_embeds", "requests fail"),
+    "vllm.renderers.base:BaseRenderer.render_messages": ("messages params", "scope=prefix fails"),
+    "vllm.renderers.base:BaseRenderer.tokenize_prompt": ("prompt params", "scope=prefix fails"),
+    "vllm.config:ModelConfig.get_num_kv_heads": ("parallel_config", "memory checks fail"),
+    "vllm.config:ModelConfig.get_layers_start_end_indices": ("parallel_config", "workers do not start"),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": (
+        "layer x",
+        "criticalkv and defensivekv cannot read projections",
+    ),
+    "vllm.config:set_current_vllm_config": ("vllm_config", "GPU servers do not start"),
+}
+
+BY_KEYWORD = {
+    # vLLM's calls whose keywords our wrappers read.
+    "_generate_with_builtin_tools": (
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
+        "engine_input sampling_params",
+        "streamed /v1/responses fail or are not checked",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", OVERRIDDEN)
+def test_override_matches(place: str) -> None:
+    expected, breaks = OVERRIDDEN[place]
+    names = source.parameters(place, breaks)
+    if names != expected.split():
+        source.broken(f"{place} takes ({', '.join(names)}), ours ({', '.join(expected.split())})", breaks)
+
+
+@pytest.mark.parametrize("place", WRAPPED)
+def test_wrapped_function_begins_alike(place: str) -> None:
+    expected, breaks = WRAPPED[place]
+    names = source.parameters(place, breaks)
+    if names[: len(expected.split())] != expected.split():
+        source.broken(f"{place} takes ({', '.join(names)}), we expect ({expected}, ...)", breaks)
+
+
+@pytest.mark.parametrize("place", CALLED)
+def test_call_is_accepted(place: str) -> None:
+    expected, breaks = CALLED[place]
+    names = source.parameters(place, breaks)
+    missing = [name for name in expected.split() if name not in names]
+    if missing:
+        source.broken(f"{place} takes no {', '.join(missing)}", breaks)
+
+
+@pytest.mark.parametrize("method", BY_KEYWORD)
+def test_vllm_calls_by_keyword(method: str) -> None:
+    place, keywords, breaks = BY_KEYWORD[method]
+    found = [
+        {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(source.find(place, breaks)[1])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{method}"
+    ]
+    if not found or not all(set(keywords.split()) <= names for names in found):
+        source.broken(f"{place} does not call {method} with keywords {keywords}", breaks)
+
+
+def test_beam_search_can_be_refused() -> None:
+    """Beam search restarts requests without their settings: under eviction they would be evicted as the server says."""
+    for name in ("online:BeamSearchOnlineMixin", "offline:BeamSearchOfflineMixin"):
+        source.find(f"vllm.entrypoints.generate.beam_search.{name}.beam_search", "beam search is not refused")
+
+
+OURS = {
+    # Our classes, by file, and the vLLM classes that they override; what is common to both must be in OVERRIDDEN.
+    ("connector.py", "EvictionConnector"): [f"{BASE}:KVConnectorBase_V1", f"{BASE}:SupportsHMA"],
+    ("ledger.py", "PageLedger"): [f"{MANAGER}:KVCacheManager"],
+    ("ledger.py", "NoBlocks"): [f"{MANAGER}:KVCacheBlocks"],
+    ("scheduler.py", "_EvictionMixin"): [SCHEDULER],
+    ("worker.py", "_EvictionMixin"): list(WORKERS),
+    ("attention.py", "RaggedBuilder"): [f"{BACKEND}:AttentionMetadataBuilder"],
+    ("attention.py", "RaggedImpl"): [f"{BACKEND}:AttentionImpl"],
+    ("cuda.py", "RaggedCUDABackend"): [f"{BACKEND}:AttentionBackend"],
+    ("cuda.py", "RaggedCUDABuilder"): [f"{BACKEND}:AttentionMetadataBuilder"],
+    ("cpu.py", "RaggedCPUBackend"): [f"{BACKEND}:AttentionBackend"],
+    ("memory.py", "BoundedAttentionSpec"): ["vllm.v1.kv_cache_interface:FullAttentionSpec"],
+    ("messages.py", "WorkerMessages"): [f"{BASE}:KVConnectorWorkerMetadata"],
+    ("metrics.py", "EvictionStats"): [f"{METRICS}:KVConnectorStats"],
+    ("metrics.py", "EvictionPromMetrics"): [f"{METRICS}:KVConnectorPromMetrics"],
+}
+PASSED_ON = {f"{SCHEDULER}.__init__", f"{MANAGER}:KVCacheManager.__init__"}  # by *args and **kwargs
+PROPERTIES = {f"{MANAGER}:KVCacheManager.usage"}
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_table_has_what_we_override(ours: tuple[str, str]) -> None:
+    """An override that the table does not have would be a seam that nobody judges."""
+    file, name = ours
+    own = next(
+        node
+        for node in ast.parse((source.ENGINE / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    methods = {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
+    known = {*OVERRIDDEN, *WRAPPED, *PASSED_ON, *PROPERTIES}
+    for place in OURS[ours]:
+        for method in sorted(methods & source.members(place)):
+            if f"{place}.{method}" not in known:
+                source.broken(f"{file} overrides {place}.{method}", "nobody judged that; give it an entry")

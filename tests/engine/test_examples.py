@@ -1,0 +1,103 @@
+"""README's code and the examples, run as a reader would: against the server that README starts, and alone."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT, blocks, commands
+from tests.engine.clients import words
+from tests.engine.serving import Server, command
+
+README = ROOT / "README.md"
+NEEDLE = ROOT / "benchmarks/quality/needle"
+MEMORY = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The server of README's section on quality."""
+    (serve,) = (line for line in commands(README) if "benchmarks/quality/needle" in line)
+    folder = tmp_path_factory.mktemp("examples")
+    with Server(
+        NEEDLE, folder / "server.log", *serve[3:], *MEMORY, "--served-model-name", "MODEL"
+    ) as running:
+        yield running
+
+
+@pytest.mark.engine
+def test_readme_over_http(server):
+    requests = [block for block in blocks(README, "python") if "chat.completions" in block]
+    assert len(requests) == 2
+    code = "\n".join(requests).replace("http://localhost:8000", server.url)
+    before = server.metrics()
+    exec(code, {"long_document": words(400), "question": words(5)})
+    assert server.metrics()['evictions_total{policy="snapkv"}'] > before.get(
+        'evictions_total{policy="snapkv"}', 0
+    )
+
+
+@pytest.mark.engine
+def test_readme_on_quality(server, tmp_path):
+    _, run, report = (
+        line for line in commands(README) if "needle" in " ".join(line) or "quality" in " ".join(line)
+    )
+    output, page = str(tmp_path / "out"), str(tmp_path / "report.md")
+    places = {
+        "http://localhost:8000/v1": f"{server.url}/v1",
+        "out": output,
+        "report.md": page,
+        "python": sys.executable,
+    }
+    small = ("--tasks", "single", "--samples", "1", "--lengths", "512")
+    for line, more in ((run, small), (report, ())):
+        done = command(*(places.get(word, word) for word in line), *more)
+        assert done.returncode == 0, done.stderr
+    assert "ada-snapkv" in Path(page).read_text()
+
+
+@pytest.mark.engine
+def test_policies_per_request(server):
+    done = command(sys.executable, "examples/per_request.py", "--url", f"{server.url}/v1")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^.*: '.*'$", done.stdout, re.M)) == 4
+    assert "a bad value is refused" in done.stdout and "kv_budget" in done.stdout
+
+
+@pytest.mark.engine
+def test_offline():
+    done = command(sys.executable, "examples/offline.py", NEEDLE)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"evicted_tokens [1-9]", done.stdout), done.stdout
+
+
+@pytest.mark.engine
+def test_readme_offline(tmp_path):
+    (block,) = (block for block in blocks(README, "python") if "LLM(" in block)
+    # What fits a test's machine besides; multiprocessing starts the script again.
+    block = block.replace('"MODEL",', f'"{NEEDLE}", kv_cache_memory_bytes=1 << 28, enforce_eager=True,')
+    lines = "".join(f"    {line}\n" for line in block.splitlines())
+    script = tmp_path / "readme.py"
+    script.write_text(
+        f'if __name__ == "__main__":\n{lines}    print(llm.generate("a b c")[0].outputs[0].text)\n'
+    )
+    done = command(
+        sys.executable, script, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["decide", "custom_policy"])
+def test_policies_alone(name):
+    done = command(sys.executable, f"examples/{name}.py")
+    assert done.returncode == 0, done.stderr
+    assert "keeps" in done.stdout or "kept" in done.stdout
+
+
+def test_pictures(tmp_path):
+    done = command(sys.executable, "docs/images/draw.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs/images").glob("*.svg")}

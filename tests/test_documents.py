@@ -1,0 +1,72 @@
+"""Every command in README and docs exists and takes the options it is shown with; what it does is tested elsewhere."""
+
+import contextlib
+import functools
+import io
+import re
+import runpy
+import sys
+
+import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_kvevict.engine  # noqa: F401
+from tests.documents import DOCUMENTS, ROOT, commands
+
+COMMANDS = [
+    pytest.param(words, id=f"{document.name}: {' '.join(words)[:60]}")
+    for document in DOCUMENTS
+    for words in commands(document)
+]
+ELSEWHERE = ("docker", "ray", "pip", "curl", "git", "hadolint", "export", "cd", "kill", "ls")
+"""Programs that are not this project's."""
+
+
+@functools.cache
+def _help(module: str) -> str:
+    """What a module or script prints for --help."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [module, *module.split()[1:], "--help"])
+        run = runpy.run_path if module.endswith(".py") else runpy.run_module
+        with contextlib.suppress(SystemExit):
+            run(module.split()[0], run_name="__main__")
+    return out.getvalue()
+
+
+def _check_options(text: str, words: list[str]) -> None:
+    for word in words:
+        if word.startswith("--"):
+            option = re.split("[=.]", word)[0]
+            assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text), f"{option} is not in the help"
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_command(words):
+    program, *rest = words
+    if program == "vllm" and rest[0] == "serve":
+        make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
+    elif program == "python" and rest[0] == "-m" and rest[1] == "pytest":
+        assert (ROOT / rest[2].split("::")[0]).exists()
+    elif program == "python" and rest[0] == "-m":
+        name = " ".join(rest[1:3]) if rest[1] == "benchmarks.quality" else rest[1]
+        _check_options(_help(name), rest)
+    elif program == "python":
+        assert (ROOT / rest[0]).is_file()
+        _check_options(_help(rest[0]), rest)
+    elif program == "pytest":
+        assert (ROOT / rest[0]).exists()
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M)
+    else:
+        assert program in ELSEWHERE, f"nobody tests {program}"
+
+
+def test_links_lead_somewhere():
+    broken = []
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", document.read_text()):
+            if not (document.parent / target).exists():
+                broken.append(f"{document.name}: {target}")
+    assert not broken

@@ -1,0 +1,184 @@
+"""The sizing calculator against vLLM's scheduler with the real ledger, and its command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.servers import PAGE, Setup, make_request
+from tests.engine.simulation import Simulation
+from vllm_kvevict import sizing
+
+LAYERS, HEADS, DIM = 4, 4, 32
+
+
+def server(full: float, prompt: int, step: int, tensor: int = 1, stages: int = 1) -> sizing.Server:
+    """Memory for ``full`` prompts on each rank."""
+    rows = LAYERS * HEADS // (tensor * stages)
+    return sizing.Server(
+        layers=LAYERS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        max_len=1 << 15,
+        dtype_size=2,
+        memory=int(full * -(-prompt // PAGE)) * rows * PAGE * 4 * DIM,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        block_size=PAGE,
+        max_num_batched_tokens=step,
+    )
+
+
+def simulate(
+    server: sizing.Server, settings: dict[str, Any], prompt: int, output: int, count: int
+) -> Simulation:
+    """Many requests arrive at once; real scheduler, real ledger, workers that keep lengths."""
+    tensor, stages = server.tensor_parallel_size, server.pipeline_parallel_size
+    shape = (LAYERS // stages, HEADS // tensor)
+    pages = server.memory // (PAGE * 4 * DIM)
+    setup = Setup(
+        [shape] * (tensor * stages),
+        [pages] * (tensor * stages),
+        prompt + output,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+        max_num_seqs=1000,
+        depth=stages,
+        pipeline=stages > 1,
+        options=settings,
+    )
+    simulation = Simulation(setup)
+    for index in range(count):
+        simulation.add(make_request(f"r{index}", prompt, output))
+    simulation.run(50_000)
+    return simulation
+
+
+CASES = {
+    "designed for": (4, 2048, 256, 2048, {"policy": "ada-snapkv", "budget": 0.2}),
+    "even heads": (4, 2048, 256, 2048, {"policy": "snapkv", "budget": 0.2}),
+    "tokens": (3, 3000, 300, 1024, {"policy": "snapkv", "budget": 256}),
+    "large budget": (5, 1500, 200, 2048, {"policy": "snapkv", "budget": 0.7}),
+    "one prompt": (1.3, 2048, 400, 512, {"policy": "streaming-llm", "budget": 0.1}),
+    "layer by layer": (1.3, 1500, 400, 2048, {"policy": "snapkv", "budget": 0.1}),
+    "layers differ": (4, 2048, 256, 1024, {"policy": "pyramidkv", "budget": 0.2}),
+    "layers compete": (4, 2048, 256, 1024, {"policy": "lava", "budget": 0.2}),
+    "chunks": (2, 2048, 256, 512, {"policy": "take", "budget": 200, "take_chunk": 512}),
+    "no eviction": (6, 2048, 256, 512, {"policy": "full"}),
+}
+
+
+RANKS = {"one rank": (1, 1), "tensor": (2, 1), "pipeline": (1, 2)}
+RUNS = [(case, "one rank") for case in CASES]
+RUNS += [(case, ranks) for case in ("layer by layer", "chunks") for ranks in ("tensor", "pipeline")]
+
+
+@pytest.mark.parametrize(("case", "ranks"), RUNS)
+def test_as_many_run_as_in_the_scheduler(case: str, ranks: str) -> None:
+    full, prompt, output, step, settings = CASES[case]
+    machine = server(full, prompt, step, *RANKS[ranks])
+    row = sizing.size(machine, settings, prompt, output)
+    simulation = simulate(machine, settings, prompt, output, count=row["at once"] + 4)
+    assert row["at once"] == simulation.most_running
+    recycles = prompt <= step and settings["policy"] != "full"
+    assert row["layered"] == ("yes" if recycles else "no")
+
+
+def test_heads_that_compete_over_ranks_may_admit_fewer() -> None:
+    """The calculator takes ranks to keep alike; the workers here let single ranks keep most."""
+    full, prompt, output, step, settings = CASES["designed for"]
+    machine = server(full, prompt, step, tensor=2)
+    row = sizing.size(machine, settings, prompt, output)
+    assert 0 <= row["at once"] - simulate(machine, settings, prompt, output, 16).most_running <= 2
+
+
+def test_bytes_and_limits_of_even_heads() -> None:
+    machine = server(4, 2048, 2048)
+    row = sizing.size(machine, {"policy": "snapkv", "budget": 256}, 2048, 256)
+    page, rows = PAGE * 4 * DIM, LAYERS * HEADS
+    assert row["kept"] == 256
+    assert row["evicted"] == rows * 8 * page and row["end"] == rows * 16 * page
+    assert (
+        row["reading"] == (HEADS * 64 + HEADS * 8 * (LAYERS - 1)) * page
+    )  # one layer whole, the others evicted
+    assert row["at end"] == 4 * 64 // 16
+    assert (row["limit"], row["longest"]) == ("answers", 4 * 2048)
+    whole = sizing.size(machine, {"policy": "full"}, 2048, 256)
+    assert (whole["kept"], whole["at once"], whole["at end"], whole["layered"]) == (2048, 3, 3, "no")
+    assert whole["longest"] == 4 * 2048 - 1  # a page for the answer
+    none = sizing.size(machine, {"policy": "full"}, 9000, 256)
+    assert none["at once"] == none["at end"] == 0
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    config = {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2 * HEADS,
+        "num_key_value_heads": HEADS,
+        "hidden_size": 2 * HEADS * DIM,
+        "max_position_embeddings": 1 << 15,
+        **changes,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return str(path)
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path)
+    sizing.main(["--model", model, "--memory", "64MiB", "--prompt", "2048", "--budget", "0.1", "256"])
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == "KV of one token: 2,048 bytes in all layers and heads; 32,768 tokens fit without eviction"
+    )
+    assert [line.split()[:2] for line in lines[2:5]] == [["full", "2048"], ["0.1", "204"], ["256", "256"]]
+    sizing.main(["--model", str(tmp_path), "--memory", "64MiB", "--policy", "full", "--dtype", "float32"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("16,384 tokens fit without eviction") and not lines[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "says"),
+    [
+        ({}, ["--memory", "many"], "argument --memory: must be a size such as 20GiB, got 'many'"),
+        ({}, ["--budget", "2.5"], "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
+        ({}, ["--prompt", "0"], "--prompt must be at least 1, got 0"),
+        ({}, ["--prompt", "40000"], "--prompt and --output exceed the 32768 tokens of --max-model-len"),
+        ({}, ["--page-size", "96"], "--page-size 96 must divide --block-size 128"),
+        ({}, ["--config", '{"windows": 3}'], "--config.windows does not apply to policy ada-snapkv"),
+        ({}, ["--policy", "best"], "argument --policy: invalid choice"),
+        (
+            {},
+            ["--policy", "layer-defensivekv", "--pipeline-parallel-size", "2"],
+            "--policy layer-defensivekv cannot be combined with --pipeline-parallel-size",
+        ),
+        ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: there is no configuration"),
+        ({"num_hidden_layers": None}, [], "its configuration has no num_hidden_layers"),
+        ({"layer_types": ["sliding_attention"]}, [], "models with full attention in every layer only"),
+        ({"kv_lora_rank": 512}, [], "models with full attention in every layer only"),
+    ],
+)
+def test_errors_name_the_flag(
+    changes: dict[str, Any], words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        sizing.main(["--model", write_model(tmp_path, **changes), "--memory", "1GiB", *words])
+    assert error.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("20GiB", 20 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("4096", 4096), ("7b", 7)],
+)
+def test_memory(text: str, size: int) -> None:
+    assert sizing.parse_memory(text) == size
+
+
+def test_vllm_is_not_imported_before_it_is_needed() -> None:
+    """``--help`` and wrong flags answer at once, also where there is no vLLM."""
+    code = "import sys, vllm_kvevict.sizing; sys.exit('vllm' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
