@@ -192,8 +192,14 @@ def test_ctrl_c_ends_cleanly(tmp_path):
     more = ["--samples", "5000", "--lengths", "12", "--policies", "full"]
     with FakeServer() as server:
         command = [sys.executable, "-m", "benchmarks.quality", *arguments(server, tmp_path, *more)]
+        # Shells start background jobs, which may be this test's own parents, with the signal switched off.
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         while len(server.asked) < 50:
             assert process.poll() is None

@@ -144,6 +144,10 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         f"{worker}.execute_model": ("scheduler_output", "no page is ever opened or freed")
         for worker in WORKERS
     },
+    **{
+        f"{worker}.sample_tokens": ("grammar_output", "a seeded request on a CPU ends the engine")
+        for worker in WORKERS
+    },
 }
 
 WRAPPED: dict[str, tuple[str, str]] = {
