@@ -12,6 +12,7 @@ import pytest
 from tests.engine.servers import PAGE, Setup, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict import sizing
+from vllm_kvevict.engine.sizing import size
 
 LAYERS, HEADS, DIM = 4, 4, 32
 
@@ -80,7 +81,7 @@ RUNS += [(case, ranks) for case in ("layer by layer", "chunks") for ranks in ("t
 def test_as_many_run_as_in_the_scheduler(case: str, ranks: str) -> None:
     full, prompt, output, step, settings = CASES[case]
     machine = server(full, prompt, step, *RANKS[ranks])
-    row = sizing.size(machine, settings, prompt, output)
+    row = size(machine, settings, prompt, output)
     simulation = simulate(machine, settings, prompt, output, count=row["at once"] + 4)
     assert row["at once"] == simulation.most_running
     recycles = prompt <= step and settings["policy"] != "full"
@@ -91,13 +92,13 @@ def test_heads_that_compete_over_ranks_may_admit_fewer() -> None:
     """The calculator takes ranks to keep alike; the workers here let single ranks keep most."""
     full, prompt, output, step, settings = CASES["designed for"]
     machine = server(full, prompt, step, tensor=2)
-    row = sizing.size(machine, settings, prompt, output)
+    row = size(machine, settings, prompt, output)
     assert 0 <= row["at once"] - simulate(machine, settings, prompt, output, 16).most_running <= 2
 
 
 def test_bytes_and_limits_of_even_heads() -> None:
     machine = server(4, 2048, 2048)
-    row = sizing.size(machine, {"policy": "snapkv", "budget": 256}, 2048, 256)
+    row = size(machine, {"policy": "snapkv", "budget": 256}, 2048, 256)
     page, rows = PAGE * 4 * DIM, LAYERS * HEADS
     assert row["kept"] == 256
     assert row["evicted"] == rows * 8 * page and row["end"] == rows * 16 * page
@@ -106,10 +107,10 @@ def test_bytes_and_limits_of_even_heads() -> None:
     )  # one layer whole, the others evicted
     assert row["at end"] == 4 * 64 // 16
     assert (row["limit"], row["longest"]) == ("answers", 4 * 2048)
-    whole = sizing.size(machine, {"policy": "full"}, 2048, 256)
+    whole = size(machine, {"policy": "full"}, 2048, 256)
     assert (whole["kept"], whole["at once"], whole["at end"], whole["layered"]) == (2048, 3, 3, "no")
     assert whole["longest"] == 4 * 2048 - 1  # a page for the answer
-    none = sizing.size(machine, {"policy": "full"}, 9000, 256)
+    none = size(machine, {"policy": "full"}, 9000, 256)
     assert none["at once"] == none["at end"] == 0
 
 

@@ -10,7 +10,7 @@ from vllm_kvevict.cache.lengths import IntArray
 
 
 def to_device(array: NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """A copy of a host array on a device, for which nobody waits."""
+    """A host array on a device, where a CPU shares its memory; nobody waits for the copy."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 

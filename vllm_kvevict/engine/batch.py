@@ -142,7 +142,8 @@ def lay_out(
         order: where in the batch the step's tokens are, request by request; None when they are in this order.
     """
     tokens = step.tokens
-    widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
+    max_lens = np.asarray(step.max_lens, np.int64)
+    widths = -(-max_lens // cache.page_size)
     total = int(tokens.sum())
     decodes = None
     served = np.zeros(len(tokens), bool)
@@ -171,7 +172,7 @@ def lay_out(
                 seq_lens=cache.seq_lens(slots),
                 block_tables=cache.block_tables(slots, int(widths[requests].max())),
                 query_start_loc=to_device(query_start_loc, slots.device),
-                longest=max(step.max_lens[i] for i in requests),
+                longest=int(max_lens[requests].max()),
                 longest_query=int(tokens[requests].max()),
                 gather=None if gather is None else to_device(gather, slots.device),
             )
