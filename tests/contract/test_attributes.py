@@ -134,7 +134,10 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "index_to_req_id",
         "the V2 runner's batch rows cannot be told apart",
     ),
-    "vllm.v1.engine.async_llm:AsyncLLM": ("vllm_config", "streams are not checked"),
+    "vllm.v1.engine.async_llm:AsyncLLM": (
+        "vllm_config output_handler output_processor",
+        "streams are not checked, or who waits when a server is stopped waits on",
+    ),
     "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config", "requests are not checked"),
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": (
         "engine_client",

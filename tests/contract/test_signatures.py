@@ -162,6 +162,7 @@ WRAPPED: dict[str, tuple[str, str]] = {
         "prompt sampling_params",
         "streams begin before they are checked",
     ),
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("", "a server that is stopped waits for its clients"),
     "vllm.renderers.base:BaseRenderer.render_chat": (
         "conversations chat_params tok_params",
         "LLM.chat fails under scope=prefix",
@@ -178,6 +179,10 @@ CALLED: dict[str, tuple[str, str]] = {
     f"{MANAGER}:KVCacheManager.__init__": (
         "kv_cache_config max_model_len scheduler_block_size hash_block_size enable_caching log_stats",
         "no engine starts",
+    ),
+    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": (
+        "e",
+        "who waits when a server is stopped is told nothing",
     ),
     "vllm.config:KVTransferConfig": ("kv_connector kv_role kv_connector_module_path", "no engine starts"),
     "vllm.v1.core.sched.output:NewRequestData": (

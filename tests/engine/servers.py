@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.models import make_model
+from vllm_kvevict import __version__
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.peaks import RankCapacity
@@ -119,7 +120,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
     if setup.options is not None:
         assert scheduler.connector is not None
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(rank, 0): Handshake(rank, capacity) for rank, capacity in enumerate(capacities(setup))}
+            {
+                (rank, 0): Handshake(rank, capacity, __version__)
+                for rank, capacity in enumerate(capacities(setup))
+            }
         )
     return scheduler
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import httpx
@@ -22,24 +23,16 @@ PATIENCE = 45
 """Seconds within which a client must hear of a fault, and after which no process may be left."""
 FLAGS = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2", "--kv-eviction-config.min_prompt", "0"]
 FLAGS += ["--kv-eviction-config.decode_reserve", "8", "--dtype", "float32", "--enforce-eager"]
-# Memory for one request of the longest kind and a half.
-FLAGS += [
-    "--max-model-len",
-    "2048",
-    "--max-num-seqs",
-    "16",
-    "--block-size",
-    "32",
-    "--num-gpu-blocks-override",
-    "96",
-]
+# Memory for one request of the longest kind and a half; few events, which cost the clients more than the server.
+FLAGS += ["--max-model-len", "2048", "--max-num-seqs", "16", "--block-size", "32"]
+FLAGS += ["--num-gpu-blocks-override", "96", "--stream-interval", "32"]
 CLIENTS = 12
 
 
 @pytest.fixture
-def server(models, tmp_path) -> Iterator[Server]:
-    env = {"VLLM_KVEVICT_CHECK": "1"}
-    with Server(models("llama", layers=2, max_len=2048), tmp_path / "log", *FLAGS, env=env) as server:
+def server(models, tmp_path, request) -> Iterator[Server]:
+    model, more = models("llama", layers=2, max_len=2048), getattr(request, "param", [])
+    with Server(model, tmp_path / "log", *FLAGS, *more, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server
 
 
@@ -51,20 +44,18 @@ class Heard:
     seconds: float
 
 
-def listen(server: Server, index: int) -> Heard:
+def listen(client: httpx.Client, model: str, index: int, begun: Event) -> Heard:
     """Ask for a long answer, every other time as a stream, and listen to the end."""
-    body = {"model": server.model, "prompt": words(300, index), "max_tokens": 1700, "ignore_eos": True}
+    body = {"model": model, "prompt": words(300, index), "max_tokens": 1700, "ignore_eos": True}
     what = "cut"
     try:
-        with httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            json=body | {"stream": index % 2 == 0},
-            timeout=2 * PATIENCE,
-        ) as answer:
+        with client.stream("POST", "/v1/completions", json=body | {"stream": index % 2 == 0}) as answer:
             for line in answer.iter_lines():
                 if line.startswith(("{", "data: {")):
                     what = how_it_ends(json.loads(line.removeprefix("data: "))) or what
+                    begun.set()
+                elif line == "data: [DONE]" and what == "cut":  # all that vLLM says if there was no token yet
+                    what = "abort"
     except httpx.TimeoutException:
         what = "silence"
     except httpx.TransportError:  # the connection was refused or cut
@@ -84,10 +75,14 @@ def processes(server: Server) -> list[psutil.Process]:
 
 @contextmanager
 def under_load(server: Server) -> Iterator[list[Future[Heard]]]:
-    """Clients whose answers have begun, and more of them than the pool holds."""
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        heard = [threads.submit(listen, server, index) for index in range(CLIENTS)]
-        assert eventually(lambda: server.metrics().get('physical_pages{rank="0"}', 0) > 0)
+    """Clients of which one has heard the beginning of an answer, and more of them than the pool holds."""
+    begun = Event()
+    with (
+        httpx.Client(base_url=server.url, timeout=2 * PATIENCE) as client,
+        ThreadPoolExecutor(CLIENTS) as threads,
+    ):
+        heard = [threads.submit(listen, client, server.model, index, begun) for index in range(CLIENTS)]
+        assert begun.wait(PATIENCE)
         yield heard
 
 
@@ -114,6 +109,17 @@ def test_a_process_is_killed(name, server):
         victim.kill()
         assert_over(server, family, heard, since, "error")
     assert "EngineDeadError" in server.log
+
+
+@pytest.mark.parametrize("server", [[], ["--shutdown-timeout", "1"]], indirect=True, ids=["at-once", "later"])
+def test_told_to_stop(server):
+    """Answers take longer than the second that the engine may have for them."""
+    family = processes(server)
+    with under_load(server) as heard:
+        since = time.monotonic()
+        server.process.terminate()
+        assert_over(server, family, heard, since, "abort", "error")
+    assert server.process.returncode == 0
 
 
 def test_answers_outgrow_the_pool(server):

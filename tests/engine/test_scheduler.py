@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tests.engine.loads import Load, mixed, play, staged, tight
-from tests.engine.servers import PAGE, Setup, make_request, make_scheduler, options_of
+from tests.engine.servers import PAGE, Setup, capacities, make_request, make_scheduler, options_of
 from tests.engine.simulation import Simulation
-from vllm_kvevict.engine.messages import Report
+from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.messages import Handshake, Report
 
 ROWS = 32
 ASYNCHRONOUS = {"depth": 2, "asynchronous": True}
@@ -256,6 +257,13 @@ def test_pool_too_small_for_one_sequence_is_refused() -> None:
 
 
 # Prompts that are read in one step.
+
+
+def test_another_version_on_a_rank_is_refused() -> None:
+    setup = server()
+    scheduler, (capacity,) = make_scheduler(setup), capacities(setup)
+    with pytest.raises(KVEvictionError, match=r"rank 0 has vllm-kvevict 0\.0\.9, .* every machine"):
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(0, capacity, "0.0.9")})
 
 
 def test_prompts_are_postponed_rather_than_cut() -> None:

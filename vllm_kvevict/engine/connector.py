@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
-from vllm_kvevict.engine.config import KEY, Options
+from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
 from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.messages import (
     Handshake,
@@ -71,7 +72,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
             runtime.evictor.num_model_layers,
             runtime.vllm_config.model_config.get_total_num_kv_heads(),
         )
-        return Handshake(self.rank, capacity, runtime.projections.available)
+        return Handshake(self.rank, capacity, __version__, runtime.projections.available)
 
     def build_connector_worker_meta(self) -> WorkerMessages | None:
         message = get_runtime().end_step(self.rank)
@@ -102,6 +103,12 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         shakes = [shake for shake in metadata.values() if isinstance(shake, Handshake)]
+        for shake in shakes:
+            if shake.version != __version__:
+                raise KVEvictionError(
+                    f"rank {shake.rank} has vllm-kvevict {shake.version}, the scheduler {__version__}: "
+                    "--kv-eviction needs the same version on every machine"
+                )
         self.ledger.set_capacity({shake.rank: shake.capacity for shake in shakes})
         self.ledger.has_w_o = all(shake.has_w_o for shake in shakes)
         logger.info(self._start_up_line())

@@ -20,11 +20,13 @@ class Handshake(KVConnectorHandshakeMetadata):
     Attributes:
         rank: global rank.
         capacity: of its pool.
+        version: of this package there.
         has_w_o: whether policies can read the output projections of its layers.
     """
 
     rank: int
     capacity: RankCapacity
+    version: str
     has_w_o: bool = True
 
 

@@ -128,7 +128,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_kvevict.engine import checks, requests
+    from vllm_kvevict.engine import checks, requests, stopping
 
     device = checks.check_environment()
     checks.check_arguments(args)
@@ -160,6 +160,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     requests.install()
     if isinstance(args, AsyncEngineArgs):
         requests.install_in_server()
+        stopping.install()
     # Several API servers repeat what the process that starts them has said.
     if args.enable_prefix_caching is None and (args._api_process_count == 1 or args._api_process_rank < 0):
         logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
