@@ -5,10 +5,11 @@ import re
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.documents import ROOT, blocks, commands
-from tests.engine.clients import words
+from tests.engine.clients import eventually, words
 from tests.engine.serving import Server, command
 
 README = ROOT / "README.md"
@@ -37,6 +38,37 @@ def test_readme_over_http(server):
     assert server.metrics()['evictions_total{policy="snapkv"}'] > before.get(
         'evictions_total{policy="snapkv"}', 0
     )
+
+
+SERVES = [line for line in commands(README) if line[:3] == ["vllm", "serve", "MODEL"]]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("line", SERVES, ids=" ".join)
+def test_readme_serves(line, tmp_path):
+    """As printed, but for the model, whose context is shorter than the longest in README."""
+    flags = ["4096" if word == "131072" else word for word in line[3:]]
+    with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+        body = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
+        httpx.post(f"{running.url}/v1/completions", json=body, timeout=120).raise_for_status()
+        assert eventually(lambda: running.metrics()["evicted_tokens_total"] > 0)
+
+
+def test_readme_on_sizing():
+    (line,) = (line for line in commands(README) if "vllm_kvevict.sizing" in line)
+    places = {"python": sys.executable, "MODEL": str(NEEDLE), "8192": "3072"}
+    done = command(*(places.get(word, word) for word in line))
+    assert done.returncode == 0, done.stderr
+    assert "0.1" in done.stdout and "0.2" in done.stdout
+
+
+@pytest.mark.engine
+def test_demo():
+    """What ``make demo`` runs, smaller."""
+    small = ("--requests", "3", "--prompt", "512", "--output", "16")
+    done = command(sys.executable, "-m", "benchmarks.demo", *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ada-snapkv" in done.stdout and "pages" in done.stdout
 
 
 @pytest.mark.engine
