@@ -133,7 +133,10 @@ def report(args: argparse.Namespace) -> str:
     from vllm_kvevict.engine import sizing
 
     rows = [sizing.size(server, settings, args.prompt, args.output) for settings in runs]
-    cells = [[f"{x / 2**20:.1f}" if k in COLUMNS[2:5] else str(x) for k, x in row.items()] for row in rows]
+    cells = [
+        [f"{row[name] / 2**20:.1f}" if name in COLUMNS[2:5] else str(row[name]) for name in COLUMNS]
+        for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
     table = ["  ".join(map(str.rjust, line, widths)) for line in (COLUMNS, *cells)]
     token, fit = server.entry * server.kv_heads * server.layers, sizing.blocks(server) * server.block_size

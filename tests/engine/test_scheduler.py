@@ -256,14 +256,14 @@ def test_pool_too_small_for_one_sequence_is_refused() -> None:
         make_scheduler(server(pages=[2303]))
 
 
-# Prompts that are read in one step.
-
-
 def test_another_version_on_a_rank_is_refused() -> None:
     setup = server()
     scheduler, (capacity,) = make_scheduler(setup), capacities(setup)
     with pytest.raises(KVEvictionError, match=r"rank 0 has vllm-kvevict 0\.0\.9, .* every machine"):
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(0, capacity, "0.0.9")})
+
+
+# Prompts that are read in one step.
 
 
 def test_prompts_are_postponed_rather_than_cut() -> None:
