@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 from collections.abc import AsyncIterator
 
 import httpx
@@ -18,9 +19,9 @@ from benchmarks.soak import (
     baseline,
     growth,
     parse_arguments,
-    resident_memory,
 )
 from benchmarks.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Ask, Outcome, Traffic, send
+from tests.engine.serving import command
 from vllm_kvevict.policies import available
 
 LONGEST = 50
@@ -240,5 +241,20 @@ def test_the_length_of_a_run():
             parse_arguments(argv)
 
 
+# In a process of its own: other tests leave helpers behind that are children, too.
+COUNT = """
+import json, subprocess
+from benchmarks.soak import resident_memory
+with subprocess.Popen(["sleep", "60"]) as child:
+    counted = resident_memory()
+    child.kill()
+print(json.dumps([counted, resident_memory()]))
+"""
+
+
 def test_memory_counts_only_what_was_started_here():
-    assert resident_memory() == {}
+    run = command(sys.executable, "-c", COUNT)
+    assert run.returncode == 0, run.stderr
+    started, ended = json.loads(run.stdout)
+    assert started.keys() == {"sleep"} and 0 < started["sleep"] < 50
+    assert ended == {}
