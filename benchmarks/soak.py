@@ -8,7 +8,6 @@ with exit code 1 if a requirement is missed.
 import argparse
 import asyncio
 import itertools
-import random
 import sys
 import time
 from collections import Counter
@@ -37,9 +36,10 @@ from benchmarks.traffic import (
     Ask,
     Outcome,
     Traffic,
-    random_words,
+    ask_probes,
     send,
 )
+from vllm_kvevict.engine.config import policy_config
 from vllm_kvevict.policies import available
 
 SCRATCH = Path(__file__).parent / "out" / "soak"
@@ -111,6 +111,13 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
+        tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+        self.ranks = tensor * stages
+        self.flags = [*FLAGS, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
+        # Some policies are refused where layers lie in different processes.
+        self.policies = [
+            policy for policy in available() if stages == 1 or not policy_config(policy, 0.3).one_stage
+        ]
         self.console = Console(width=110)
         self.tally: Counter[tuple[str, str]] = Counter()
         self.failures: list[dict[str, Any]] = []
@@ -132,18 +139,19 @@ class Soak:
         arguments = self.arguments
         load_average = warn_if_busy(self.console)
         model = arguments.model or make_model(SCRATCH / "model", layers=2, hidden=64, max_len=MAX_LEN)
-        env = cpu_environment(1, 1) | ENVIRONMENT | {"VLLM_KVEVICT_CHECK": str(int(arguments.check))}
-        server = Server(model, SCRATCH / "server.log", FLAGS, env, log_evictions=False)
-        self.console.print(f"starting vllm serve {model} {' '.join(FLAGS)}", highlight=False)
+        env = cpu_environment(1, self.ranks) | ENVIRONMENT
+        env["VLLM_KVEVICT_CHECK"] = str(int(arguments.check))
+        server = Server(model, SCRATCH / "server.log", self.flags, env, log_evictions=False)
+        self.console.print(f"starting vllm serve {model} {' '.join(self.flags)}", highlight=False)
         # The server closes idle connections; a request that is on its way just then would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with server, httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
-            probes, words_per_token = await ask_probes(client, server.model)
+            probes, words_per_token = await ask_probes(client, server.model, self.policies)
             longest = int(LONGEST_PROMPT * words_per_token)
             traffic = Traffic(server.model, arguments.seed, longest, MAX_LEN, probes)
             seconds = await self._load(server, client, traffic)
             await self._until_idle(server)
-            again, _ = await ask_probes(client, server.model)
+            again, _ = await ask_probes(client, server.model, self.policies)
             changed = sum(again[policy] != answer for policy, answer in probes.items())
             await self._until_idle(server)
             server.check()
@@ -308,7 +316,7 @@ class Soak:
     def _save(self, seconds: float, load_average: float) -> None:
         step = -(-len(self.samples) // KEPT_SAMPLES)
         results = {
-            "flags": list(FLAGS),
+            "flags": self.flags,
             "check": self.arguments.check,
             "concurrency": CONCURRENCY,
             "burst": BURST,
@@ -324,24 +332,6 @@ class Soak:
         folder = RESULTS if self.arguments.name is None else SCRATCH
         path = save(self.arguments.name or "soak", record("soak", results), folder)
         self.console.print(f"written to {path}")
-
-
-async def ask_probes(
-    client: httpx.AsyncClient, model: str
-) -> tuple[dict[str, tuple[dict[str, Any], str]], float]:
-    """One request for each policy: body and greedy answer by policy; and words per token of the prompts."""
-    probes = {}
-    choose = random.Random(0)
-    words = 300
-    for policy in available():
-        fields = {"kv_eviction": policy, "kv_budget": 0.3}
-        body: dict[str, Any] = {"model": model, "prompt": random_words(choose, words), "max_tokens": 24}
-        body |= {"temperature": 0, "ignore_eos": True, "vllm_xargs": fields}
-        answer = await client.post("/v1/completions", json=body, timeout=120)
-        answer.raise_for_status()
-        content = answer.json()
-        probes[policy] = body, content["choices"][0]["text"]
-    return probes, min(1.0, words / content["usage"]["prompt_tokens"])
 
 
 def resident_memory() -> dict[str, float]:
@@ -379,6 +369,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     length.add_argument("--requests", type=whole, metavar="N", help="how many requests to send")
     length.add_argument("--minutes", type=positive, metavar="M", help="how long to send requests")
     parser.add_argument("--model", type=Path, help="folder of a model (default: a random one of two layers)")
+    for kind in ("tensor", "pipeline"):
+        name = f"--{kind}-parallel-size"
+        parser.add_argument(name, type=whole, default=1, metavar="N", help="ranks of the server (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (default: %(default)s)")
     parser.add_argument(
         "--check", action="store_true", help="the server compares page counts with pages after every step"

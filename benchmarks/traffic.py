@@ -3,13 +3,11 @@
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-
-from vllm_kvevict.policies import available
 
 DEADLINE = 180.0
 """Seconds after which a request counts as hanging."""
@@ -85,7 +83,8 @@ class Traffic:
         seed: the same seed makes the same series.
         longest: words of the longest prompt.
         max_len: tokens that the server takes at most.
-        probes: bodies of completions with their answers, some of which are asked again between the others.
+        probes: by policy, bodies of completions with their answers, some of which are asked again between the others;
+            no request names another policy.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Traffic:
         tokens, stream = choose.randint(1, LONGEST_ANSWER), choose.random() < 0.5
         body = self._body(endpoint, length, tokens, stream)
         if choose.random() < 0.9:
-            body["vllm_xargs"] = {"kv_eviction": choose.choice(available())}
+            body["vllm_xargs"] = {"kv_eviction": choose.choice(list(self.probes))}
             if choose.random() < 0.7:
                 body["vllm_xargs"]["kv_budget"] = choose.choice(BUDGETS)
             if choose.random() < 0.2:
@@ -194,6 +193,24 @@ async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
         return Outcome(HUNG, details=f"no answer within {DEADLINE:g} s")
     except (httpx.HTTPError, ValueError, KeyError) as error:
         return Outcome(BROKEN, details=repr(error))
+
+
+async def ask_probes(
+    client: httpx.AsyncClient, model: str, policies: Sequence[str]
+) -> tuple[dict[str, tuple[dict[str, Any], str]], float]:
+    """One request for each policy: body and greedy answer by policy; and words per token of the prompts."""
+    probes = {}
+    choose = random.Random(0)
+    words = 300
+    for policy in policies:
+        fields = {"kv_eviction": policy, "kv_budget": 0.3}
+        body: dict[str, Any] = {"model": model, "prompt": random_words(choose, words), "max_tokens": 24}
+        body |= {"temperature": 0, "ignore_eos": True, "vllm_xargs": fields}
+        answer = await client.post("/v1/completions", json=body, timeout=120)
+        answer.raise_for_status()
+        content = answer.json()
+        probes[policy] = body, content["choices"][0]["text"]
+    return probes, min(1.0, words / content["usage"]["prompt_tokens"])
 
 
 async def _post(client: httpx.AsyncClient, ask: Ask) -> httpx.Response:

@@ -25,7 +25,9 @@ from tests.engine.serving import command
 from vllm_kvevict.policies import available
 
 LONGEST = 50
-PROBES = {"snapkv": ({"prompt": "w9", "max_tokens": 3}, " w1 w2 w3")}
+PROBES = {
+    policy: ({"prompt": "w9", "max_tokens": 3}, " w1 w2 w3") for policy in available() if policy != "tova"
+}
 
 
 def asks(count: int, seed: int = 0) -> list[Ask]:
@@ -52,9 +54,7 @@ def test_valid_requests_are_valid():
     bodies = [
         (ask, json.loads(ask.content)) for ask in asks(2000) if ask.refusal is None and ask.text is None
     ]
-    assert {body["vllm_xargs"]["kv_eviction"] for _, body in bodies if "vllm_xargs" in body} == set(
-        available()
-    )
+    assert {body["vllm_xargs"]["kv_eviction"] for _, body in bodies if "vllm_xargs" in body} == set(PROBES)
     assert any("n" in body for _, body in bodies) and any("seed" in body for _, body in bodies)
     for ask, body in bodies:
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
@@ -239,6 +239,15 @@ def test_the_length_of_a_run():
     for argv in ([], ["--requests", "1", "--minutes", "1"], ["--requests", "0"]):
         with pytest.raises(SystemExit):
             parse_arguments(argv)
+
+
+def test_a_server_of_several_ranks():
+    one = Soak(parse_arguments(["--requests", "3"]))
+    assert one.ranks == 1 and one.policies == list(available())
+    ranks = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    soak = Soak(parse_arguments(["--requests", "3", *ranks]))
+    assert soak.ranks == 4 and soak.flags[-4:] == ranks
+    assert set(one.policies) - set(soak.policies) == {"layer-defensivekv"}
 
 
 # In a process of its own: other tests leave helpers behind that are children, too.

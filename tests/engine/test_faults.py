@@ -103,11 +103,20 @@ def assert_over(
         httpx.get(f"{server.url}/health", timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("server", [LONG], indirect=True, ids=["pool"])
-@pytest.mark.parametrize("name", ["VLLM::Worker", "VLLM::EngineCore"])
-def test_a_process_is_killed(name, server):
+@pytest.mark.parametrize(
+    "server, name",
+    [
+        (LONG, "VLLM::EngineCore"),
+        (LONG, "VLLM::Worker"),
+        ([*LONG, "--tensor-parallel-size", "2"], "VLLM::Worker"),
+        ([*LONG, "--pipeline-parallel-size", "2"], "VLLM::Worker"),
+    ],
+    indirect=["server"],
+    ids=["engine", "worker", "one-of-two-ranks", "one-of-two-stages"],
+)
+def test_a_process_is_killed(server, name):
     family = processes(server)
-    (victim,) = (process for process in family if process.name().startswith(name))
+    victim = next(process for process in family if process.name().startswith(name))
     with under_load(server) as heard:
         since = time.monotonic()
         victim.kill()
