@@ -25,6 +25,7 @@ from tests.engine.serving import command
 from vllm_kvevict.policies import available
 
 LONGEST = 50
+# Without one policy, as under pipeline parallelism: no request may name it.
 PROBES = {
     policy: ({"prompt": "w9", "max_tokens": 3}, " w1 w2 w3") for policy in available() if policy != "tova"
 }
