@@ -8,7 +8,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from vllm_kvevict.kernels import processor
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
@@ -17,13 +20,20 @@ class BuildError(RuntimeError):
     """A kernel could not be compiled; the message says why and what would help."""
 
 
-@functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The library of ``kernels/<name>.cpp``.
+    """The library of ``kernels/<name>.cpp`` for the level that :func:`processor.level` names.
 
     Raises:
-        BuildError: no compiler, no folder for the result, or the compiler refused.
+        BuildError: no compiler, no folder for the result, a level that the processor has not, or the compiler refused.
     """
+    try:
+        return _load(name, processor.level())
+    except ValueError as error:
+        raise BuildError(f"kernel {name} was not compiled: {error}") from None
+
+
+@functools.cache
+def _load(name: str, level: str) -> ctypes.CDLL:
     source = Path(__file__).with_name(f"{name}.cpp")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
@@ -31,11 +41,12 @@ def load(name: str) -> ctypes.CDLL:
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        library = folder / f"{name}-{_fingerprint(source, compiler)}.so"
+        flags = _flags(processor.levels()[level])
+        library = folder / f"{name}-{level}-{_fingerprint(source, compiler, flags)}.so"
         if not library.exists():
             # Workers may compile at the same time: each writes a file of its own and the last name wins.
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as scratch:
-                _compile(compiler, source, scratch.name)
+                _compile(compiler, flags, source, scratch.name)
             os.replace(scratch.name, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -47,23 +58,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvevict"
 
 
-def _compile(compiler: str, source: Path, target: str) -> None:
-    run = subprocess.run([compiler, *FLAGS, str(source), "-o", target], capture_output=True, text=True)
+def _flags(level: processor.Level) -> list[str]:
+    return [*FLAGS, *level.flags, f"-DLANES={level.lanes}"]
+
+
+def _compile(compiler: str, flags: Sequence[str], source: Path, target: str) -> None:
+    run = subprocess.run([compiler, *flags, str(source), "-o", target], capture_output=True, text=True)
     if run.returncode:
         os.unlink(target)
         reason = next((line for line in run.stderr.splitlines() if "error" in line), f"code {run.returncode}")
         raise BuildError(f"{compiler} could not compile {source.name}: {reason}")
 
 
-def _fingerprint(source: Path, compiler: str) -> str:
+def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
     """Changes with whatever changes the machine code."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    parts = [source.read_text(), *FLAGS, compiler, version, _processor()]
+    # -march=native looks at the processor.
+    native = [platform.machine(), *sorted(processor.features())]
+    parts = [source.read_text(), *flags, compiler, version, *native]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """What ``-march=native`` looks at."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -17,7 +17,9 @@
 
 namespace {
 
-constexpr int LANES = 16;
+#ifndef LANES
+#error "LANES is the number of fp32 numbers in a vector register; kernels/processor.py says how many there are"
+#endif
 constexpr int BLOCK = 2 * LANES;  // entries or dims handled together; page_size and head_dim are multiples of it
 constexpr int CUT = 2048;         // entries of a sequence that one thread takes at a time
 constexpr float LOWEST = -1e30f;

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
 
 _MATRIX = [ctypes.c_void_p, ctypes.c_int64]
@@ -20,8 +21,13 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def supports(dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
-    """Whether the kernel can read pages of this kind."""
-    return dtype in DTYPES and page_size % 32 == 0 and head_dim % 32 == 0
+    """Whether the kernel can read pages of this kind: it handles two vectors of entries, or of dims, at a time.
+
+    Raises:
+        ValueError: see :func:`processor.level`.
+    """
+    block = 2 * processor.levels()[processor.level()].lanes
+    return dtype in DTYPES and page_size % block == 0 and head_dim % block == 0
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """When the project's kernel serves decodes, and when vLLM's op does."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_kvevict.engine import cpu
+from vllm_kvevict.engine import calibration, cpu
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 
@@ -14,12 +15,17 @@ from vllm_kvevict.kernels.decode_attention import DecodeAttention
 def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0):
     storage = torch.zeros(1, 2 * 32 * 64, dtype=dtype)
     cache = SimpleNamespace(
-        layout=SimpleNamespace(keys_are_transposed=transposed), storage=storage, page_size=32, head_dim=64
+        layout=SimpleNamespace(keys_are_transposed=transposed),
+        storage=storage,
+        page_size=32,
+        head_dim=64,
+        num_kv_heads=4,
     )
     return cpu.CPUPages(storage, 32, None).decode_attention(cache, 2, softcap)
 
 
-def test_the_kernel_serves_decodes():
+def test_without_timing_the_kernel_serves_decodes(monkeypatch):
+    monkeypatch.setattr(cpu.CPUPages, "_is_faster", lambda *_: True)
     assert isinstance(_kernel(), DecodeAttention)
 
 
@@ -32,18 +38,78 @@ def test_what_it_does_not_serve(unlike):
     assert _kernel(**unlike) is None
 
 
-def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch):
+@pytest.fixture
+def log():
+    """What the module logs: level and message."""
+    seen: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: seen.append((entry.levelname, entry.getMessage()))
+    before = cpu.logger.level
+    cpu.logger.addHandler(handler)
+    cpu.logger.setLevel(logging.INFO)
+    yield seen
+    cpu.logger.removeHandler(handler)
+    cpu.logger.setLevel(before)
+
+
+def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch, log):
     def fail(*_):
         raise BuildError("no C++ compiler was found: install g++ or name one in CXX")
 
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: seen.append(entry.getMessage())
     monkeypatch.setattr(cpu, "DecodeAttention", fail)
-    cpu.logger.addHandler(handler)
-    try:
-        assert _kernel() is None
-    finally:
-        cpu.logger.removeHandler(handler)
-    (message,) = seen
+    assert _kernel() is None
+    ((_, message),) = log
     assert "slower" in message and "install g++" in message
+
+
+def _slowed(monkeypatch, side, factor=20):
+    """Let a side of the comparison do its step several times."""
+    make_step = getattr(calibration, side)
+
+    def make_slow_step(*args):
+        step = make_step(*args)
+
+        def run(table):
+            for _ in range(factor):
+                step(table)
+
+        return run
+
+    monkeypatch.setattr(calibration, side, make_slow_step)
+
+
+def test_a_kernel_that_is_slower_is_not_used_and_the_log_says_by_how_much(monkeypatch, log):
+    _slowed(monkeypatch, "kernel_step")
+    assert _kernel() is None
+    ((severity, message),) = log
+    assert severity == "WARNING"
+    (times,) = re.findall(r"uses vLLM's attention, .* takes (\d+\.\d\d) times as long", message)
+    assert float(times) > 1
+
+
+def test_a_kernel_that_is_faster_is_used_and_the_log_says_by_how_much(monkeypatch, log):
+    _slowed(monkeypatch, "op_step")
+    assert isinstance(_kernel(), DecodeAttention)
+    ((severity, message),) = log
+    assert severity == "INFO"
+    (share,) = re.findall(r"uses the project's kernel, compiled for \w+, which takes (\d+\.\d\d) of", message)
+    assert float(share) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim, heads, group", [(64, 4, 2), (128, 1, 8)])
+def test_both_sides_of_the_comparison_do_the_same_work(dtype, head_dim, heads, group):
+    """Their outputs and what they store are equal, so that the times are of the same step."""
+    shape = calibration.Shape(dtype, 32, head_dim, heads, group)
+    table = torch.arange(2 * heads * 3, dtype=torch.int32).view(2, heads, 3)
+    storages, outputs = [], []
+    for make_step in (
+        calibration.kernel_step,
+        lambda s, x: calibration.op_step(s, cpu.CPUPages(x, 32, None)),
+    ):
+        storage = torch.randn(table.numel(), shape.page_elements, generator=torch.Generator().manual_seed(1))
+        storages.append(storage.to(dtype))
+        outputs.append(make_step(shape, storages[-1])(table).view(2, -1))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(*storages, atol=0, rtol=0)

@@ -167,7 +167,7 @@ def test_pages_that_divide_blocks(page_size, block_size, model):
 def test_prefix_caching_is_turned_off_with_one_warning(given, warnings, model, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
-    args = EngineArgs(model=model, kv_eviction="snapkv", enable_prefix_caching=given)
+    args = EngineArgs(model=model, dtype="float32", kv_eviction="snapkv", enable_prefix_caching=given)
     assert args.create_engine_config().cache_config.enable_prefix_caching is False
     assert len(lines) == warnings and all("prefix caching off" in line for line in lines)
     # Of several API servers none repeats it.
@@ -175,6 +175,26 @@ def test_prefix_caching_is_turned_off_with_one_warning(given, warnings, model, m
     for args._api_process_rank in (-1, 0, 1):
         args.create_engine_config()
     assert len(lines) == 2 * warnings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
+def test_a_dtype_that_is_slow_on_this_processor_is_named_once(dtype, fast, model, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin, "fast_dtype", lambda: fast)
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    args = EngineArgs(model=model, kv_eviction="snapkv", dtype=dtype, enable_prefix_caching=False)
+    args.create_engine_config()
+    if dtype == "float32" or fast == "bfloat16":
+        assert not lines
+        return
+    (line,) = lines
+    assert line.startswith(f"KV eviction: {dtype} is slow on this processor") and "--dtype float32" in line
+
+
+def test_a_level_that_the_processor_has_not_ends_the_start(model, monkeypatch):
+    monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx1024")
+    assert "VLLM_KVEVICT_CPU_LEVEL must be one of" in refusal(model)
 
 
 # Models.

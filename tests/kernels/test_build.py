@@ -4,16 +4,16 @@ import ctypes
 
 import pytest
 
-from vllm_kvevict.kernels import build
+from vllm_kvevict.kernels import build, processor
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """An empty cache folder, and no library from an earlier test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    build.load.cache_clear()
+    build._load.cache_clear()
     yield
-    build.load.cache_clear()
+    build._load.cache_clear()
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def compiled(monkeypatch):
 
 def test_compiles_once(compiled):
     assert isinstance(build.load("decode_attention"), ctypes.CDLL)
-    build.load.cache_clear()  # as another process
+    build._load.cache_clear()  # as another process
     build.load("decode_attention")
     assert len(compiled) == 1
     assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
@@ -35,10 +35,27 @@ def test_compiles_once(compiled):
 
 def test_other_flags_are_another_library(compiled, monkeypatch):
     build.load("decode_attention")
-    build.load.cache_clear()
+    build._load.cache_clear()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     build.load("decode_attention")
     assert len(compiled) == 2 and len(list(build.cache_folder().iterdir())) == 2
+
+
+def test_a_level_is_compiled_for_and_named(compiled, monkeypatch):
+    for number, (name, level) in enumerate(processor.levels().items(), 1):
+        monkeypatch.setenv(processor.ENVIRONMENT, name)
+        build.load("decode_attention")
+        _, flags, _, _ = compiled[-1]
+        assert len(compiled) == number
+        assert f"-DLANES={level.lanes}" in flags and {*level.flags} <= {*flags}
+    names = sorted(path.name.split("-")[1] for path in build.cache_folder().iterdir())
+    assert names == sorted(processor.levels())
+
+
+def test_a_level_that_the_processor_has_not(monkeypatch):
+    monkeypatch.setenv(processor.ENVIRONMENT, "avx1024")
+    with pytest.raises(build.BuildError, match=r"VLLM_KVEVICT_CPU_LEVEL must be one of .*, got 'avx1024'"):
+        build.load("decode_attention")
 
 
 def test_no_compiler(monkeypatch):

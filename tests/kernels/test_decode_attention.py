@@ -7,11 +7,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_kvevict.kernels import build, processor
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LENGTHS = ((1, 31), (32, 33), (64, 200), (2047, 2048), (2049, 4100))
 """Of the requests' heads, the new entry included."""
+
+
+@pytest.fixture(params=[16, 8, 4])
+def lanes(request, monkeypatch):
+    """Vectors of this width, at the processor's level; the compiler takes apart those that are too wide for it."""
+    name = processor.level()
+    only = {name: replace(processor.levels()[name], lanes=request.param)}
+    monkeypatch.setattr(processor, "levels", lambda: only)
+    build._load.cache_clear()
+    yield request.param
+    build._load.cache_clear()
+
+
+@pytest.fixture(params=list(processor.levels()))
+def level(request, monkeypatch):
+    """A level of this processor."""
+    monkeypatch.setenv(processor.ENVIRONMENT, request.param)
+    return request.param
 
 
 class Case(NamedTuple):
@@ -91,13 +110,43 @@ def test_equals_the_reference(dtype, page_size, head_dim, group):
     torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
 
 
+def _check_shapes(dtype) -> None:
+    """Shapes with full and half-filled pairs of blocks, on one and on several passes over the query heads."""
+    for page_size, head_dim, group in ((32, 32, 1), (64, 96, 3), (32, 128, 7), (128, 256, 4)):
+        case = _case(dtype, page_size, head_dim, group)
+        output, pages = case.run()
+        expected, expected_pages = case.expected()
+        torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_width_equals_the_reference(lanes, dtype):
+    _check_shapes(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_level_equals_the_reference(level, dtype):
+    _check_shapes(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_head_sizes_that_only_narrow_vectors_divide(lanes, dtype):
+    assert supports(dtype, 32, 80) is (lanes <= 8)
+    if lanes <= 8:
+        case = _case(dtype, 32, 80, 2)
+        assert torch.allclose(
+            case.run()[0].float(), case.expected()[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_flat_and_peaked_weights(scale):
     case = _case(torch.float32, 32, 64, 2, [(1, 40), (3000, 7)], scale=scale)
     torch.testing.assert_close(case.run()[0].double(), case.expected(torch.float64)[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_request_does_not_depend_on_its_batch_or_on_threads():
+def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes):
     case = _case(torch.float32, 32, 64, 2)
     together, _ = case.run()
     threads = torch.get_num_threads()
@@ -148,14 +197,15 @@ def test_heads_that_lie_apart_are_refused():
 
 
 @pytest.mark.parametrize(
-    "dtype, page_size, head_dim, expected",
+    "dtype, page_size, blocks, expected",
     [
-        (torch.bfloat16, 32, 64, True),
-        (torch.float32, 96, 32, True),
-        (torch.float16, 32, 64, False),
-        (torch.bfloat16, 16, 64, False),
-        (torch.bfloat16, 32, 80, False),
+        (torch.bfloat16, 32, 2, True),
+        (torch.float32, 96, 1, True),
+        (torch.float16, 32, 2, False),
+        (torch.bfloat16, 4, 2, False),
+        (torch.bfloat16, 32, 1.5, False),
     ],
 )
-def test_what_it_can_read(dtype, page_size, head_dim, expected):
-    assert supports(dtype, page_size, head_dim) is expected
+def test_what_it_can_read(lanes, dtype, page_size, blocks, expected):
+    """Head sizes in blocks of two vectors."""
+    assert supports(dtype, page_size, int(blocks * 2 * lanes)) is expected

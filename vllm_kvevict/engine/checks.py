@@ -9,7 +9,8 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
-from vllm_kvevict.engine.devices import Device, this_device
+from vllm_kvevict.engine.devices import CPU, Device, this_device
+from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig, take
 
 TESTED_VLLM = "0.32."
@@ -38,6 +39,11 @@ def check_environment() -> Device:
             "--kv-eviction runs on vLLM's CPU and CUDA platforms so far, not on "
             f"{current_platform.device_name}: leave the flag out on this machine"
         )
+    if device is CPU:
+        try:
+            processor.level()
+        except ValueError as error:
+            raise KVEvictionError(f"--kv-eviction: {error}, so unset it or set it to one of these") from None
     if envs.VLLM_USE_RUST_FRONTEND:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with VLLM_USE_RUST_FRONTEND=1: requests are checked in the Python "

@@ -11,8 +11,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_i
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.attention import RaggedBuilder, RaggedImpl
 from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.engine.calibration import Shape, time_decodes
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
+from vllm_kvevict.kernels.processor import level
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -107,16 +109,37 @@ class CPUPages:
         )
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> DecodeAttention | None:
-        """Our kernel, or None where vLLM's op serves decodes too."""
+        """Our kernel, or None where vLLM's op serves decodes too: where the kernel cannot, or is slower."""
         if softcap or not cache.layout.keys_are_transposed:
             return None
         if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            return DecodeAttention(cache.storage, cache.page_size)
+            kernel = DecodeAttention(cache.storage, cache.page_size)
         except BuildError as error:
             logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
             return None
+        return kernel if self._is_faster(cache, group) else None
+
+    def _is_faster(self, cache: PagedKVCache, group: int) -> bool:
+        """Whether our kernel beats vLLM's op on this machine, for the server's shape; the log says by how much."""
+        shape = Shape(cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group)
+        times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
+        if times.kernel <= times.op:
+            logger.info(
+                "KV eviction: decoding uses the project's kernel, compiled for %s, which takes %.2f of the time of "
+                "vLLM's attention here",
+                level(),
+                times.kernel / times.op,
+            )
+            return True
+        logger.warning(
+            "KV eviction: decoding uses vLLM's attention, because the project's kernel, compiled for %s, takes %.2f "
+            "times as long here",
+            level(),
+            times.kernel / times.op,
+        )
+        return False
 
     def _views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a storage as the op wants them, [pages, 1 head, page_size, head_dim] each."""

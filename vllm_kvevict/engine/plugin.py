@@ -22,6 +22,7 @@ from vllm_kvevict.engine.config import (
     parse_budget,
 )
 from vllm_kvevict.engine.devices import CPU
+from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available, parameters
 
 logger = init_logger("vllm.kv_eviction")
@@ -162,9 +163,25 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
         requests.install_in_server()
         stopping.install()
     # Several API servers repeat what the process that starts them has said.
-    if args.enable_prefix_caching is None and (args._api_process_count == 1 or args._api_process_rank < 0):
-        logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
+    if args._api_process_count == 1 or args._api_process_rank < 0:
+        if args.enable_prefix_caching is None:
+            logger.warning(
+                "KV eviction turns prefix caching off: evicted KV cannot be shared between requests"
+            )
+        if device is CPU:
+            _warn_of_slow_dtype(vllm_config.model_config.dtype)
     return vllm_config
+
+
+def _warn_of_slow_dtype(dtype: Any) -> None:
+    """Say so if this processor computes the model's dtype slowly; eviction cannot make up for that."""
+    name, fast = str(dtype).removeprefix("torch."), fast_dtype()
+    if name != "float32" and fast == "float32":
+        logger.warning(
+            "KV eviction: %s is slow on this processor, which has no AVX-512: matrix products take several times as "
+            "long as in float32, so use --dtype float32 if the model fits the memory twice as large",
+            name,
+        )
 
 
 def _make_room_for_probe(args: Any, options: Options) -> None:

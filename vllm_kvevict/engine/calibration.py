@@ -1,0 +1,137 @@
+"""Whether our decode kernel is faster than vLLM's op on this machine, for the shape that the server has."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
+
+STEP_BYTES = 8 << 20
+"""KV that a timed step reads."""
+ROUNDS = 6
+"""Timed steps of each side. Every step reads KV of its own, so that it comes from memory as in a server."""
+PAGES_PER_ROW = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one layer.
+
+    Attributes:
+        dtype, page_size, head_dim: of the pages.
+        heads: KV heads.
+        group: query heads that share a KV head.
+    """
+
+    dtype: torch.dtype
+    page_size: int
+    head_dim: int
+    heads: int
+    group: int
+
+    @property
+    def page_elements(self) -> int:
+        """Numbers in a page: keys and values."""
+        return 2 * self.page_size * self.head_dim
+
+    def vectors(self, requests: int) -> tuple[Tensor, Tensor]:
+        """A query [requests, Hq, d], and a key or value [requests, Hkv, d], of some numbers."""
+        query = torch.full((requests, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
+        return query, query[:, : self.heads].contiguous()
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Milliseconds of processor time of each side's fastest step; both read the same amount of KV."""
+
+    kernel: float
+    op: float
+
+
+Step = Callable[[Tensor], Tensor]
+"""Decode one token of each request; the attention's output [requests, Hq, d]. The argument, int32 [requests, heads,
+pages], says which pages they have; these are full with the new token."""
+
+
+def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> DecodeTimes:
+    """Time decode steps of our kernel and of vLLM's op in turns, on one thread; takes about 0.1 s and 100 MB.
+
+    Args:
+        shape: of the server's attention.
+        make_pages: makes a :class:`vllm_kvevict.engine.cpu.CPUPages` over a storage.
+
+    Raises:
+        BuildError: the kernel cannot be compiled here.
+    """
+    row_bytes = PAGES_PER_ROW * shape.page_elements * shape.dtype.itemsize
+    requests = max(1, STEP_BYTES // (row_bytes * shape.heads))
+    steps = 2 * ROUNDS
+    # Written to, since memory that never was is one page of zeros, which would stay in the processor's cache.
+    pages = steps * requests * shape.heads * PAGES_PER_ROW
+    storage = torch.full((pages, shape.page_elements), 0.5, dtype=shape.dtype)
+    sides = kernel_step(shape, storage), op_step(shape, make_pages(storage))
+    tables = torch.arange(pages, dtype=torch.int32).view(steps, requests, shape.heads, PAGES_PER_ROW)
+    milliseconds: tuple[list[float], list[float]] = ([], [])
+    with _one_thread():
+        for number, table in enumerate(tables):
+            started = time.thread_time()
+            sides[number % 2](table)
+            milliseconds[number % 2].append(1e3 * (time.thread_time() - started))
+    return DecodeTimes(*map(min, milliseconds))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads would wait for one another, and for whoever else starts on this machine at the same time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def kernel_step(shape: Shape, storage: Tensor) -> Step:
+    """A step by our kernel."""
+    kernel = DecodeAttention(storage, shape.page_size)
+
+    def run(table: Tensor) -> Tensor:
+        requests, heads, width = table.shape
+        query, entry = shape.vectors(requests)
+        output = torch.empty_like(query)
+        starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
+        lengths = torch.full_like(starts, width * shape.page_size)
+        rows = Rows(table.flatten(), starts, lengths, torch.arange(requests), 0)
+        kernel(query, entry, entry, output, rows, None, 1.0)
+        return output
+
+    return run
+
+
+def op_step(shape: Shape, pages: Any) -> Step:
+    """A step by vLLM's op, over ``pages`` (:class:`vllm_kvevict.engine.cpu.CPUPages`)."""
+
+    def run(table: Tensor) -> Tensor:
+        requests, heads, width = table.shape
+        query, entry = shape.vectors(requests)
+        output = torch.empty_like(query)
+        last_slots = table[..., -1].flatten().long() * shape.page_size + shape.page_size - 1
+        pages.append(entry, entry, last_slots)
+        by_head = (requests * heads, shape.group, shape.head_dim)
+        sequences = Sequences(
+            seq_lens=torch.full((requests * heads,), width * shape.page_size, dtype=torch.int32),
+            block_table=table.flatten(0, 1),
+            query_start_loc=torch.arange(requests * heads + 1, dtype=torch.int32),
+            longest=width * shape.page_size,
+            longest_query=1,
+        )
+        pages.attend(query.view(by_head), output.view(by_head), sequences, 1.0, 0.0)
+        return output
+
+    return run
