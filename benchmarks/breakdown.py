@@ -20,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decode import admit, drop, prefill
-from benchmarks.measure import RESULTS, record, save, warn_if_busy
-from benchmarks.options import add_counts, budget, whole
-from benchmarks.scenarios import BLOCK, LAYERS, STOCK, TOKEN_BYTES, model
+from benchmarks.measure import RESULTS, record, record_name, save, warn_if_busy
+from benchmarks.options import add_counts, add_dtype, budget, whole
+from benchmarks.scenarios import BLOCK, STOCK, model, token_bytes
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
@@ -168,10 +168,10 @@ def measure(arguments: argparse.Namespace) -> list[Cell]:
             f"breakdown {name}",
             model(longest, layers),
             arguments.threads,
-            dtype="bfloat16",
+            dtype=arguments.dtype,
             max_model_len=longest,
             max_num_batched_tokens=arguments.context,
-            kv_cache_memory_bytes=blocks * BLOCK * TOKEN_BYTES * layers // LAYERS,
+            kv_cache_memory_bytes=blocks * BLOCK * token_bytes(arguments.dtype, layers),
             **({} if name == STOCK else eviction),
         )
         with running(side):
@@ -184,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> list[Cell]:
 def show(arguments: argparse.Namespace, kind: str, cells: Sequence[Cell]) -> Table:
     """Milliseconds of each part, one column for each model and side."""
     what = f"{arguments.batch} x {arguments.context}" if kind == DECODE else f"{arguments.context} tokens"
-    table = Table(title=f"{kind}, {what}, {arguments.threads} thread(s): ms, median")
+    table = Table(title=f"{kind}, {what}, {arguments.dtype}, {arguments.threads} thread(s): ms, median")
     table.add_column("part")
     for cell in cells:
         table.add_column(f"{cell.layers} layers, {cell.side}", justify="right")
@@ -195,8 +195,8 @@ def show(arguments: argparse.Namespace, kind: str, cells: Sequence[Cell]) -> Tab
     return table
 
 
-def plot(cells: Sequence[Cell]) -> str:
-    """Stacked bars of the parts."""
+def plot(cells: Sequence[Cell], name: str) -> str:
+    """Stacked bars of the parts, in a file of this name."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(2, 1, figsize=(9, 6))
@@ -213,7 +213,7 @@ def plot(cells: Sequence[Cell]) -> str:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     figure.tight_layout()
-    path = RESULTS / "breakdown.png"
+    path = RESULTS / f"{name}.png"
     RESULTS.mkdir(exist_ok=True)
     figure.savefig(path, dpi=100, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
@@ -242,6 +242,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model-layers", type=whole, nargs="+", default=[4, 16], metavar="N", help="default: %(default)s"
     )
+    add_dtype(parser)
     arguments = parser.parse_args(argv)
     if arguments.context < 256:
         parser.error("--context must be at least 256: shorter prompts are kept whole")
@@ -271,7 +272,8 @@ def main() -> int:
             for cell in cells
         ],
     }
-    console.print(f"written to {save('breakdown', record('breakdown', content))} and {plot(cells)}")
+    name = record_name("breakdown", arguments.dtype)
+    console.print(f"written to {save(name, record('breakdown', content))} and {plot(cells, name)}")
     return 0
 
 

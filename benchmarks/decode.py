@@ -17,15 +17,26 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import RESULTS, Estimate, estimate, paired_ratio, record, save, warn_if_busy
-from benchmarks.options import budget, whole
-from benchmarks.scenarios import BLOCK, LAYERS, TOKEN_BYTES, Target, model, show_targets
+from benchmarks.measure import (
+    RESULTS,
+    USUAL,
+    Estimate,
+    estimate,
+    kind,
+    paired_ratio,
+    record,
+    record_name,
+    save,
+    warn_if_busy,
+)
+from benchmarks.options import add_dtype, budget, whole
+from benchmarks.scenarios import BLOCK, LAYERS, Target, model, show_targets, token_bytes
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
 BATCH, CONTEXT, BUDGET, POLICY = 16, 16384, 0.2, "ada-snapkv"
-TARGET = 3.5
-"""How much faster the low end of the interval should be, at the sizes above."""
+TARGETS = {USUAL: 3.5}
+"""How much faster the low end of the interval should be, at the sizes above, by level and dtype."""
 CHUNK = 2048
 """Tokens of a step at most, on both sides."""
 PIECE = 2.0
@@ -171,8 +182,8 @@ def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
         "max_model_len": max_len,
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": arguments.batch,
-        "kv_cache_memory_bytes": blocks * BLOCK * TOKEN_BYTES * layers // LAYERS,
-        "dtype": "bfloat16",
+        "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(arguments.dtype, layers),
+        "dtype": arguments.dtype,
     }
     stock = Side("stock vLLM", path, arguments.threads, **settings)
     name = f"{arguments.policy} {arguments.budget:g}"
@@ -211,24 +222,22 @@ def measure(
 
 def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
     """What the cell of the default sizes should reach; none of the others has a target."""
-    ours = (arguments.batch, arguments.budget, arguments.policy) == (BATCH, BUDGET, POLICY)
+    bound = TARGETS.get(kind(arguments.dtype))
+    if bound is None or (arguments.batch, arguments.budget, arguments.policy) != (BATCH, BUDGET, POLICY):
+        return []
+    name = f"a decode step of {BATCH} x {CONTEXT}, stock's time over ours"
     return [
-        Target(
-            f"a decode step of {BATCH} x {CONTEXT}, stock's time over ours",
-            cell.ratio(0),
-            TARGET,
-        )
+        Target(name, cell.ratio(0), bound)
         for cell in cells
-        if ours and (cell.layers, cell.context) == (LAYERS, CONTEXT)
+        if (cell.layers, cell.context) == (LAYERS, CONTEXT)
     ]
 
 
 def show(arguments: argparse.Namespace, cells: Sequence[Cell]) -> Table:
     """The results as a table."""
     name = f"{arguments.policy} {arguments.budget:g}"
-    table = Table(
-        title=f"a decode step of {arguments.batch} requests, {arguments.threads} thread(s) a side: medians [95 %]"
-    )
+    what = f"a decode step of {arguments.batch} requests in {arguments.dtype}"
+    table = Table(title=f"{what}, {arguments.threads} thread(s) a side: medians [95 %]")
     for column in ("layers", "context", "stock ms", f"{name} ms", "wall ratio", "CPU ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for cell in cells:
@@ -259,7 +268,7 @@ def plot(arguments: argparse.Namespace, cells: Sequence[Cell]) -> str:
         axes.legend()
     figure.tight_layout()
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "decode.png"
+    path = RESULTS / f"{record_name('decode', arguments.dtype)}.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return str(path)
@@ -301,6 +310,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of each engine (default: all %(default)s cores)",
     )
     add("--model-layers", type=whole, nargs="+", default=[LAYERS], metavar="N", help="default: %(default)s")
+    add_dtype(parser)
     arguments = parser.parse_args(argv)
     if min(arguments.contexts) < 256:
         parser.error("--contexts must be at least 256: shorter prompts are kept whole")
@@ -331,7 +341,8 @@ def main() -> int:
         "cells": [cell.summary() for cell in cells],
         "targets": show_targets(console, targets(arguments, cells)),
     }
-    console.print(f"written to {save('decode', record('decode', content))} and {plot(arguments, cells)}")
+    path = save(record_name("decode", arguments.dtype), record("decode", content))
+    console.print(f"written to {path} and {plot(arguments, cells)}")
     return 0
 
 

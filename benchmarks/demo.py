@@ -17,16 +17,20 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from benchmarks.answers import Question, answers_table, ask, make_questions
 from benchmarks.kept import Run, comparison_table, kept_table, parse_evictions
+from benchmarks.load import NUMBER_BYTES
+from benchmarks.options import add_dtype
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from benchmarks.server import Server, ServerError, Snapshot, tail
+from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 
 SCRATCH = Path(".demo")
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64  # of the model
 FIRST_WORD = len(SPECIAL)
 BLOCK = PAGE = 32
-TOKEN_BYTES = LAYERS * KV_HEADS * 2 * HEAD_DIM * 2
+OWN_DTYPE = "bfloat16"
+"""Of the model's weights on disk."""
 PROMPTS_IN_POOL = 4
 POLL_SECONDS = 0.2
 
@@ -61,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="threads of the model; one core is left to the rest of the server (default: %(default)s)",
     )
+    add_dtype(parser)
     parser.add_argument("--port", type=int, metavar="N", help="of the servers (default: a free one)")
     parser.add_argument(
         "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"
@@ -79,10 +84,25 @@ def _budget(text: str) -> float:
     return value
 
 
-def pool_bytes(prompt: int, output: int) -> int:
+def pool_bytes(prompt: int, output: int, dtype: str) -> int:
     """KV memory for PROMPTS_IN_POOL full requests and the block that vLLM keeps for itself."""
     blocks = PROMPTS_IN_POOL * -(-(prompt + output) // BLOCK) + 1
-    return blocks * BLOCK * TOKEN_BYTES
+    return blocks * BLOCK * LAYERS * KV_HEADS * 2 * HEAD_DIM * NUMBER_BYTES[dtype]
+
+
+def dtype_note(dtype: str) -> str | None:
+    """Which dtype the servers compute in and why, unless it is the model's own."""
+    if dtype == OWN_DTYPE:
+        return None
+    reason = "as --dtype says"
+    if dtype == processor.fast_dtype():
+        reason = f"this processor ({processor.level()}) is slow in the model's {OWN_DTYPE}"
+    return f"Both servers compute in {dtype}: {reason}."
+
+
+def memory_of(arguments: argparse.Namespace) -> int:
+    """KV memory of each server."""
+    return pool_bytes(arguments.prompt, arguments.output, arguments.dtype)
 
 
 async def run_server(
@@ -92,7 +112,8 @@ async def run_server(
     length = arguments.prompt + arguments.output
     common = [
         *("--max-model-len", str(length), "--block-size", str(BLOCK)),
-        *("--kv-cache-memory-bytes", str(pool_bytes(arguments.prompt, arguments.output))),
+        *("--dtype", arguments.dtype),
+        *("--kv-cache-memory-bytes", str(memory_of(arguments))),
     ]
     env = {
         "HF_HUB_OFFLINE": "1",
@@ -187,13 +208,15 @@ def _advance(bar: Progress, task: TaskID, seen: Snapshot) -> None:
 async def show(arguments: argparse.Namespace) -> None:
     """Run both servers and print what they showed."""
     SCRATCH.mkdir(exist_ok=True)
-    memory = pool_bytes(arguments.prompt, arguments.output)
+    memory = memory_of(arguments)
     console.print(
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
         f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
         f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then a question about "
         "a text of the same length, with the full cache and without."
     )
+    if note := dtype_note(arguments.dtype):
+        console.print(note, highlight=False)
     eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
     questions = make_questions(arguments.prompt - 32, arguments.policy, arguments.budget)
     stock, _ = await run_server("stock vLLM", [], arguments)

@@ -6,6 +6,7 @@ prefill against the one without eviction, pair by pair.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,21 +15,25 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import estimate, paired_ratio, record, save
-from benchmarks.scenarios import TOKEN_BYTES, model
+from benchmarks.measure import USUAL, estimate, kind, paired_ratio, record, record_name, save
+from benchmarks.options import add_dtype
+from benchmarks.scenarios import model, token_bytes
 from benchmarks.sides import Outcome, Side, Workload, running
 from vllm_kvevict.policies import available
 
-TARGET, TARGET_LENGTH = 0.03, 8192
-"""The largest share of the prefill that is acceptable, at this length."""
+TARGETS, TARGET_LENGTH = {USUAL: 0.03}, 8192
+"""The largest share of the prefill that is acceptable, by level and dtype, at this length."""
 
 COSTLY = ("h2o", "criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv")
 """Policies that by their definition do as much work as a part of the model: they have no target."""
 
 
-def main() -> None:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.eviction",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[2048, 8192], help="prompt tokens (default: %(default)s)"
@@ -37,18 +42,28 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.2, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each policy (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
-    args = parser.parse_args()
+    add_dtype(parser)
+    return parser.parse_args(argv)
+
+
+def make_side(args: argparse.Namespace) -> Side:
+    """The engine, with room for two of the longest prompts."""
     longest = max(args.lengths)
-    side = Side(
+    return Side(
         "eviction",
         model(longest + 64),
         args.threads,
-        dtype="bfloat16",
+        dtype=args.dtype,
         max_model_len=longest + 64,
-        kv_cache_memory_bytes=2 * (longest + 256) * TOKEN_BYTES,
+        kv_cache_memory_bytes=2 * (longest + 256) * token_bytes(args.dtype),
         kv_eviction="full",
         kv_budget=args.budget,
     )
+
+
+def main() -> None:
+    args = parse_arguments()
+    side = make_side(args)
     policies = ["full", *args.policies]
     runs = [(length, number) for length in args.lengths for number in range(args.rounds)]
     outcomes: dict[tuple[int, str], list[Outcome]] = {}
@@ -61,17 +76,20 @@ def main() -> None:
                 outcome = side.run(workload, extra_args={"kv_eviction": policy})
                 outcomes.setdefault((length, policy), []).append(outcome)
     lengths = {
-        length: report(length, {policy: outcomes[length, policy] for policy in policies}, args.budget)
+        length: report(args, length, {policy: outcomes[length, policy] for policy in policies})
         for length in args.lengths
     }
-    print(f"share: of the prefill; target at {TARGET_LENGTH} tokens: at most {TARGET:.0%}")
+    target = TARGETS.get(kind(args.dtype))
+    wanted = "none" if target is None else f"at most {target:.0%}"
+    print(f"share: of the prefill; target at {TARGET_LENGTH} tokens: {wanted}")
     content = {"settings": vars(args), "lengths": lengths}
-    print(f"written to {save('eviction', record('eviction', content))}")
+    print(f"written to {save(record_name('eviction', args.dtype), record('eviction', content))}")
 
 
-def report(length: int, outcomes: dict[str, list[Outcome]], budget: float) -> dict[str, Any]:
+def report(args: argparse.Namespace, length: int, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
     """Print the table of one length and return its figures; ``full`` is among the policies."""
-    table = Table(title=f"eviction of a prompt of {length} tokens, budget {budget:g}")
+    target = TARGETS.get(kind(args.dtype))
+    table = Table(title=f"eviction of a prompt of {length} tokens in {args.dtype}, budget {args.budget:g}")
     for column in (
         "policy",
         "choosing ms",
@@ -92,8 +110,8 @@ def report(length: int, outcomes: dict[str, list[Outcome]], budget: float) -> di
         ratio = paired_ratio([run.prefill_seconds for run in runs], [run.prefill_seconds for run in whole])
         cpu = paired_ratio([run.cpu for run in runs], [run.cpu for run in whole])
         verdict = "-"
-        if length == TARGET_LENGTH and policy not in COSTLY:
-            verdict = "met" if share.high <= TARGET else "MISSED"
+        if target is not None and length == TARGET_LENGTH and policy not in COSTLY:
+            verdict = "met" if share.high <= target else "MISSED"
         table.add_row(
             policy, f"{chosen.median:.1f}", f"{moved.median:.1f}", str(share), str(ratio), str(cpu), verdict
         )

@@ -18,7 +18,7 @@ MATMUL_SIZE = 2048
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does at best: bytes read from memory, and bf16 FLOPs of a matrix product, per second."""
+    """What the machine does at best: bytes read from memory, and FLOPs of a matrix product, per second."""
 
     memory: float
     arithmetic: float
@@ -47,11 +47,15 @@ class Work:
 
 
 class Machine:
-    """Measures the rates with the threads that torch has been given."""
+    """Measures the rates with the threads that torch has been given.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: of the matrices that are multiplied.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
         self._buffer = torch.ones(READ_BYTES // 4)
-        self._factors = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE).to(torch.bfloat16)
+        self._factors = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE).to(dtype)
 
     def measure(self) -> Rates:
         """Rates of this moment."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load import PERCENTILES
-from benchmarks.measure import RESULTS, Estimate, record, save, warn_if_busy
+from benchmarks.measure import RESULTS, Estimate, record, record_name, save, warn_if_busy
 from benchmarks.options import add_options, changed, positive, require_room
 from benchmarks.scenarios import STOCK, Round, Scenario, compare
 from benchmarks.server import run_benchmark
@@ -97,7 +97,7 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
             f"{name}: {run.requests_per_second:.3g} requests/s when all arrive at once", highlight=False
         )
     console.print(latency_table(scenario, results))
-    name = arguments.name or "latency"
+    name = arguments.name or record_name("latency", arguments.dtype)
     content = {
         "threads": arguments.threads,
         "load_average_at_start": load_average,
@@ -135,7 +135,7 @@ async def run_rates(
 def latency_table(scenario: Scenario, results: Sequence[AtRate]) -> Table:
     """One row for each rate, side and latency, in milliseconds."""
     table = Table(
-        title=f"milliseconds, {scenario.policy}; the 99th of {scenario.requests} is about the slowest"
+        title=f"milliseconds, {scenario.policy}, {scenario.dtype}; the 99th of {scenario.requests} is about the slowest"
     )
     for column in ("requests/s", "side", "latency"):
         table.add_column(column)

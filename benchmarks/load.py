@@ -15,10 +15,10 @@ from benchmarks.sides import FIRST_WORD, VOCAB
 
 HEAD_DIM = 64
 """Of the benchmark models."""
-ENTRY_BYTES = 2 * HEAD_DIM * 2
-"""Key and value of one token in one layer and KV head, bf16."""
-PAGE_BYTES = 32 * ENTRY_BYTES
-"""Pages have the default ``page_size``."""
+NUMBER_BYTES = {"bfloat16": 2, "float32": 4}
+"""Of each dtype that a CPU benchmark can run in."""
+PAGE = 32
+"""The default ``page_size``."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 1.5
 """vLLM's processes spin for a second after the last message: until then they would disturb the next run."""
@@ -123,18 +123,29 @@ class Run:
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
+def entry_bytes(dtype: str) -> int:
+    """Key and value of one token in one layer and KV head."""
+    return 2 * HEAD_DIM * NUMBER_BYTES[dtype]
+
+
+def page_bytes(dtype: str) -> int:
+    """A page with room for ``PAGE`` entries."""
+    return PAGE * entry_bytes(dtype)
+
+
 def longest(length: int, spread: float) -> int:
     """Most tokens of a prompt or answer that is ``length`` tokens long on average."""
     return math.floor(length * (1 + spread))
 
 
-async def drive(server: Server, load: Load, kv_bytes: int) -> Run:
+async def drive(server: Server, load: Load, kv_bytes: int, dtype: str) -> Run:
     """Run a load to its end and wait until the server has come to rest.
 
     Args:
         server: it answers, and nobody else uses it.
         load: what to send.
         kv_bytes: the server's KV memory, over all ranks.
+        dtype: of the KV entries in it.
 
     Raises:
         ServerError: if the server ended, or a request failed or had another length than asked for.
@@ -154,7 +165,7 @@ async def drive(server: Server, load: Load, kv_bytes: int) -> Run:
         await asyncio.gather(client, return_exceptions=True)
     cpu = server.cpu_seconds() - cpu
     _require_all(server, prompts, result)
-    run = summarise(result, cpu, before, seen, await server.snapshot(), kv_bytes)
+    run = summarise(result, cpu, before, seen, await server.snapshot(), kv_bytes, dtype)
     await asyncio.sleep(SETTLE_SECONDS)
     return run
 
@@ -225,9 +236,10 @@ def summarise(
     seen: Sequence[Snapshot],
     after: Snapshot,
     kv_bytes: int,
+    dtype: str,
 ) -> Run:
     """Join what the client measured and what the server's metrics said before, during and after the run."""
-    physical, logical = max((_held(snapshot, kv_bytes) for snapshot in seen), key=lambda held: held[0])
+    physical, logical = max((_held(snapshot, kv_bytes, dtype) for snapshot in seen), key=lambda held: held[0])
     names = LATENCIES
     if max(result["output_lens"]) == 1:
         names = {name: theirs for name, theirs in LATENCIES.items() if name not in ("tpot", "itl")}
@@ -249,11 +261,11 @@ def summarise(
     )
 
 
-def _held(snapshot: Snapshot, kv_bytes: int) -> tuple[float, int | None]:
+def _held(snapshot: Snapshot, kv_bytes: int, dtype: str) -> tuple[float, int | None]:
     """Bytes of KV memory held, and of the entries stored if the server tells."""
     if snapshot.physical_pages is None or snapshot.logical_entries is None:
         return snapshot.kv_usage * kv_bytes, None
-    return snapshot.physical_pages * PAGE_BYTES, snapshot.logical_entries * ENTRY_BYTES
+    return snapshot.physical_pages * page_bytes(dtype), snapshot.logical_entries * entry_bytes(dtype)
 
 
 def _seconds(result: dict[str, Any], theirs: str) -> dict[str, float]:

@@ -16,8 +16,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from vllm_kvevict.kernels import processor
+
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000
+Kind = tuple[str, str]
+"""What figures are figures of: the processor's level and the dtype."""
+USUAL: Kind = ("avx512", "bfloat16")
+"""Records of this kind have plain names."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,28 @@ def record(module: str, results: Any) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores",
+        "level": processor.level(),
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages},
         },
         "results": results,
     }
+
+
+def kind(dtype: str) -> Kind:
+    """What is measured here in this dtype; targets hold for one kind each."""
+    return processor.level(), dtype
+
+
+def full_name(name: str, dtype: str) -> str:
+    """A record's name with its kind."""
+    return "-".join((name, *kind(dtype)))
+
+
+def record_name(name: str, dtype: str) -> str:
+    """A record's name: plain for the usual kind, so that records of other kinds lie beside it."""
+    return name if kind(dtype) == USUAL else full_name(name, dtype)
 
 
 def save(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:

@@ -1,10 +1,10 @@
 """The project's own operations beside what the machine allows: ``python -m benchmarks.micro``.
 
-One rank with 8 layers of 8 query and 4 KV heads of 64 in bf16, no engine. The floor of an operation is the longer of
-two times: its bytes at the speed at which this machine reads memory, and its FLOPs at the speed of its bf16 matrix
-product, both measured in every round with the same threads. Bytes are the operands and results, each once; of
-operations that only build index tensors, those tensors. Data that fits into a cache can be faster than the floor.
-Rows of a decode step are of all layers.
+One rank with 8 layers of 8 query and 4 KV heads of 64, no engine. The floor of an operation is the longer of two times:
+its bytes at the speed at which this machine reads memory, and its FLOPs at the speed of its matrix product in the same
+dtype, both measured in every round with the same threads. Bytes are the operands and results, each once; of operations
+that only build index tensors, those tensors. Data that fits into a cache can be faster than the floor. Rows of a decode
+step are of all layers.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from vllm.platforms import current_platform
 
 from benchmarks import ledger
 from benchmarks.attention import (
-    DTYPE,
     GROUP,
     HEAD_DIM,
     KERNEL,
@@ -34,9 +33,9 @@ from benchmarks.attention import (
     Holding,
 )
 from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
-from benchmarks.load import ENTRY_BYTES
-from benchmarks.measure import RESULTS, Estimate, estimate, record, save, warn_if_busy
-from benchmarks.options import add_counts, positive
+from benchmarks.load import entry_bytes
+from benchmarks.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
+from benchmarks.options import add_counts, add_dtype, positive
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
@@ -69,16 +68,16 @@ def store(holding: Holding, slots: Tensor, entries: Tensor) -> None:
 def decode_work(holding: Holding, batch: int) -> Work:
     """Floor of the attention of a decode step, all layers: every stored entry meets the query heads of its KV head."""
     stored = sum(int(call.seq_lens.sum()) for call in holding.calls)
-    queries = LAYERS * batch * QUERY_HEADS * HEAD_DIM * DTYPE.itemsize
-    return Work(stored * ENTRY_BYTES + 2 * queries, 4 * GROUP * HEAD_DIM * stored)
+    numbers = 2 * stored * HEAD_DIM + 2 * LAYERS * batch * QUERY_HEADS * HEAD_DIM
+    return Work(numbers * holding.dtype.itemsize, 4 * GROUP * HEAD_DIM * stored)
 
 
-def step_operations(batch: int, context: int, share: float) -> list[Operation]:
+def step_operations(batch: int, context: int, share: float, dtype: str) -> list[Operation]:
     """A decode step of ``batch`` requests, all layers: attention, KV write, pages, metadata."""
-    whole = Holding(batch, context, 1.0, KERNEL, seed=0)
-    part = Holding(batch, context, share, KERNEL, seed=1)
-    entries = torch.randn(batch * KV_HEADS, HEAD_DIM).to(DTYPE)
-    queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
+    whole = Holding(batch, context, 1.0, KERNEL, 0, dtype)
+    part = Holding(batch, context, share, KERNEL, 1, dtype)
+    entries = torch.randn(batch * KV_HEADS, HEAD_DIM).to(part.dtype)
+    queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(part.dtype)
     slots, ones = list(range(batch)), [1] * batch
     lengths = {slot: part.cache.lengths.of(slot) for slot in slots}
 
@@ -121,14 +120,14 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
 
     # Lengths are read and written, and every row takes a page, which is zeroed, in as many steps as it has entries.
     rows = batch * LAYERS * KV_HEADS
-    growth = rows * (2 * part.cache.tables.kv_len.itemsize + ENTRY_BYTES)
+    growth = rows * (2 * part.cache.tables.kv_len.itemsize + entry_bytes(dtype))
     return [
         *decode_operations(whole, f"all KV of {batch} x {context}"),
         *decode_operations(part, f"ragged {share:.0%} of the KV"),
         Operation(
             f"KV write, decode step, {OP}",
             write,
-            Work(2 * LAYERS * batch * KV_HEADS * ENTRY_BYTES),
+            Work(2 * LAYERS * batch * KV_HEADS * entry_bytes(dtype)),
             repeats=STEPS,
         ),
         Operation("page allocation, decode step", extend, Work(growth), restore, STEPS),
@@ -136,9 +135,9 @@ def step_operations(batch: int, context: int, share: float) -> list[Operation]:
     ]
 
 
-def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]:
+def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> list[Operation]:
     """The last chunk of one prompt, and its eviction in one layer."""
-    prompt, growing, moving = (Holding(1, context, 1.0, OP, seed) for seed in (2, 3, 4))
+    prompt, growing, moving = (Holding(1, context, 1.0, OP, seed, dtype) for seed in (2, 3, 4))
 
     def refill(cache: PagedKVCache, tokens: int) -> None:
         """Let the cache's one request hold this many tokens."""
@@ -151,14 +150,14 @@ def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]
     step = prompt.cache.extend([0], [chunk])
     batch = lay_out(prompt.cache, step, kernel=False)
     places = prompt.cache.write_slots(step)
-    queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(DTYPE)
-    entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(DTYPE)
+    queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(prompt.dtype)
+    entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(prompt.dtype)
     pairs = KV_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)
-    one_layer = KV_HEADS * context * ENTRY_BYTES
+    one_layer = KV_HEADS * context * entry_bytes(dtype)
 
     configs = {name: EvictionConfig(name, keep_ratio=share) for name in ("ada-snapkv", "lava")}
     window = configs["ada-snapkv"].window_for(context)
-    q_window = torch.randn(QUERY_HEADS, window, HEAD_DIM).to(DTYPE)
+    q_window = torch.randn(QUERY_HEADS, window, HEAD_DIM).to(prompt.dtype)
     logits = 2 * QUERY_HEADS * window * context * HEAD_DIM
 
     def score(policy: str) -> Any:
@@ -212,7 +211,7 @@ def prompt_operations(context: int, chunk: int, share: float) -> list[Operation]
         Operation(
             f"compaction to {share:.0%}, one layer",
             lambda: moving.cache.compact(0, 0, kept),
-            Work(2 * survivors * ENTRY_BYTES),
+            Work(2 * survivors * entry_bytes(dtype)),
             lambda: refill(moving.cache, context),
         ),
     ]
@@ -239,20 +238,20 @@ def shown(value: Estimate) -> str:
     return f"{median} [{low}, {high}]"
 
 
-def plot(timings: Sequence[Timing], threads: int) -> str:
-    """Bars of time over floor."""
+def plot(timings: Sequence[Timing], threads: int, name: str) -> str:
+    """Bars of time over floor, in a file of this name."""
     from matplotlib import pyplot
 
     bars = [(timing.name, timing.times_floor) for timing in reversed(timings) if timing.times_floor]
     figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(bars) + 1))
     medians = [times.median for _, times in bars]
     spans = [[t.median - t.low for _, t in bars], [t.high - t.median for _, t in bars]]
-    axes.barh([name for name, _ in bars], medians, xerr=spans, color="tab:blue", ecolor="black")
+    axes.barh([operation for operation, _ in bars], medians, xerr=spans, color="tab:blue", ecolor="black")
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel=f"time over the machine's floor, {threads} thread{'s' * (threads > 1)}")
     figure.tight_layout()
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "micro.png"
+    path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return str(path)
@@ -276,6 +275,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=positive, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
     )
+    add_dtype(parser)
     arguments = parser.parse_args(argv)
     if (most := ledger.OUTPUT // ledger.STEPS - 1) < arguments.rounds:
         parser.error(f"--rounds must be at most {most}, for the ledger's sake")
@@ -295,20 +295,20 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     current_platform.import_kernels()
     torch.manual_seed(0)
+    dtype, context, share = arguments.dtype, arguments.context, arguments.share
     operations = [
-        *step_operations(arguments.batch, arguments.context, arguments.share),
-        *prompt_operations(arguments.context, arguments.chunk, arguments.share),
+        *step_operations(arguments.batch, context, share, dtype),
+        *prompt_operations(context, arguments.chunk, share, dtype),
         ledger_operation(arguments.batch),
     ]
     with torch.inference_mode():
-        timings, rates = measure(operations, Machine(), arguments.rounds)
+        timings, rates = measure(operations, Machine(getattr(torch, dtype)), arguments.rounds)
     memory, arithmetic = (
         estimate([rate.memory / 1e9 for rate in rates]),
         estimate([rate.arithmetic / 1e9 for rate in rates]),
     )
-    table = Table(
-        title=f"{arguments.threads} thread(s): memory {memory} GB/s, bf16 matrix product {arithmetic} GFLOP/s"
-    )
+    product = f"{dtype} matrix product {arithmetic} GFLOP/s"
+    table = Table(title=f"{arguments.threads} thread(s): memory {memory} GB/s, {product}")
     for column in ("operation", "ms [95 %]", "floor ms", "times the floor [95 %]", "bound by"):
         table.add_column(
             column, no_wrap=True, justify="left" if column in ("operation", "bound by") else "right"
@@ -326,7 +326,9 @@ def main() -> None:
         "rates": [asdict(rate) for rate in rates],
         "operations": [asdict(timing) for timing in timings],
     }
-    print(f"written to {save('micro', record('micro', content))} and {plot(timings, arguments.threads)}")
+    name = record_name("micro", arguments.dtype)
+    path = save(name, record("micro", content))
+    print(f"written to {path} and {plot(timings, arguments.threads, name)}")
 
 
 if __name__ == "__main__":

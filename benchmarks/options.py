@@ -3,7 +3,9 @@
 import argparse
 from dataclasses import replace
 
+from benchmarks.load import NUMBER_BYTES
 from benchmarks.scenarios import Scenario
+from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 
 
@@ -47,6 +49,16 @@ def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -
         )
 
 
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """The option that says what a CPU benchmark computes in."""
+    parser.add_argument(
+        "--dtype",
+        choices=list(NUMBER_BYTES),
+        default=processor.fast_dtype(),
+        help="of weights, activations and KV (default: what this processor computes fast, here %(default)s)",
+    )
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that change a scenario, and those of every serving benchmark."""
     own = "default: the scenario's"
@@ -65,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("rounds", whole, "runs of each side"),
     ):
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text} ({own})")
+    add_dtype(parser)
     parser.add_argument(
         "--threads",
         type=whole,
@@ -87,6 +100,7 @@ def changed(arguments: argparse.Namespace, base: Scenario) -> Scenario:
         "rate",
         "concurrency",
         "pool",
+        "dtype",
     )
     given = {name: getattr(arguments, name) for name in (*names, "rounds")}
     changes = {name: value for name, value in given.items() if value is not None}

@@ -17,7 +17,7 @@ from benchmarks.markdown import picture, table
 from benchmarks.measure import RESULTS, Estimate
 from benchmarks.scenarios import PER_CPU, SPEED, STOCK
 
-THROUGHPUT, SWEEP, LATENCY = "throughput-", "throughput-sweep-", "latency"
+THROUGHPUT, SWEEP, LATENCY, KVPRESS = "throughput-", "throughput-sweep-", "latency", "kvpress"
 AXES = {
     "pool": "full requests that the KV memory holds",
     "budget": "budget",
@@ -33,7 +33,7 @@ PICTURES = {
     "prefill-recycle": "a prompt read in several steps and in one, evicted at its end",
     "micro": "operations over what the machine allows",
 }
-"""Plots that a benchmark draws itself."""
+"""Plots that a benchmark draws itself; names may go on with a level and a dtype."""
 ABOUT = (
     "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets. A target is met if the whole "
     "interval lies on its good side."
@@ -51,6 +51,7 @@ class Cell:
         scenario: the load and its memory, as recorded.
         rounds: the runs of each turn, as recorded.
         ratios: by measure.
+        level: of the processor; None in records of before it was recorded.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Cell:
     scenario: dict[str, Any]
     rounds: list[dict[str, Any]]
     ratios: dict[str, Estimate]
+    level: str | None = None
 
     def typical(self, turn: str, what: str) -> float:
         """Median of a figure of a turn over the rounds."""
@@ -70,8 +72,24 @@ class Cell:
         ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
         return (
             f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}, "
-            f"{of['policy']}{ranks}"
+            f"{of['policy']}{ranks}, {dtype(of)}{f', {self.level}' if self.level else ''}"
         )
+
+
+def dtype(settings: dict[str, Any]) -> str:
+    """In which something was measured; older records do not say it and were all made in bfloat16."""
+    return settings.get("dtype", "bfloat16")
+
+
+def is_of(name: str, base: str) -> bool:
+    """Whether a file's name is this one, with or without level and dtype behind it."""
+    return name == base or name.startswith(f"{base}-")
+
+
+def heading(text: str, name: str, base: str) -> str:
+    """A section's heading, with what the file's name has on top of the plain one."""
+    rest = name.removeprefix(base).removeprefix("-")
+    return f"## {text} ({rest})" if rest else f"## {text}"
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -99,28 +117,28 @@ def scenarios(records: dict[str, dict[str, Any]]) -> list[Cell]:
         cell
         for name, content in records.items()
         if name.startswith(THROUGHPUT) and not name.startswith(SWEEP)
-        for cell in cells(name.removeprefix(THROUGHPUT), content["results"])
+        for cell in cells(name.removeprefix(THROUGHPUT), content["results"], content.get("level"))
     ]
 
 
 def sweeps(records: dict[str, dict[str, Any]]) -> dict[str, list[Cell]]:
-    """The cells of each sweep, in its order."""
+    """The cells of each sweep by the name of its file, in its order."""
     return {
-        content["results"]["sweep"]: [
+        name: [
             cell
             for one in content["results"]["values"]
-            for cell in cells(f"{content['results']['sweep']} {one['value']}", one)
+            for cell in cells(f"{content['results']['sweep']} {one['value']}", one, content.get("level"))
         ]
         for name, content in records.items()
         if name.startswith(SWEEP)
     }
 
 
-def cells(name: str, content: dict[str, Any]) -> Iterator[Cell]:
+def cells(name: str, content: dict[str, Any], level: str | None = None) -> Iterator[Cell]:
     """One cell for each side with eviction."""
     for side, measures in content["ratios"].items():
         reached = {measure: Estimate(**value) for measure, value in measures.items()}
-        yield Cell(name, side, content["scenario"], content["rounds"], reached)
+        yield Cell(name, side, content["scenario"], content["rounds"], reached, level)
 
 
 def sources(records: dict[str, dict[str, Any]]) -> list[str]:
@@ -130,9 +148,10 @@ def sources(records: dict[str, dict[str, Any]]) -> list[str]:
         versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
         threads = _threads(content["results"])
         command, date = f"`{content['command']}`", content["date"][:10]
-        rows.append((_link(name), command, date, content["cpu"], versions, threads))
-    header = ("file", "command", "date", "CPU", "versions", "threads")
-    return ["## Where the figures come from", "", *table(header, rows, left=6)]
+        level = content.get("level", "not recorded")
+        rows.append((_link(name), command, date, content["cpu"], level, versions, threads))
+    header = ("file", "command", "date", "CPU", "level", "versions", "threads")
+    return ["## Where the figures come from", "", *table(header, rows, left=7)]
 
 
 def _link(name: str) -> str:
@@ -180,15 +199,15 @@ def _figures(cell: Cell) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def sweep_section(what: str, found: Sequence[Cell], path: str) -> list[str]:
-    """One sweep: plot and table."""
+def sweep_section(what: str, found: Sequence[Cell], name: str) -> list[str]:
+    """One sweep and the plot beside its file: plot and table."""
     rows = [(cell.name.removeprefix(f"{what} "), *_figures(cell)) for cell in found]
     return [
-        f"## Throughput over the {AXES[what]}",
+        heading(f"Throughput over the {AXES[what]}", name, f"{SWEEP}{what}"),
         "",
         f"First row: {found[0].load}.",
         "",
-        *picture(f"throughput over the {AXES[what]}", path),
+        *picture(f"throughput over the {AXES[what]}", f"{name}.png"),
         "",
         *table((what, *FIGURES), rows, left=2),
     ]
@@ -216,7 +235,7 @@ def latency_section(records: dict[str, dict[str, Any]]) -> list[str]:
             "latency",
             *(f"{p} ms, stock's / ours / ratio" for p in ("p50", "p90", "p99")),
         )
-        (first, *_) = cells(name, results["rates"][0])
+        (first, *_) = cells(name, results["rates"][0], records[name].get("level"))
         lines += [f"## Latency ({name})", "", f"{first.load}; Poisson arrivals. {BURSTS}", ""]
         lines += [*picture("latency over the arrival rate", f"{name}.png"), "", *table(header, rows, 3), ""]
     return lines[:-1]
@@ -236,9 +255,14 @@ def _latencies(at: dict[str, Any], side: str, latency: str) -> list[str]:
 
 def kvpress_section(records: dict[str, dict[str, Any]]) -> list[str]:
     """Ours beside kvpress on transformers: speeds of every side, and ratios."""
-    if "kvpress" not in records:
-        return []
-    results = records["kvpress"]["results"]
+    lines = []
+    for name in (name for name in records if is_of(name, KVPRESS)):
+        lines += [*kvpress_part(name, records[name]["results"]), ""]
+    return lines[:-1]
+
+
+def kvpress_part(name: str, results: dict[str, Any]) -> list[str]:
+    """One comparison with kvpress."""
     settings, rounds = results["settings"], results["rounds"]
     speeds = []
     for side in rounds[0]:
@@ -252,10 +276,10 @@ def kvpress_section(records: dict[str, dict[str, Any]]) -> list[str]:
         for pair, found in results["ratios"].items()
     ]
     return [
-        "## Beside kvpress on transformers",
+        heading("Beside kvpress on transformers", name, KVPRESS),
         "",
         f"{settings['requests']} x ({settings['input_len']} in, {settings['output_len']} out), "
-        f"budget {settings['budget']:g}.",
+        f"budget {settings['budget']:g}, {dtype(settings)}.",
         "",
         *table(("side", "output tokens/s", "batches that failed"), speeds),
         "",
@@ -293,7 +317,7 @@ def no_gain(found: Sequence[Cell]) -> list[str]:
 def longer(records: dict[str, dict[str, Any]]) -> list[str]:
     """The latencies that eviction clearly makes longer."""
     rows = [
-        (f"{at['multiple']:g}x", side, f"{latency}, {statistic}", ratio)
+        (_link(name), f"{at['multiple']:g}x", side, f"{latency}, {statistic}", ratio)
         for name in records
         if name.startswith(LATENCY)
         for at in records[name]["results"]["rates"]
@@ -304,15 +328,15 @@ def longer(records: dict[str, dict[str, Any]]) -> list[str]:
     ]
     if not rows:
         return []
-    header = ("arrivals over what stock completes", "side", "latency", "over stock's")
-    return ["Latencies that get longer:", "", *table(header, rows, 3)]
+    header = ("file", "arrivals over what stock completes", "side", "latency", "over stock's")
+    return ["Latencies that get longer:", "", *table(header, rows, 4)]
 
 
 def pictures(records: dict[str, dict[str, Any]], folder: Path) -> list[str]:
     """Plots that were drawn with their results."""
     lines = []
-    for name, about in PICTURES.items():
-        if name in records and (folder / f"{name}.png").exists():
+    for base, about in PICTURES.items():
+        for name in (name for name in records if is_of(name, base) and (folder / f"{name}.png").exists()):
             lines += [f"## {name}", "", f"{about[0].upper()}{about[1:]}.", ""]
             lines += [*picture(about, f"{name}.png"), ""]
     return lines[:-1]
@@ -361,9 +385,10 @@ def write(folder: Path) -> Path:
         target_section(records),
     ]
     parts.append(throughput_section(loads))
-    for what, found in swept.items():
-        path = plot_sweep(what, found, folder / f"{SWEEP}{what}.png")
-        parts.append(sweep_section(what, found, path.name))
+    for name, found in swept.items():
+        what = records[name]["results"]["sweep"]
+        plot_sweep(what, found, folder / f"{name}.png")
+        parts.append(sweep_section(what, found, name))
     parts.append(no_gain([*loads, *(cell for found in swept.values() for cell in found)]))
     parts += [
         longer(records),

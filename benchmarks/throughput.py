@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from benchmarks.load import Run, drive
-from benchmarks.measure import Estimate, record, save, warn_if_busy
+from benchmarks.measure import Estimate, record, record_name, save, warn_if_busy
 from benchmarks.options import add_options, budget, changed, require_room, whole
 from benchmarks.scenarios import (
     KV_HEADS,
@@ -138,7 +138,7 @@ class Bench:
         for side, server in servers.items():
             self.say(f"{prefix}{side}: warming up")
             load = replace(scenario.load(scenario.input_len, 4, seed=0), requests=2, rate=None)
-            await drive(server, load, scenario.kv_bytes())
+            await drive(server, load, scenario.kv_bytes(), scenario.dtype)
         return servers
 
     async def round(
@@ -149,7 +149,8 @@ class Bench:
         for turn in scenario.turns():
             self.say(f"{prefix}round {number}, {turn.name}")
             load = scenario.load(turn.input_len, turn.output_len, seed=number)
-            runs[turn.name] = await drive(servers[turn.side], load, scenario.kv_bytes())
+            server = servers[turn.side]
+            runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
             self.bar.advance(self.task)
         return runs
 
@@ -268,21 +269,23 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
     else:
         name = f"throughput-{arguments.scenario}"
         content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
-    console.print(f"written to {save(arguments.name or name, record('throughput', content))}")
+    name = arguments.name or record_name(name, arguments.dtype)
+    console.print(f"written to {save(name, record('throughput', content))}")
 
 
 def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
     """Print the tables and targets of a scenario; what goes into its record."""
     title = (
         f"{name}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
-        f"KV memory for {scenario.pool}, {scenario.policy}"
+        f"KV memory for {scenario.pool}, {scenario.policy}, {scenario.dtype}"
     )
     console.print(runs_table(title, rounds))
     for side, reached in ratios(scenario, rounds).items():
         for measure, ratio in reached.items():
             console.print(f"{side}: {measure}: {ratio}", highlight=False)
     # They hold for the scenario's own sizes.
-    same = replace(scenario, rounds=SCENARIOS[name].rounds) == SCENARIOS[name]
+    own = SCENARIOS[name]
+    same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own
     wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
     return as_record(scenario, rounds) | {"targets": show_targets(console, wanted)}
 

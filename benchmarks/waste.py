@@ -21,14 +21,17 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decode import CHUNK, admit, drop, output_len, prefill, requests
-from benchmarks.measure import record, save
-from benchmarks.options import add_counts
-from benchmarks.scenarios import BLOCK, TOKEN_BYTES, Target, model, show_targets
+from benchmarks.measure import record, record_name, save
+from benchmarks.options import add_counts, add_dtype
+from benchmarks.scenarios import BLOCK, KV_HEADS, LAYERS, Target, model, show_targets, token_bytes
 from benchmarks.sides import Engine, Side, Workload, running
 from vllm_kvevict.policies import available
 
 LIVE, METADATA = 0.95, 0.03
-"""Targets: live entries in the pages held at least, metadata over the KV bytes held at most."""
+"""Targets: live entries in the pages held at least, metadata over the KV bytes held at most.
+
+Nothing is timed, so they hold for every level and dtype.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Sample:
     @property
     def stock_bytes(self) -> int:
         """Bytes of the blocks in which stock vLLM would hold the same requests."""
-        return sum(-(-tokens // BLOCK) for tokens in self.tokens) * BLOCK * TOKEN_BYTES
+        entry = self.page_bytes // self.page_size
+        return sum(-(-tokens // BLOCK) for tokens in self.tokens) * BLOCK * LAYERS * KV_HEADS * entry
 
 
 def object_bytes(root: Any, seen: set[int] | None = None) -> int:
@@ -207,6 +211,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("page-size", 32, "entries of a page"),
         ("threads", len(os.sched_getaffinity(0)), "OpenMP threads of the engine"),
     )
+    add_dtype(parser)
     arguments = parser.parse_args(argv)
     if not 32 < arguments.budget < arguments.input_len:
         parser.error("--budget must be above 32, the policies' window, and below --input-len")
@@ -229,10 +234,10 @@ def main() -> int:
         "waste",
         model(max(4096, max_len)),
         arguments.threads,
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         max_model_len=max_len,
         max_num_batched_tokens=CHUNK,
-        kv_cache_memory_bytes=blocks * BLOCK * TOKEN_BYTES,
+        kv_cache_memory_bytes=blocks * BLOCK * token_bytes(arguments.dtype),
         kv_eviction=arguments.policies[0],
         kv_budget=arguments.budget,
         kv_eviction_config={"page_size": arguments.page_size},
@@ -248,7 +253,8 @@ def main() -> int:
         "policies": results,
         "targets": show_targets(console, targets(results)),
     }
-    console.print(f"written to {save('waste', record('waste', content))}")
+    path = save(record_name("waste", arguments.dtype), record("waste", content))
+    console.print(f"written to {path}")
     return 0
 
 

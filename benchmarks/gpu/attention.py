@@ -1,6 +1,6 @@
 """Decode attention over evicted KV beside FlashAttention over all of it: ``python -m benchmarks.gpu.attention``.
 
-One layer of Llama-3.1-8B in bf16, one new token per request. FlashAttention over all of the KV is what stock vLLM runs,
+One layer of Llama-3.1-8B, one new token per request. FlashAttention over all of the KV is what stock vLLM runs,
 over its own pages and with its schedule. Evicted KV has a page table per KV head: FlashAttention sees a sequence per
 request and head, our kernel sees rows, and also stores the new token. Ragged KV is as large as uniform KV, but its
 heads have different shares. Pages are scattered; every timing starts with a cold cache. The floor is the time to move
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.common import (
-    DTYPE,
     ENTRY_BYTES,
     GROUP,
     HEAD_DIM,
@@ -192,9 +191,10 @@ class Bench:
     def __init__(self, context: int, batch: int, attend: FlashAttention):
         self.context, self.batch, self.attend = context, batch, attend
         # The rows of our kernel hold the new token's entry as one of theirs.
-        self.memory = common.random_numbers(batch * KV_HEADS * -(-context // PAGE), PAGE_ELEMENTS)
-        self.query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
-        self.key, self.value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
+        pages = batch * KV_HEADS * -(-context // PAGE)
+        self.memory = common.random_numbers(pages, PAGE_ELEMENTS, dtype=attend.dtype)
+        self.query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM, dtype=attend.dtype)
+        self.key, self.value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM, dtype=attend.dtype)
         self.output = torch.empty_like(self.query)
         self.starts = torch.arange(batch + 1, dtype=torch.int32, device=self.memory.device)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device=self.memory.device)
@@ -359,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     common.require_cuda()
     torch.manual_seed(0)
-    console, timer, attend = common.console(), common.Timer(), common.FlashAttention()
+    console, timer = common.console(), common.Timer()
+    attend = common.FlashAttention(getattr(torch, arguments.dtype))
     cells, skipped = [], []
     with torch.inference_mode():
         bandwidth = common.copy_bandwidth(arguments.rounds, timer)
@@ -378,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {
         "bandwidth_GB_per_s": bandwidth / 1e9,
         "flash_attention_version": attend.version,
-        "dtype": str(DTYPE),
+        "dtype": str(attend.dtype),
         "cells": [cell.summary(bandwidth) for cell in cells],
         "skipped": skipped,
         "targets": show_targets(console, targets(cells)),

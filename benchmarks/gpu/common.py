@@ -25,11 +25,12 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of Llama-3.1-8B."""
 GROUP = QUERY_HEADS // KV_HEADS
 SCALE = HEAD_DIM**-0.5
-DTYPE = torch.bfloat16
+DTYPES = ("bfloat16", "float16")
+"""What the benchmarks can run in; the first is the default."""
 PAGE, STOCK_PAGE = 32, 16
 """Tokens of a page of ours, which holds one KV head, and of vLLM's, which holds all."""
-ENTRY_BYTES = 2 * HEAD_DIM * DTYPE.itemsize
-"""Key and value of one token in one layer and KV head."""
+ENTRY_BYTES = 2 * HEAD_DIM * 2
+"""Key and value of one token in one layer and KV head, in any of them."""
 PAGE_ELEMENTS = 2 * PAGE * HEAD_DIM
 
 DEVICE = torch.device("cuda")
@@ -41,7 +42,7 @@ WARM_UP = 3
 CYCLES_PER_MS = 2_000_000
 """Of a clock that is at least as fast as any card's, so that a delay is never shorter than asked for."""
 TOLERANCE = 1e-2
-"""Relative error, by norms, of bf16 results of attention."""
+"""Relative error, by norms, of results of attention; those of bf16 come closest to it."""
 
 
 class WrongResult(RuntimeError):
@@ -173,9 +174,14 @@ def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = TOLERA
 
 
 class FlashAttention:
-    """vLLM's FlashAttention, of the version that vLLM would use on this device."""
+    """vLLM's FlashAttention, of the version that vLLM would use on this device.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: of queries, keys and values.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         try:
             from vllm.v1.attention.backends import fa_utils
 
@@ -202,7 +208,7 @@ class FlashAttention:
             num_heads_kv=KV_HEADS,
             headdim=HEAD_DIM,
             cache_seqlens=lengths,
-            qkv_dtype=DTYPE,
+            qkv_dtype=self.dtype,
             cu_seqlens_q=starts,
             page_size=STOCK_PAGE,
             causal=True,
@@ -219,9 +225,9 @@ def stock_pages(memory: Tensor) -> tuple[Tensor, Tensor]:
     return pages[..., :HEAD_DIM], pages[..., HEAD_DIM:]
 
 
-def random_numbers(*shape: int) -> Tensor:
+def random_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     """Normal numbers on the device."""
-    return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_()
 
 
 def parser(name: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -232,13 +238,10 @@ def parser(name: str, description: str | None, rounds: int) -> argparse.Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_counts(result, ("rounds", rounds, "timings of each contender"))
-    result.add_argument(
-        "--out",
-        type=Path,
-        default=RESULTS / "gpu" / f"{name}.json",
-        metavar="FILE",
-        help="default: %(default)s",
-    )
+    own = DTYPES[0]
+    result.add_argument("--dtype", choices=DTYPES, default=own, help="of all numbers (default: %(default)s)")
+    about = f"default: {RESULTS / 'gpu' / name}.json, with the dtype in its name where that is not {own}"
+    result.add_argument("--out", type=Path, metavar="FILE", help=about)
     return result
 
 
@@ -273,7 +276,9 @@ def write(name: str, arguments: argparse.Namespace, results: Any) -> Path:
         "settings": settings,
         "results": results,
     }
-    return save(arguments.out.stem, content, arguments.out.parent)
+    plain = arguments.dtype == DTYPES[0]
+    out = arguments.out or RESULTS / "gpu" / (name if plain else f"{name}-{arguments.dtype}")
+    return save(out.stem, content, out.parent)
 
 
 def card() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the eviction of one prompt takes, beside its prefill: ``python -m benchmarks.gpu.eviction``.
 
-Shapes of Llama-3.1-8B in bf16, all layers. The engine's own code scores every layer, selects and compacts, over pages
+Shapes of Llama-3.1-8B, all layers. The engine's own code scores every layer, selects and compacts, over pages
 of random numbers; its answers are compared with plain torch first. The host starts ahead of the device, as it is at the
 end of a long prefill; where it then asks the device for counts, what that costs is in the time. The prefill is
 FlashAttention over the prompt and the matrix products of the layers, one layer measured and taken times their number;
@@ -69,12 +69,13 @@ class Prompt:
     Args:
         tokens: of the prompt.
         layers: of the model.
+        dtype: of the entries.
     """
 
-    def __init__(self, tokens: int, layers: int):
+    def __init__(self, tokens: int, layers: int, dtype: torch.dtype):
         self.tokens, self.layers = tokens, layers
         pages = layers * KV_HEADS * -(-tokens // PAGE)
-        self.storage = common.random_numbers(pages, PAGE_ELEMENTS)
+        self.storage = common.random_numbers(pages, PAGE_ELEMENTS, dtype=dtype)
 
         def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
             write_entries(storage, PAGE, keys.unsqueeze(1), values.unsqueeze(1), slots)
@@ -97,7 +98,7 @@ class Prompt:
 
         self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.compacts_early, window_mean)
         self.slot = self.cache.open()
-        self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM)
+        self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 
     def refill(self) -> None:
         """Let the request hold the whole prompt again, whatever the pages hold."""
@@ -139,13 +140,13 @@ def deciding(policy: str) -> str:
     return f"{policy}, deciding"
 
 
-def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
+def check_eviction(config: EvictionConfig, tokens: int, layers: int, dtype: torch.dtype) -> None:
     """Compare what a smaller prompt keeps with what the policy says in plain torch on the host, and where it lies.
 
     Raises:
         WrongResult: other entries were kept, or entries are lost.
     """
-    prompt = Prompt(tokens, layers)
+    prompt = Prompt(tokens, layers, dtype)
     prompt.refill()
     cache, compact = prompt.cache, prompt.cache.compact
     before = [
@@ -187,8 +188,9 @@ class Prefill:
     def __init__(self, tokens: int, attend: FlashAttention):
         self.tokens, self.attend = tokens, attend
         blocks = -(-tokens // STOCK_PAGE)
-        self.memory = common.random_numbers(blocks, STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM)
-        self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM)
+        numbers = STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM
+        self.memory = common.random_numbers(blocks, numbers, dtype=attend.dtype)
+        self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM, dtype=attend.dtype)
         self.output = torch.full_like(self.query, torch.nan)
         device = self.memory.device
         self.table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
@@ -227,8 +229,8 @@ class Prefill:
 
         def product(name: str) -> Callable[[], object]:
             inner, outer = MATRICES[name]
-            left = common.random_numbers(self.tokens, inner)
-            right = common.random_numbers(outer, inner).t()
+            left = common.random_numbers(self.tokens, inner, dtype=self.attend.dtype)
+            right = common.random_numbers(outer, inner, dtype=self.attend.dtype).t()
             return lambda: torch.matmul(left, right)
 
         found = [Contender("attention", self.attention)]
@@ -279,7 +281,7 @@ class Length:
 
 def measure(arguments: argparse.Namespace, tokens: int, attend: FlashAttention, timer: Timer) -> Length:
     """Time evictions and the parts of the prefill in turns."""
-    prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
+    prompt, prefill = Prompt(tokens, arguments.layers, attend.dtype), Prefill(tokens, attend)
     prefill.check()
     contenders = prefill.contenders()
     for policy in arguments.policies:
@@ -336,11 +338,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     common.require_cuda()
     torch.manual_seed(0)
-    console, timer, attend = common.console(), common.Timer(), common.FlashAttention()
+    console, timer = common.console(), common.Timer()
+    attend = common.FlashAttention(getattr(torch, arguments.dtype))
     with torch.inference_mode():
         for policy in arguments.policies:
             config = policy_config(policy, arguments.budget)
-            check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
+            check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers), attend.dtype)
         lengths = [
             measure(arguments, tokens, attend, timer)
             for tokens in common.show_progress(arguments.lengths, "lengths")

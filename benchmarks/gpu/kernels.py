@@ -1,9 +1,9 @@
 """Each Triton kernel beside what the card's memory allows: ``python -m benchmarks.gpu.kernels``.
 
-Shapes of Llama-3.1-8B in bf16. The floor of a kernel is the time that its bytes take at the speed of a copy on the same
-card: operands and results once each, but the keys of the window's attention twice and the keys of a radix search eight
-times, once for each byte, as these algorithms have it. Results are compared with plain torch first, and every timing
-starts with a cold cache. Kernels that move a few MB are bound by their launches instead, which take microseconds.
+Shapes of Llama-3.1-8B. The floor of a kernel is the time that its bytes take at the speed of a copy on the same card:
+operands and results once each, but the keys of the window's attention twice and the keys of a radix search eight times,
+once for each byte, as these algorithms have it. Results are compared with plain torch first, and every timing starts
+with a cold cache. Kernels that move a few MB are bound by their launches instead, which take microseconds.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from benchmarks.gpu import attention, common
 from benchmarks.gpu.common import (
-    DTYPE,
     ENTRY_BYTES,
     GROUP,
     HEAD_DIM,
@@ -72,18 +71,18 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def scattered_pages(rows: int, context: int) -> tuple[Tensor, Tensor]:
+def scattered_pages(rows: int, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Random pages for some rows of a context, and their table, int32 [rows, pages of a row]."""
     columns = -(-context // PAGE)
-    storage = common.random_numbers(rows * columns, PAGE_ELEMENTS)
+    storage = common.random_numbers(rows * columns, PAGE_ELEMENTS, dtype=dtype)
     table = torch.randperm(rows * columns, dtype=torch.int32, device=storage.device)
     return storage, table.view(rows, columns)
 
 
-def writing(context: int) -> Operation:
+def writing(context: int, dtype: torch.dtype) -> Operation:
     """Entries of a prompt into pages of one layer; keys and values are parts of a fused projection's result."""
-    storage, table = scattered_pages(KV_HEADS, context)
-    fused = common.random_numbers(context, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    storage, table = scattered_pages(KV_HEADS, context, dtype)
+    fused = common.random_numbers(context, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype)
     keys, values = fused[:, QUERY_HEADS:].split(KV_HEADS, 1)
     token = torch.arange(context, device=storage.device)
     slots = (table[:, token // PAGE].long() * PAGE + token % PAGE).t().flatten()
@@ -98,10 +97,10 @@ def writing(context: int) -> Operation:
     return operation("write_entries, one layer", run, 2 * nbytes(keys, values) + nbytes(slots))
 
 
-def window(context: int) -> Operation:
+def window(context: int, dtype: torch.dtype) -> Operation:
     """Attention of the last tokens to all others in one layer."""
-    storage, table = scattered_pages(KV_HEADS, context)
-    query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM)
+    storage, table = scattered_pages(KV_HEADS, context, dtype)
+    query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM, dtype=dtype)
     arguments = query, storage, PAGE, table, context, SCALE
 
     def run() -> Tensor:
@@ -146,10 +145,10 @@ def searches(context: int, layers: int) -> list[Operation]:
     return found
 
 
-def compactions(context: int, layers: int) -> list[Operation]:
+def compactions(context: int, layers: int, dtype: torch.dtype) -> list[Operation]:
     """Survivors of one request to the front of its rows, all layers, in place; a repetition moves as many bytes."""
     rows = layers * KV_HEADS
-    storage, table = scattered_pages(rows, context)
+    storage, table = scattered_pages(rows, context, dtype)
     pages = storage.view(-1, 2, PAGE, HEAD_DIM)
     kept = round(BUDGET * context)
     uniform = torch.full((layers, KV_HEADS), kept)
@@ -177,7 +176,7 @@ def compactions(context: int, layers: int) -> list[Operation]:
     return found
 
 
-def appending(batch: int, context: int, layers: int) -> Operation:
+def appending(batch: int, context: int, layers: int, dtype: torch.dtype) -> Operation:
     """Room for one more token in all rows of a batch."""
     rows, device = layers * KV_HEADS, common.DEVICE
     longest = round(BUDGET * context)
@@ -188,7 +187,7 @@ def appending(batch: int, context: int, layers: int) -> Operation:
     starts = torch.arange(batch * rows, dtype=torch.int32, device=device).mul_(columns).view(batch, rows)
     full = (before % PAGE == 0).sum(1)
     pages = torch.randperm(int(full.sum()), dtype=torch.int32, device=device)
-    storage = common.random_numbers(max(1, len(pages)), PAGE_ELEMENTS)
+    storage = common.random_numbers(max(1, len(pages)), PAGE_ELEMENTS, dtype=dtype)
     slots, first = torch.arange(batch, device=device), full.cumsum(0) - full
     wanted = [tensor.clone() for tensor in (arena, lengths, storage)]
     append_pages.reference(wanted[0], starts, wanted[1], slots, pages, first, PAGE, wanted[2])
@@ -199,18 +198,18 @@ def appending(batch: int, context: int, layers: int) -> Operation:
     run()
     for tensor, expected in zip((arena, lengths, storage), wanted, strict=True):
         common.check("append_pages", tensor, expected, tolerance=0)
-    moved = nbytes(pages) * 2 + nbytes(lengths) * 2 + len(pages) * PAGE_ELEMENTS * DTYPE.itemsize
+    moved = nbytes(pages) * 2 + nbytes(lengths) * 2 + len(pages) * PAGE * ENTRY_BYTES
     return operation(f"append_pages, {batch} requests, all layers", run, moved, lambda: lengths.copy_(before))
 
 
-def decoding(batch: int, context: int) -> Operation:
+def decoding(batch: int, context: int, dtype: torch.dtype) -> Operation:
     """Attention of one new token per request in one layer, over all of a context."""
-    storage = common.random_numbers(batch * KV_HEADS * -(-context // PAGE), PAGE_ELEMENTS)
+    storage, _ = scattered_pages(batch * KV_HEADS, context, dtype)
     lengths = torch.full((batch, KV_HEADS), context)
     kept = attention.Kept(storage, lengths)
     rows = kept.rows()
-    query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
-    key, value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
+    query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM, dtype=dtype)
+    key, value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM, dtype=dtype)
     output = torch.full_like(query, torch.nan)
     sms = common.multiprocessors()
     kernel = PagedDecode(storage, PAGE, batch, KV_HEADS, GROUP, num_sms=sms)
@@ -276,16 +275,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.require_cuda()
     torch.manual_seed(0)
     console, timer = common.console(), common.Timer()
-    context, layers = arguments.context, arguments.layers
+    context, layers, dtype = arguments.context, arguments.layers, getattr(torch, arguments.dtype)
     with torch.inference_mode():
         bandwidth = common.copy_bandwidth(arguments.rounds, timer)
         operations = [
-            writing(context),
-            window(context),
+            writing(context, dtype),
+            window(context, dtype),
             *searches(context, layers),
-            *compactions(context, layers),
-            appending(arguments.append_batch, context, layers),
-            decoding(arguments.decode_batch, context),
+            *compactions(context, layers, dtype),
+            appending(arguments.append_batch, context, layers, dtype),
+            decoding(arguments.decode_batch, context, dtype),
         ]
         times = common.take_turns([one.contender for one in operations], arguments.rounds, timer)
     common.note_late(console, list(times.values()))

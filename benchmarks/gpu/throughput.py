@@ -1,6 +1,6 @@
 """Output tokens per second of whole engines in the same KV memory: ``python -m benchmarks.gpu.throughput``.
 
-A Llama of the given size with dummy weights, bf16, no tokenizer. Two engines, stock vLLM and eviction, each in a
+A Llama of the given size with dummy weights, no tokenizer. Two engines, stock vLLM and eviction, each in a
 process of its own on the same card, serve the same requests of random tokens in turns; all requests of a run arrive
 together. A process is client, scheduler and worker in one. The ratio is ours over stock's, round by round.
 """
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in bf16."""
+        """Keys and values of one token, in either dtype of 16 bits."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def config(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     stock = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": arguments.dtype,
         "max_model_len": longest,
         "max_num_seqs": MAX_REQUESTS,
         "kv_cache_memory_bytes": blocks * BLOCK * MODELS[arguments.model_size].token_bytes,
@@ -145,7 +145,7 @@ def show(arguments: argparse.Namespace, results: dict[str, Rounds]) -> Table:
     """A row per load and side."""
     mode = "eager" if arguments.eager else "CUDA graphs"
     pool = f"KV memory for {arguments.pool_tokens:,} tokens"
-    what = f"{arguments.policy} {arguments.budget:g}, kernels {arguments.kernels}, {mode}"
+    what = f"{arguments.dtype}, {arguments.policy} {arguments.budget:g}, kernels {arguments.kernels}, {mode}"
     table = Table(title=f"{arguments.model_size} Llama, {pool}; {what}")
     for column in (
         "load",

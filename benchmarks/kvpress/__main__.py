@@ -3,7 +3,7 @@
 Our engine gets all requests at once and batches them itself. kvpress runs on Hugging Face transformers with the best
 that its user can do: one batch of all requests, which works for prompts of equal length only, and one request after
 another. Without a policy, transformers and our engine show what the engines alone are worth. Random Llama (8 layers,
-8 query and 4 KV heads of 64), bf16. The first run builds the environment .venv-kvpress.
+8 query and 4 KV heads of 64), in the same dtype. The first run builds the environment .venv-kvpress.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from benchmarks.kvpress.check import check, describe
 from benchmarks.kvpress.environment import kvpress_python
 from benchmarks.kvpress.opponent import Opponent
 from benchmarks.kvpress.runs import Round, Run, from_outcome, opponent_side, run_batches
-from benchmarks.load import PAGE_BYTES
-from benchmarks.measure import Estimate, paired_ratio, record, save, warn_if_busy
-from benchmarks.options import add_counts, positive
+from benchmarks.load import page_bytes
+from benchmarks.measure import USUAL, Estimate, kind, paired_ratio, record, record_name, save, warn_if_busy
+from benchmarks.options import add_counts, add_dtype, positive
 from benchmarks.scenarios import Scenario, Target, model, show_targets
 from benchmarks.server import ended_by_sigterm
 from benchmarks.sides import Side, Workload, running
@@ -34,7 +34,8 @@ from benchmarks.throughput import LEAST_ROUNDS
 POLICIES = ("snapkv", "ada-snapkv")
 """What both have; the parameters are ours by default, but kvpress pools by average."""
 WINDOW = 32
-TARGET = 5.0
+TARGETS = {USUAL: 5.0}
+"""How many times as fast, by level and dtype."""
 CHECKED_TOKENS = 16
 FULL, PLAIN = "ours, no eviction", "transformers, one batch"
 
@@ -77,7 +78,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="share of the prompt that is kept (%(default)s)",
     )
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
-    parser.add_argument("--name", default="kvpress", help="of the file in benchmarks/results/ (%(default)s)")
+    add_dtype(parser)
+    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: by what is measured)")
     arguments = parser.parse_args(argv)
     if arguments.output_len < 2:
         parser.error("--output-len must be at least 2")
@@ -136,19 +138,18 @@ def make_turns(arguments: argparse.Namespace, engines: dict[str, Side], opponent
 def started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Side], Opponent]]:
     """One engine of ours for each policy and the process of kvpress, all idle until they are asked."""
     python = kvpress_python(console)
-    scenario = Scenario(
-        "", arguments.requests, arguments.input_len, arguments.output_len, pool=arguments.requests
-    )
+    sizes = arguments.requests, arguments.input_len, arguments.output_len
+    scenario = Scenario("", *sizes, pool=arguments.requests, dtype=arguments.dtype)
     path = model(max(4096, scenario.max_len))
     console.print("starting kvpress and an engine for each policy", highlight=False)
-    with closing(Opponent(python, path, arguments.threads)) as opponent:
+    with closing(Opponent(python, path, arguments.threads, arguments.dtype)) as opponent:
         opponent.wait()
         engines = {
             policy: Side(
                 f"kvpress {policy}",
                 path,
                 arguments.threads,
-                dtype="bfloat16",
+                dtype=arguments.dtype,
                 max_model_len=scenario.max_len,
                 kv_cache_memory_bytes=scenario.kv_bytes(),
                 kv_eviction=policy,
@@ -202,14 +203,16 @@ def ratios(rounds: Sequence[Round], policies: Sequence[str]) -> dict[str, dict[s
     }
 
 
-def targets(rounds: Sequence[Round], policies: Sequence[str]) -> list[Target]:
+def targets(rounds: Sequence[Round], policies: Sequence[str], dtype: str) -> list[Target]:
     """What each policy should reach against the better use of kvpress that always worked."""
-    found = []
+    found: list[Target] = []
+    if (bound := TARGETS.get(kind(dtype))) is None:
+        return found
     for policy in policies:
         other = opponent_side(rounds, batched(policy), alone(policy))
         speed = other and ratio(rounds, ours(policy), other, lambda run: run.tokens_per_second)
         if speed:
-            found.append(Target(f"output tokens/s of {ours(policy)} / {other}", speed, TARGET))
+            found.append(Target(f"output tokens/s of {ours(policy)} / {other}", speed, bound))
     return found
 
 
@@ -240,7 +243,7 @@ def show(
     console: Console, arguments: argparse.Namespace, rounds: Sequence[Round], checks: dict[str, dict]
 ) -> dict[str, Any]:
     """Print tables, checks and targets; what goes into the record."""
-    size = f"{arguments.requests} x ({arguments.input_len} in, {arguments.output_len} out)"
+    size = f"{arguments.requests} x ({arguments.input_len} in, {arguments.output_len} out), {arguments.dtype}"
     title = f"{size}, budget {arguments.budget:g}, threads of each side: {arguments.threads}"
     console.print(runs_table(title, rounds))
     console.print("prefill s: steps that read prompts (ours also decode in them); KV MiB: after the prefill")
@@ -255,11 +258,12 @@ def show(
     console.print(table)
     for name, found in checks.items():
         console.print(describe(name, found), highlight=False)
-    wanted = targets(rounds, arguments.policies) if len(rounds) >= LEAST_ROUNDS else []
+    wanted = targets(rounds, arguments.policies, arguments.dtype) if len(rounds) >= LEAST_ROUNDS else []
     if not wanted:
-        console.print(
-            f"no target: {LEAST_ROUNDS} rounds are needed, in which kvpress answered", style="yellow"
-        )
+        reason = f"{LEAST_ROUNDS} rounds are needed, in which kvpress answered"
+        if kind(arguments.dtype) not in TARGETS:
+            reason = f"there is none for {' and '.join(kind(arguments.dtype))}"
+        console.print(f"no target: {reason}", style="yellow")
     return {
         "checks": checks,
         "ratios": {
@@ -286,14 +290,15 @@ def measure(arguments: argparse.Namespace, console: Console) -> None:
     for policy in arguments.policies:
         # Measured only in the check: to listen while the clock runs would cost time.
         for one in rounds:
-            one[ours(policy)].stored_bytes = checks[policy]["ours_pages"] * PAGE_BYTES
+            one[ours(policy)].stored_bytes = checks[policy]["ours_pages"] * page_bytes(arguments.dtype)
     results = {
         "settings": vars(arguments),
         "load_average_at_start": load,
         "kvpress_versions": opponent.versions,
         **show(console, arguments, rounds, checks),
     }
-    console.print(f"written to {save(arguments.name, record('kvpress', results))}")
+    name = arguments.name or record_name("kvpress", arguments.dtype)
+    console.print(f"written to {save(name, record('kvpress', results))}")
 
 
 def main() -> int:

@@ -1,15 +1,15 @@
 """Whether both programs compute the same thing: greedy answers, and how much of the KV they keep.
 
 The benchmark's model is random, and the rounding of bf16 moves its logits by about as much as its most likely tokens
-differ (transformers in bf16 found the first token of transformers in float32 in five of eight prompts). So answers part
-early; that our first token is among the five most likely of 512 is what shows that both run the same model.
+differ (transformers in bf16 found the first token of transformers in float32 in five of eight prompts). So answers in
+bf16 part early; that our first token is among the five most likely of 512 is what shows that both run the same model.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.kvpress.opponent import Opponent
-from benchmarks.load import ENTRY_BYTES
+from benchmarks.load import entry_bytes
 from benchmarks.scenarios import KV_HEADS, LAYERS
 from benchmarks.sides import Engine, Side, Workload
 
@@ -84,12 +84,13 @@ def check(
     if answered:
         starts = [leading(ids, one["ids"][0]) for ids, one in answered]
         per_row = 1 / (rows * len(answered))
+        stored = sum(one["stored_bytes"] for _, one in answered) / entry_bytes(opponent.dtype)
         result |= {
             "same_first": sum(start > 0 for start in starts) / len(answered),
             "likely_first": sum(ids[0] in one["likely"][0] for ids, one in answered) / len(answered),
             "same_tokens": sum(starts) / (len(starts) * workload.output_len),
             "kvpress_attends": sum(one["attended_entries"] for _, one in answered) * per_row,
-            "kvpress_stores": sum(one["stored_bytes"] for _, one in answered) / ENTRY_BYTES * per_row,
+            "kvpress_stores": stored * per_row,
         }
     return result
 

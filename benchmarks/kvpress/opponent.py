@@ -21,18 +21,21 @@ class Opponent:
         python: interpreter of kvpress's environment.
         model: folder of the model.
         threads: OpenMP threads.
+        dtype: that the model is loaded in.
         worker: the program.
         log: file for all that the process prints.
     """
 
-    def __init__(self, python: Path, model: Path, threads: int, worker: Path = WORKER, log: Path = LOG):
-        self.threads = threads
+    def __init__(
+        self, python: Path, model: Path, threads: int, dtype: str, worker: Path = WORKER, log: Path = LOG
+    ):
+        self.threads, self.dtype = threads, dtype
         self.versions: dict[str, str] = {}
         self.log = log
         log.parent.mkdir(exist_ok=True)
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(python), str(worker), str(model)],
+                [str(python), str(worker), str(model), dtype],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

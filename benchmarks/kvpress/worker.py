@@ -1,7 +1,7 @@
 """kvpress and transformers behind standard input and output, one JSON object per line.
 
 Runs in the environment of kvpress, which this project is not installed in: imports nothing of the project.
-``python worker.py MODEL`` first says which versions it runs, then answers each order
+``python worker.py MODEL DTYPE`` first says which versions it runs, then answers each order
 
     {"prompts": [[...], ...], "output_len": 256, "press": "snapkv", "budget": 0.2}
 
@@ -95,8 +95,9 @@ def main():
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     disable_progress_bar()
+    path, dtype = sys.argv[1:]
     model = AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=torch.bfloat16, attn_implementation="sdpa"
+        path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
     versions = {name: metadata.version(name) for name in PACKAGES}
     print(json.dumps({"versions": versions, "threads": torch.get_num_threads()}), file=answers)

@@ -82,8 +82,8 @@ def test_table_and_plot_have_every_part(tmp_path, monkeypatch):
     console.print(breakdown.show(parse_arguments([]), DECODE, some))
     text = console.file.getvalue()
     assert "16 layers, snapkv" in text and re.search(r"whole step .* 5\.00", text)
-    assert breakdown.plot(cells()) == str(tmp_path / "breakdown.png")
-    assert (tmp_path / "breakdown.png").exists()
+    assert breakdown.plot(cells(), "breakdown-x") == str(tmp_path / "breakdown-x.png")
+    assert (tmp_path / "breakdown-x.png").exists()
 
 
 @pytest.mark.parametrize("arguments", ["--batch 0", "--context 100", "--threads 1000", "--budget 1.5"])

@@ -116,15 +116,18 @@ def cell(layers: int, context: int, ratios=(4.0, 4.0, 4.0)) -> Cell:
     return Cell(layers, context, [(ratio, 2 * ratio) for ratio in ratios], [(1.0, 1.0)] * len(ratios))
 
 
-def test_target_holds_for_the_default_sizes_and_the_low_end_of_the_interval():
+def test_target_holds_for_the_default_sizes_and_the_low_end_of_the_interval(at_level):
+    at_level("avx512")
     defaults = parse_arguments([])
     cells = [cell(8, 16384), cell(8, 4096), cell(4, 16384)]
     (target,) = decode.targets(defaults, cells)
     assert target.met
     (target,) = decode.targets(defaults, [cell(8, 16384, (4.0, 4.0, 3.0))])
     assert not target.met
-    for changed in ("--budget 0.5", "--batch 8", "--policy snapkv"):
+    for changed in ("--budget 0.5", "--batch 8", "--policy snapkv", "--dtype float32"):
         assert decode.targets(parse_arguments(changed.split()), cells) == []
+    at_level("avx2")
+    assert decode.targets(parse_arguments([]), cells) == decode.targets(defaults, cells) == []
 
 
 def test_ratios_are_stock_over_ours():
@@ -133,10 +136,12 @@ def test_ratios_are_stock_over_ours():
     assert summary["stock_ms"]["median"] == 4000 and summary["ours_ms"]["median"] == 1000
 
 
-def test_plot_draws_every_number_of_layers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("level, name", [("avx512", "decode.png"), ("avx2", "decode-avx2-float32.png")])
+def test_plot_draws_every_number_of_layers(tmp_path, monkeypatch, at_level, level, name):
     monkeypatch.setattr(decode, "RESULTS", tmp_path)
+    at_level(level)
     path = decode.plot(parse_arguments([]), [cell(8, 4096), cell(8, 1024), cell(4, 1024)])
-    assert path == str(tmp_path / "decode.png") and (tmp_path / "decode.png").exists()
+    assert path == str(tmp_path / name) and (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize(

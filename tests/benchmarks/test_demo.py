@@ -10,8 +10,9 @@ import sys
 import pytest
 from rich.console import Console
 
+from benchmarks import demo
 from benchmarks.answers import answers_table, make_questions
-from benchmarks.demo import TOKEN_BYTES, parse_arguments, pool_bytes
+from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
 from benchmarks.server import Server, ServerError, Snapshot, end, tail
 from vllm_kvevict.engine.messages import Report
@@ -115,7 +116,36 @@ def test_arguments():
     for wrong in (["--budget", "7.5"], ["--budget", "0"], ["--requests", "0"], ["--policy", "full"]):
         with pytest.raises(SystemExit):
             parse_arguments(wrong)
-    assert pool_bytes(2048, 256) == (4 * 72 + 1) * 32 * TOKEN_BYTES
+    assert pool_bytes(2048, 256, "bfloat16") == (4 * 72 + 1) * 32 * 4 * 4 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("level, dtype", [("avx2", "float32"), ("avx512", "bfloat16")])
+def test_servers_compute_in_what_is_fast(level, dtype, at_level, monkeypatch):
+    at_level(level)
+    started: list[list[str]] = []
+
+    def no_server(model, log, flags, env, port):
+        started.append(flags)
+        raise ServerError("not started")
+
+    monkeypatch.setattr(demo, "Server", no_server)
+    for options, expected in (([], dtype), (["--dtype", "bfloat16"], "bfloat16")):
+        with pytest.raises(ServerError, match="not started"):
+            asyncio.run(demo.run_server("stock", [], parse_arguments(options)))
+        flags = started[-1]
+        assert flags[flags.index("--dtype") + 1] == expected
+        memory = int(flags[flags.index("--kv-cache-memory-bytes") + 1])
+        assert memory == pool_bytes(2048, 256, expected)
+
+
+def test_another_dtype_than_the_models_is_explained(at_level):
+    at_level("avx2")
+    assert dtype_note("bfloat16") is None
+    note = dtype_note("float32")
+    assert note and "float32" in note and "avx2" in note
+    at_level("avx512")
+    note = dtype_note("float32")
+    assert note and "as --dtype says" in note
 
 
 def test_a_port_in_use_is_named(tmp_path):

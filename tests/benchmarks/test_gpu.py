@@ -37,6 +37,9 @@ class PlainAttention:
 
     version = 0
 
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
     def plan(self, *sizes: Any) -> None:
         return None
 
@@ -56,6 +59,7 @@ class PlainAttention:
         **rest,
     ) -> None:
         assert not softcap and rest.get("scheduler_metadata") is None
+        assert q.dtype == k.dtype == v.dtype == self.dtype
         starts, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[2]
         assert all(t.dtype == torch.int32 for t in (cu_seqlens_q, seqused_k, block_table))
         for i, length in enumerate(seqused_k.tolist()):
@@ -156,9 +160,12 @@ def test_rows_hold_pages_of_their_own():
     assert len(set(used)) == len(used) and max(used) < 100
 
 
-def test_attention(card, tmp_path, capsys):
-    record, out = run(attention, tmp_path, capsys, "--contexts 64 --budgets 1 0.2 --batches 2", rounds=1)
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_attention(card, tmp_path, capsys, dtype):
+    arguments = f"--contexts 64 --budgets 1 0.2 --batches 2 --dtype {dtype}"
+    record, out = run(attention, tmp_path, capsys, arguments, rounds=1)
     check_record(record, out, "decode attention of one layer")
+    assert record["settings"]["dtype"] == dtype and record["results"]["dtype"] == f"torch.{dtype}"
     cells = record["results"]["cells"]
     assert [(cell["batch"], cell["kept"]) for cell in cells] == [(2, 64), (2, 13)]
     assert [len(cell["sides"]) for cell in cells] == [3, 5]
@@ -185,8 +192,9 @@ def test_attention_refuses_a_wrong_kernel(card, tmp_path, capsys, monkeypatch):
         run(attention, tmp_path, capsys, "--contexts 64 --budgets 0.5 --batches 1")
 
 
-def test_kernels(card, tmp_path, capsys):
-    arguments = "--context 192 --layers 1 --append-batch 3 --decode-batch 1"
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_kernels(card, tmp_path, capsys, dtype):
+    arguments = f"--context 192 --layers 1 --append-batch 3 --decode-batch 1 --dtype {dtype}"
     record, out = run(kernels, tmp_path, capsys, arguments)
     check_record(record, out, "Triton kernels at 192 tokens")
     found = {one["name"]: one for one in record["results"]["kernels"]}
@@ -203,7 +211,7 @@ def test_kernels(card, tmp_path, capsys):
 def test_kernels_refuse_a_wrong_compaction(card, monkeypatch):
     monkeypatch.setattr(compact_rows, "compact_rows", lambda *arguments: None)
     with pytest.raises(WrongResult, match="compact_rows"):
-        kernels.compactions(192, 1)
+        kernels.compactions(192, 1, torch.bfloat16)
 
 
 @pytest.fixture
@@ -214,8 +222,10 @@ def small_model(monkeypatch):
     monkeypatch.setattr(eviction, "TARGET_LENGTH", 96)
 
 
-def test_eviction(card, small_model, tmp_path, capsys):
-    record, out = run(eviction, tmp_path, capsys, "--lengths 96 --layers 2 --policies snapkv lava", rounds=1)
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_eviction(card, small_model, tmp_path, capsys, dtype):
+    arguments = f"--lengths 96 --layers 2 --policies snapkv lava --dtype {dtype}"
+    record, out = run(eviction, tmp_path, capsys, arguments, rounds=1)
     check_record(record, out, "eviction of one prompt")
     (length,) = record["results"]["lengths"]
     assert set(length["policies"]) == {"snapkv", "lava"}
@@ -228,7 +238,7 @@ def test_eviction(card, small_model, tmp_path, capsys):
 def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
     monkeypatch.setattr(eviction, "window_attention", lambda query, *others: torch.rand(32, 200 - len(query)))
     with pytest.raises(WrongResult, match="snapkv"):
-        eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1)
+        eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1, torch.bfloat16)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
@@ -253,6 +263,24 @@ def test_both_engines_get_the_same_memory(tmp_path):
     }
     config = json.loads((throughput.make_model("1b", tmp_path) / "config.json").read_text())
     assert (config["num_hidden_layers"], config["head_dim"], config["model_type"]) == (16, 64, "llama")
+
+
+@pytest.mark.parametrize("name", ["attention", "kernels", "eviction", "throughput"])
+def test_results_of_another_dtype_have_files_of_their_own(name, card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    module = importlib.import_module(f"benchmarks.gpu.{name}")
+    for options, file in (([], name), (["--dtype", "float16"], f"{name}-float16")):
+        arguments = module.parse_arguments(options)
+        assert common.write(name, arguments, {}) == tmp_path / "gpu" / f"{file}.json"
+    with pytest.raises(SystemExit):
+        module.parse_arguments(["--dtype", "float32"])
+    assert "--dtype" in capsys.readouterr().err
+
+
+def test_both_engines_get_the_dtype():
+    arguments = throughput.parse_arguments(["--dtype", "float16"])
+    stock, ours = throughput.settings(arguments).values()
+    assert stock["dtype"] == ours["dtype"] == "float16"
 
 
 def test_graphs_and_kernels_are_the_default():
@@ -331,4 +359,4 @@ def test_the_timer_counts_the_work_alone(monkeypatch):
 
 def test_without_flash_attention_there_is_one_line():
     with pytest.raises(SystemExit, match="needs FlashAttention from a CUDA build of vLLM"):
-        common.FlashAttention()
+        common.FlashAttention(torch.bfloat16)

@@ -32,7 +32,8 @@ from benchmarks.sides import Outcome, Workload
 
 WORKER = """
 import json, os, sys
-print(json.dumps({"versions": {"kvpress": "0"}, "threads": int(os.environ["OMP_NUM_THREADS"])}), flush=True)
+versions, threads = {"kvpress": "0", "dtype": sys.argv[2]}, int(os.environ["OMP_NUM_THREADS"])
+print(json.dumps({"versions": versions, "threads": threads}), flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     prompts, length = order["prompts"], order["output_len"]
@@ -55,9 +56,11 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def opponent(worker: Path, tmp_path: Path):
-    with closing(Opponent(Path(sys.executable), tmp_path, 1, worker, tmp_path / "log")) as opponent:
+@pytest.fixture(params=["bfloat16", "float32"])
+def opponent(request, worker: Path, tmp_path: Path):
+    with closing(
+        Opponent(Path(sys.executable), tmp_path, 1, request.param, worker, tmp_path / "log")
+    ) as opponent:
         opponent.wait()
         yield opponent
 
@@ -80,7 +83,7 @@ class FakeSide:
 
 
 def test_worker_answers_and_says_its_versions(opponent: Opponent):
-    assert opponent.versions == {"kvpress": "0"}
+    assert opponent.versions == {"kvpress": "0", "dtype": opponent.dtype}
     assert opponent.generate([[1, 2]], 3, "snapkv", 0.2)["ids"] == [[7, 7, 7]]
 
 
@@ -89,7 +92,7 @@ def test_worker_that_ends_or_counts_other_threads_is_an_error(
 ):
     with pytest.raises(OpponentError, match="ended"):
         opponent.generate([[-1]], 3, None, 1.0)
-    with closing(Opponent(Path(sys.executable), tmp_path, 2, worker, tmp_path / "log2")) as other:
+    with closing(Opponent(Path(sys.executable), tmp_path, 2, "float32", worker, tmp_path / "log2")) as other:
         other.threads = 1
         with pytest.raises(OpponentError, match="2 threads instead of 1"):
             other.wait()
@@ -130,16 +133,21 @@ def test_opponent_is_the_batch_unless_it_ever_failed():
     assert opponent_side([good, hopeless], "batch", "single") is None
 
 
-def test_targets_are_missed_when_the_interval_reaches_below():
+def test_targets_are_missed_when_the_interval_reaches_below(at_level):
+    at_level("avx512")
+
     def one(speed: float, batch: Run) -> dict:
         return {ours("snapkv"): of(speed), batched("snapkv"): batch, alone("snapkv"): of(10)}
 
-    (met,) = targets([one(speed, of(10)) for speed in (60, 55, 70)], ["snapkv"])
+    (met,) = targets([one(speed, of(10)) for speed in (60, 55, 70)], ["snapkv"], "bfloat16")
     assert met.met and "one batch" in met.name
-    (missed,) = targets([one(speed, of(10)) for speed in (60, 49, 70)], ["snapkv"])
+    (missed,) = targets([one(speed, of(10)) for speed in (60, 49, 70)], ["snapkv"], "bfloat16")
     assert not missed.met and "MISSED" in str(missed)
-    (fallback,) = targets([one(60, of(0, 1, 0)), one(60, of(10))], ["snapkv"])
+    (fallback,) = targets([one(60, of(0, 1, 0)), one(60, of(10))], ["snapkv"], "bfloat16")
     assert "one by one" in fallback.name and fallback.met
+    assert targets([one(60, of(10))], ["snapkv"], "float32") == []
+    at_level("avx2")
+    assert targets([one(60, of(10))], ["snapkv"], "bfloat16") == []
 
 
 def test_no_ratio_where_a_side_answered_nothing():
@@ -176,7 +184,8 @@ def test_check_compares_tokens_and_entries(opponent: Opponent):
     found = check(FakeSide(), opponent, Workload(2, 8, 2), "snapkv", 0.2)
     assert (found["same_first"], found["likely_first"], found["same_tokens"]) == (1.0, 1.0, 0.75)
     assert found["ours_kept"] == found["kvpress_attends"] == 10.0
-    assert found["kvpress_stores"] == pytest.approx(1000 / 256 / (LAYERS * KV_HEADS))
+    stored = 1000 / (2 * 64 * {"bfloat16": 2, "float32": 4}[opponent.dtype])
+    assert found["kvpress_stores"] == pytest.approx(stored / (LAYERS * KV_HEADS))
     assert "ours keeps 10.0" in describe("snapkv", found)
     assert "ours_kept" not in check(FakeSide(), opponent, Workload(2, 8, 2), None, 1.0)
     assert "answered no request" in describe("snapkv", {"requests": 0})

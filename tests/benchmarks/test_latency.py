@@ -49,7 +49,7 @@ def test_plot_is_written(tmp_path, names):
 def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
     loads = []
 
-    async def drive(server, load, kv_bytes):
+    async def drive(server, load, kv_bytes, dtype):
         loads.append((server, load))
         return run_of(0.1, wall=8.0 if server == "stock" else 4.0)
 
@@ -71,7 +71,7 @@ def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
 
 def test_options(capsys):
     arguments, scenario = parse_arguments(["--requests", "3", "--rates", "0.5"])
-    assert scenario == replace(BASE, requests=3) and arguments.rates == [0.5]
+    assert scenario == replace(BASE, requests=3, dtype=arguments.dtype) and arguments.rates == [0.5]
     assert parse_arguments([])[0].rates == RATES
     for line, message in (
         ("--rate 2", "--rates"),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import load, server
-from benchmarks.load import ENTRY_BYTES, PAGE_BYTES, Load, drive, longest, summarise
+from benchmarks.load import Load, drive, entry_bytes, longest, page_bytes, summarise
 from benchmarks.server import LOGGING, Server, ServerError, Snapshot, cpu_environment, run_benchmark
 
 KV_BYTES = 1_000_000
@@ -103,16 +103,18 @@ def test_lengths_stay_within_the_spread():
     assert {length for _, length in Load(50, 100, 1, spread=0.9).prompts()} == {1}
 
 
-def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, no_waiting):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, no_waiting, dtype):
     work = Load(4, 16, 8)
     before = Snapshot(preemptions=5, evictions=7, decision_seconds=1.0, compaction_seconds=1.0)
     busy = replace(before, running=3, physical_pages=100, logical_entries=2000)
     after = replace(before, preemptions=6, evictions=11, decision_seconds=1.25, compaction_seconds=1.15)
     answer_with(monkeypatch, client_result(work))
-    run = asyncio.run(drive(FakeServer(tmp_path / "log", [before, busy, after]), work, KV_BYTES))
+    server = FakeServer(tmp_path / "log", [before, busy, after])
+    run = asyncio.run(drive(server, work, KV_BYTES, dtype))
     assert (run.wall, run.cpu, run.completed, run.input_tokens, run.output_tokens) == (2.0, 1.0, 4, 64, 32)
     assert (run.peak_running, run.preemptions, run.evictions) == (3, 1, 4)
-    assert (run.physical_bytes, run.logical_bytes) == (100 * PAGE_BYTES, 2000 * ENTRY_BYTES)
+    assert (run.physical_bytes, run.logical_bytes) == (100 * page_bytes(dtype), 2000 * entry_bytes(dtype))
     assert run.evict_share == pytest.approx(0.2)
     assert (run.tokens_per_second, run.tokens_per_cpu_second, run.requests_per_second) == (16, 32, 2)
     assert run.latency["e2e"] == {"mean": 0.04, "p50": 0.04, "p90": 0.04, "p99": 0.04}
@@ -124,20 +126,20 @@ def test_memory_is_read_at_its_peak():
         Snapshot(running=2, physical_pages=5, logical_entries=90),
         Snapshot(running=1, physical_pages=9, logical_entries=70),
     ]
-    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES)
-    assert (run.peak_running, run.physical_bytes) == (2, 9 * PAGE_BYTES)
-    assert run.logical_bytes == 70 * ENTRY_BYTES
+    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES, "float32")
+    assert (run.peak_running, run.physical_bytes) == (2, 9 * page_bytes("float32"))
+    assert run.logical_bytes == 70 * entry_bytes("float32")
 
 
 def test_stock_tells_the_share_of_its_memory_only():
     seen = [Snapshot(kv_usage=0.5), Snapshot(kv_usage=0.25)]
-    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES)
+    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES, "float32")
     assert (run.physical_bytes, run.logical_bytes) == (KV_BYTES / 2, None)
 
 
 def test_answers_of_one_token_have_no_time_between_tokens():
     result = client_result(Load(2, 8, 1))
-    run = summarise(result, 1.0, Snapshot(), [Snapshot()], Snapshot(), KV_BYTES)
+    run = summarise(result, 1.0, Snapshot(), [Snapshot()], Snapshot(), KV_BYTES, "float32")
     assert set(run.latency) == {"ttft", "e2e"}
 
 
@@ -156,7 +158,7 @@ def test_no_figures_from_failed_requests(tmp_path, monkeypatch, no_waiting, chan
     work = Load(2, 16, 8)
     answer_with(monkeypatch, client_result(work, **changes))
     with pytest.raises(ServerError, match=message):
-        asyncio.run(drive(FakeServer(tmp_path / "log", [Snapshot()]), work, KV_BYTES))
+        asyncio.run(drive(FakeServer(tmp_path / "log", [Snapshot()]), work, KV_BYTES, "float32"))
 
 
 def test_no_waiting_for_a_server_that_ended(tmp_path, monkeypatch, no_waiting):
@@ -164,7 +166,7 @@ def test_no_waiting_for_a_server_that_ended(tmp_path, monkeypatch, no_waiting):
     fake.ended = True
     answer_with(monkeypatch, {}, seconds=60)
     with pytest.raises(ServerError, match="ended"):
-        asyncio.run(drive(fake, Load(2, 16, 8), KV_BYTES))
+        asyncio.run(drive(fake, Load(2, 16, 8), KV_BYTES, "float32"))
 
 
 def test_metrics_of_all_ranks_are_added_up():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.measure import estimate, paired_ratio, record, save
+from vllm_kvevict.kernels import processor
 
 
 def test_ratio_is_the_median_of_the_pairs_and_not_a_ratio_of_medians():
@@ -39,5 +40,6 @@ def test_record_says_how_and_where(tmp_path):
     read = json.loads(path.read_text())
     assert read == content
     assert read["command"].startswith("python -m benchmarks.throughput")
-    assert set(read) >= {"command", "date", "cpu", "versions", "results"}
+    assert set(read) >= {"command", "date", "cpu", "level", "versions", "results"}
+    assert read["level"] == processor.level()
     assert set(read["versions"]) >= {"python", "vllm", "torch", "vllm-kvevict"}

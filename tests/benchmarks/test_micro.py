@@ -48,20 +48,23 @@ def test_operations_take_turns_and_the_first_round_does_not_count():
     assert timings[1].raw == [250, 250]
 
 
-def test_machine_measures_positive_rates(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_machine_measures_positive_rates(monkeypatch, dtype):
     monkeypatch.setattr(floors, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(floors, "MATMUL_SIZE", 32)
-    rates = floors.Machine().measure()
-    assert rates.memory > 0 and rates.arithmetic > 0
+    machine = floors.Machine(dtype)
+    rates = machine.measure()
+    assert rates.memory > 0 and rates.arithmetic > 0 and machine._factors.dtype == dtype
 
 
-def test_operations_run_again_and_again():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_operations_run_again_and_again(dtype):
     current_platform.import_kernels()
     torch.manual_seed(0)
     with torch.inference_mode():
         operations = [
-            *micro.step_operations(batch=2, context=256, share=0.2),
-            *micro.prompt_operations(context=256, chunk=64, share=0.2),
+            *micro.step_operations(batch=2, context=256, share=0.2, dtype=dtype),
+            *micro.prompt_operations(context=256, chunk=64, share=0.2, dtype=dtype),
             micro.ledger_operation(batch=2),
         ]
         timings, _ = floors.measure(operations, FakeMachine(), rounds=3)
@@ -70,13 +73,14 @@ def test_operations_run_again_and_again():
     assert [timing.name for timing in timings if timing.floor_ms is None] == ["ledger, one request and step"]
 
 
-def test_attention_of_a_share_has_that_share_of_the_floor():
-    whole, part = (operation.work for operation in micro.step_operations(2, 512, 0.25)[:4:2])
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
+def test_attention_of_a_share_has_that_share_of_the_floor(dtype, size):
+    whole, part = (operation.work for operation in micro.step_operations(2, 512, 0.25, dtype)[:4:2])
     assert whole is not None and part is not None
     assert part.moved / whole.moved == pytest.approx(0.25, abs=0.02)
     # Nothing else than keys and values, queries and outputs.
     entries, tokens = 2 * 513 * micro.LAYERS * micro.KV_HEADS, 2 * micro.LAYERS
-    assert whole.moved == entries * 2 * 64 * 2 + 2 * tokens * micro.QUERY_HEADS * 64 * 2
+    assert whole.moved == (entries * 2 * 64 + 2 * tokens * micro.QUERY_HEADS * 64) * size
     assert whole.flops == entries * micro.GROUP * 4 * 64
 
 
@@ -87,7 +91,8 @@ def test_plot_leaves_out_what_has_no_floor(tmp_path, monkeypatch):
         Timing("a", one, 1.0, one, "memory", [2.0]),
         Timing("b", one, None, None, "interpreter", [2.0]),
     ]
-    assert micro.plot(timings, 1) == str(tmp_path / "micro.png") and (tmp_path / "micro.png").exists()
+    assert micro.plot(timings, 1, "micro-x") == str(tmp_path / "micro-x.png")
+    assert (tmp_path / "micro-x.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def test_the_formula_of_the_paper():
     assert paper_share(2048) == pytest.approx(1.0, abs=0.01)
 
 
-def test_targets_are_those_of_the_longest_prompt():
+def test_targets_are_those_of_the_longest_prompt(at_level):
+    at_level("avx512")
     cells = [
         cell(8192, {STOCK: (1.0, 1.0, 100), "take": (1.0, 0.9, 40)}),
         cell(32768, {STOCK: (10.0, 8.0, 1000), "take": (5.0, 1.0, 130)}),
@@ -41,6 +42,7 @@ def test_targets_are_those_of_the_longest_prompt():
     assert held.value.median == 0.13 and not held.met
     assert attention.value.median == 0.125 and attention.met
     assert targets(parse_arguments(["--contexts", "8192"]), cells[:1]) == []
+    assert targets(parse_arguments(["--dtype", "float32"]), cells) == [held]  # no time, but still the pages
     shown = io.StringIO()
     Console(file=shown, width=140).print(show(parse_arguments([]), cells))
     assert "0.099" in shown.getvalue() and "32768" in shown.getvalue()
@@ -61,7 +63,8 @@ def test_arguments():
         parse_arguments(["--contexts", "100"])
 
 
-def test_plot(tmp_path, monkeypatch):
+def test_plot(tmp_path, monkeypatch, at_level):
+    at_level("avx512")
     monkeypatch.setattr(prefill, "RESULTS", tmp_path)
     cells = [cell(8192, {STOCK: (1.0, 1.0, 100), "take": (1.0, 0.9, 40)})]
     assert prefill.plot(parse_arguments([]), cells) == str(tmp_path / "prefill-take.png")

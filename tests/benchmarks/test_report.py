@@ -2,12 +2,13 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measure import record, save
+from benchmarks.measure import full_name, record, record_name, save
 from benchmarks.scenarios import SCENARIOS, STOCK, Scenario
 from benchmarks.throughput import as_record, show_scenario
 from tests.benchmarks.runs import ours, run_of
@@ -22,8 +23,9 @@ def rounds_of(scenario: Scenario, seconds: float) -> list[dict]:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, at_level):
     """Results of one scenario that gains and one that loses, and of a sweep that does both."""
+    at_level("avx512")
     for name, seconds in (("pool-bound", 1.0), ("overhead", 2.5)):
         scenario = SCENARIOS[name]
         shown = show_scenario(Console(file=io.StringIO()), name, scenario, rounds_of(scenario, seconds))
@@ -44,7 +46,7 @@ def test_the_page_has_every_figure_and_every_plot(folder):
     assert "| pool-bound |" in text and "2 [2, 2]" in text and "0.8 [0.8, 0.8]" in text
     assert "## Throughput over the full requests that the KV memory holds" in text
     assert "](throughput-sweep-pool.png)" in text and (folder / "throughput-sweep-pool.png").exists()
-    assert "## Latency" not in text and "kvpress" not in text
+    assert "## Latency" not in text and "## Beside kvpress" not in text
 
 
 def test_missed_targets_stand_out(folder):
@@ -70,9 +72,63 @@ def test_gains_only_make_no_such_section():
     assert report.no_gain(list(report.cells("pool-bound", content))) == []
 
 
+def test_the_level_of_every_file_is_shown(folder):
+    old = folder / "throughput-overhead.json"
+    content = json.loads(old.read_text())
+    del content["level"], content["results"]["scenario"]["dtype"]  # as in records of before
+    old.write_text(json.dumps(content))
+    text = report.write(folder).read_text()
+    sources = text.split("## Where the figures come from")[1].splitlines()
+    (without,) = (line for line in sources if line.startswith("| [throughput-overhead]"))
+    (recorded,) = (line for line in sources if line.startswith("| [throughput-pool-bound]"))
+    assert "| not recorded |" in without and "| avx512 |" in recorded
+    loads = text.split("## Scenarios")[1].splitlines()
+    assert any(line.startswith("| overhead |") and "ada-snapkv, bfloat16 |" in line for line in loads)
+    assert any(line.startswith("| pool-bound |") and "bfloat16, avx512 |" in line for line in loads)
+
+
+def test_results_of_other_levels_lie_beside_the_usual_ones(folder, at_level):
+    before = report.write(folder).read_text()
+    at_level("avx2")
+    scenario = replace(SCENARIOS["pool-bound"], dtype="float32")
+    console = Console(file=io.StringIO())
+    shown = show_scenario(console, "pool-bound", scenario, rounds_of(scenario, 0.5))
+    name = record_name("throughput-pool-bound", "float32")
+    save(name, record("throughput", {"threads": 1, **shown}), folder)
+    base = replace(Scenario("", 12, 1024, 128, pool=3), dtype="float32")
+    values = [{"value": "2", **as_record(base, rounds_of(base, 1.0))}]
+    sweep = record_name("throughput-sweep-pool", "float32")
+    save(sweep, record("throughput", {"sweep": "pool", "values": values}), folder)
+    drawn = full_name("attention", "float32")
+    save(drawn, record("attention", {"dtype": "float32"}), folder)
+    (folder / f"{drawn}.png").write_bytes(b"")
+    text = report.write(folder).read_text()
+    assert "| pool-bound-avx2-float32 |" in text and "float32, avx2 |" in text and "at least 2.3" in text
+    heading = "## Throughput over the full requests that the KV memory holds"
+    assert f"{heading}\n" in text and f"{heading} (avx2-float32)\n" in text
+    assert f"]({sweep}.png)" in text and (folder / f"{sweep}.png").exists()
+    assert f"## {drawn}\n" in text and f"]({drawn}.png)" in text
+    for line in before.splitlines():
+        assert line in text or "comparisons" in line
+
+
+def test_kvpress_of_every_kind_has_a_section():
+    run = {"answered": 2, "errors": [], "output_tokens": 10, "wall": 2.0}
+    results = {
+        "settings": {"requests": 2, "input_len": 64, "output_len": 5, "budget": 0.2},
+        "rounds": [{"ours": run}],
+        "ratios": {"ours / theirs": {"output tokens/s": None}},
+    }
+    other = {**results, "settings": results["settings"] | {"dtype": "float32"}}
+    records = {"kvpress": {"results": results}, "kvpress-avx2-float32": {"results": other}}
+    text = "\n".join(report.kvpress_section(records))
+    assert "transformers\n\n2 x (64 in, 5 out), budget 0.2, bfloat16." in text
+    assert "transformers (avx2-float32)\n\n2 x (64 in, 5 out), budget 0.2, float32." in text
+
+
 def test_the_page_in_the_repository_is_made_of_the_files_beside_it(tmp_path):
-    kept = [*report.RESULTS.glob("*.json"), *(report.RESULTS / f"{name}.png" for name in report.PICTURES)]
-    for path in kept:
+    pictures = (path for name in report.PICTURES for path in report.RESULTS.glob(f"{name}*.png"))
+    for path in (*report.RESULTS.glob("*.json"), *pictures):
         (tmp_path / path.name).symlink_to(path)
     assert report.write(tmp_path).read_text() == (report.RESULTS / "README.md").read_text()
 

@@ -1,12 +1,13 @@
 """Scenarios, sweeps, ratios and targets; no engine is started."""
 
+import asyncio
 import io
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from benchmarks import scenarios
+from benchmarks import scenarios, throughput
 from benchmarks.load import Run
 from benchmarks.measure import Estimate
 from benchmarks.scenarios import (
@@ -17,13 +18,13 @@ from benchmarks.scenarios import (
     SCENARIOS,
     SPEED,
     TARGETS,
-    TOKEN_BYTES,
     Scenario,
     Target,
     figures,
     make_server,
     ratios,
     targets,
+    token_bytes,
 )
 from benchmarks.throughput import (
     SWEEP_BASE,
@@ -92,7 +93,8 @@ def test_phases_say_what_would_be_possible():
     assert reached[SPEED].median == pytest.approx(90 / 40)
 
 
-def test_pool_bound_counts_take_the_worst_run():
+def test_pool_bound_counts_take_the_worst_run(at_level):
+    at_level("avx512")
     scenario = SCENARIOS["pool-bound"]
     rounds = rounds_of(scenario, peak=13)
     rounds[1]["budget 0.2"] = ours(1.0, peak=11, preemptions=3)
@@ -100,9 +102,10 @@ def test_pool_bound_counts_take_the_worst_run():
     assert targets("prefill-bound", SCENARIOS["prefill-bound"], rounds) == []
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_target_can_be_met_and_missed(name):
-    scenario = SCENARIOS[name]
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in TARGETS for name in SCENARIOS])
+def test_every_target_can_be_met_and_missed(kind, name, at_level):
+    at_level(kind[0])
+    scenario = replace(SCENARIOS[name], dtype=kind[1])
     for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
         rounds = [
             {
@@ -120,27 +123,50 @@ def test_every_target_can_be_met_and_missed(name):
                     for side in scenario.evicting
                 }
         wanted = targets(name, scenario, rounds)
-        assert len(wanted) >= len(TARGETS[name]) and all(target.met == met for target in wanted)
+        assert len(wanted) >= len(TARGETS[kind].get(name, {})) and all(target.met == met for target in wanted)
 
 
+@pytest.mark.parametrize(
+    "level, dtype, speeds",
+    [
+        ("avx512", "bfloat16", {"memory-bound": 1.6, "pool-bound": 1.25, "overhead": 0.92}),
+        ("avx2", "float32", {"pool-bound": 2.3}),
+        ("avx2", "bfloat16", {}),
+        ("avx512", "float32", {}),
+        ("generic", "bfloat16", {}),
+    ],
+)
+def test_targets_hold_for_their_level_and_dtype(at_level, level, dtype, speeds):
+    at_level(level)
+    found, counts = {}, 0
+    for name, own in SCENARIOS.items():
+        scenario = replace(own, dtype=dtype)
+        walls = {turn.name: 0.1 if turn.output_len == 1 else 1.0 for turn in scenario.turns()}
+        wanted = targets(name, scenario, [{turn: ours(wall) for turn, wall in walls.items()}])
+        found.update((name, target.bound) for target in wanted if SPEED in target.name)
+        counts += sum("stock" not in target.name and "speed" not in target.name for target in wanted)
+    assert found == speeds and counts == 2 * ("pool-bound" in speeds)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_pool_holds_as_many_full_requests_as_it_says(name):
-    scenario = SCENARIOS[name]
-    blocks = scenario.kv_bytes() // (BLOCK * TOKEN_BYTES)
+def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
+    scenario = replace(SCENARIOS[name], dtype=dtype)
+    blocks = scenario.kv_bytes() // (BLOCK * token_bytes(dtype))
     per_request = -(-(scenario.input_len + scenario.output_len) // BLOCK)
     assert (blocks - 1) // per_request == scenario.pool  # vLLM keeps one block
 
 
 def test_options_change_the_scenario():
     changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rate", "2", "--rounds", "1"]
-    arguments, chosen = parse_arguments(["overhead", *changes])
-    expected = replace(SCENARIOS["overhead"], requests=3, budgets=(0.5, 0.2), rate=2.0, rounds=1)
-    assert chosen == {"overhead": expected} and arguments.threads == 1
-    assert parse_arguments([])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
+    arguments, chosen = parse_arguments(["overhead", *changes, "--dtype", "float32"])
+    given = {"requests": 3, "budgets": (0.5, 0.2), "rate": 2.0, "rounds": 1, "dtype": "float32"}
+    assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads == 1
+    assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
 
 
 def test_a_sweep_varies_one_thing():
-    _, pools = parse_arguments(["--sweep", "pool", "--requests", "5"])
+    _, pools = parse_arguments(["--sweep", "pool", "--requests", "5", "--dtype", "bfloat16"])
     assert [scenario.pool for scenario in pools.values()] == [2, 3, 4, 6, 9, 12]
     assert {replace(one, pool=3) for one in pools.values()} == {replace(SWEEP_BASE, requests=5)}
     _, budgets = parse_arguments(["--sweep", "budget", "--values", "0.3", "64"])
@@ -176,7 +202,7 @@ def test_bad_arguments_are_named(capsys, line, message):
 
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
-    scenario = replace(SCENARIOS["pool-bound"], tensor=2)
+    scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32")
     stock, evicting = (make_server(scenario, side, threads=1).command for side in scenario.sides)
     assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
     port = stock.index("--port") + 1
@@ -184,6 +210,7 @@ def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
     assert int(per_rank) * 2 == scenario.kv_bytes()
     assert stock[stock.index("--tensor-parallel-size") + 1] == "2"
+    assert stock[stock.index("--dtype") + 1] == "float32"
 
 
 def test_tables_show_every_turn_and_value():
@@ -195,7 +222,8 @@ def test_tables_show_every_turn_and_value():
     assert text.count("2 [2, 2]") == 2 and set(SWEEPS) >= {"pool"}
 
 
-def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds():
+def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
+    at_level("avx512")
     scenario = SCENARIOS["overhead"]
     console = Console(file=io.StringIO())
     rounds = rounds_of(scenario)
@@ -203,6 +231,11 @@ def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds():
     assert target["met"] and target["bound"] == 0.92
     assert show_scenario(console, "overhead", scenario, rounds[:2])["targets"] == []
     assert show_scenario(console, "overhead", replace(scenario, requests=1), rounds)["targets"] == []
+    assert show_scenario(console, "overhead", replace(scenario, dtype="float32"), rounds)["targets"] == []
+    at_level("avx2")
+    assert show_scenario(console, "overhead", scenario, rounds)["targets"] == []
+    other = replace(SCENARIOS["pool-bound"], dtype="float32")
+    assert len(show_scenario(console, "pool-bound", other, rounds_of(other))["targets"]) == 3
 
 
 def test_the_record_holds_the_raw_runs():
@@ -211,3 +244,24 @@ def test_the_record_holds_the_raw_runs():
     assert len(content["rounds"]) == 3 and content["rounds"][0]["stock"]["wall"] == 2.0
     assert content["ratios"]["budget 0.2"][SPEED] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert content["scenario"]["kv_bytes"] == scenario.kv_bytes()
+    assert content["scenario"]["dtype"] == "bfloat16"
+
+
+def test_records_of_another_dtype_have_files_of_their_own(monkeypatch, at_level):
+    saved = []
+
+    async def run(self, scenario, prefix=""):
+        return rounds_of(scenario)
+
+    monkeypatch.setattr(throughput.Bench, "run", run)
+    monkeypatch.setattr(throughput, "save", lambda name, content: saved.append(name))
+    for level, options in (
+        ("avx512", "overhead --dtype bfloat16"),
+        ("avx512", "overhead --dtype float32"),
+        ("avx2", "--sweep pool"),
+        ("avx2", "overhead --name mine"),
+    ):
+        at_level(level)
+        asyncio.run(throughput.measure(*parse_arguments(options.split())))
+    expected = ["throughput-overhead", "throughput-overhead-avx512-float32"]
+    assert saved == [*expected, "throughput-sweep-pool-avx2-float32", "mine"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import waste
-from benchmarks.scenarios import BLOCK, TOKEN_BYTES
+from benchmarks.scenarios import BLOCK, token_bytes
 from benchmarks.waste import Sample, object_bytes, parse_arguments, summary, targets
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.cache.lengths import RowLengths
@@ -50,7 +50,8 @@ def test_all_arrays_of_the_cache_are_found():
 
 def test_shares_of_a_sample():
     assert GOOD.live == 960 / 992 and GOOD.overhead == 1000 / (31 * 8192)
-    assert GOOD.stock_bytes == 3 * BLOCK * TOKEN_BYTES  # 100 tokens take one block, 129 two
+    assert GOOD.stock_bytes == 3 * BLOCK * token_bytes("bfloat16")  # 100 tokens take one block, 129 two
+    assert replace(GOOD, page_bytes=16384).stock_bytes == 3 * BLOCK * token_bytes("float32")
 
 
 def test_the_worst_step_counts():

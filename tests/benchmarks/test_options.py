@@ -1,0 +1,79 @@
+"""The dtype of every CPU benchmark: its option, the bytes that follow from it, and the names of records."""
+
+import importlib
+
+import pytest
+
+from benchmarks import measure
+from benchmarks.demo import pool_bytes
+from benchmarks.load import NUMBER_BYTES, entry_bytes, page_bytes
+from benchmarks.measure import full_name, record_name
+from benchmarks.scenarios import LAYERS, SCENARIOS, token_bytes
+
+FOLDER = measure.RESULTS.parent
+MODULES = sorted(
+    {path.stem for path in FOLDER.glob("*.py") if "def parse_arguments" in path.read_text()}
+    # The soak measures no speed: its server always computes in fp32.
+    - {"soak"}
+    | {"kvpress.__main__"}
+)
+
+
+def parse(module: str, *options: str):
+    """A benchmark's options."""
+    found = importlib.import_module(f"benchmarks.{module}").parse_arguments(options)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def test_all_benchmarks_are_found():
+    serving = {"throughput", "latency", "kvpress.__main__", "demo"}
+    engines = {"breakdown", "decode", "eviction", "prefill", "waste"}
+    assert set(MODULES) >= serving | engines | {"attention", "micro"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_benchmark_takes_a_dtype(module, at_level, capsys):
+    for level, expected in (("avx512", "bfloat16"), ("avx2", "float32"), ("generic", "bfloat16")):
+        at_level(level)
+        assert parse(module).dtype == expected
+    for dtype in NUMBER_BYTES:
+        assert parse(module, "--dtype", dtype).dtype == dtype
+    with pytest.raises(SystemExit):
+        parse(module, "--dtype", "float16")
+    assert "--dtype" in capsys.readouterr().err
+
+
+def test_the_help_says_what_is_fast_here(at_level, capsys):
+    at_level("avx2")
+    with pytest.raises(SystemExit):
+        parse("decode", "--help")
+    assert "this processor computes fast, here float32" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "size",
+    [entry_bytes, page_bytes, token_bytes, lambda dtype: pool_bytes(2048, 256, dtype)],
+)
+def test_bytes_follow_the_dtype(size):
+    assert size("float32") == 2 * size("bfloat16") > 0
+
+
+def test_bytes_of_a_token():
+    assert entry_bytes("bfloat16") == 2 * 64 * 2
+    assert token_bytes("float32", 16) * LAYERS == token_bytes("float32") * 16
+
+
+def test_names_of_records_keep_kinds_apart(at_level):
+    at_level("avx512")
+    assert record_name("decode", "bfloat16") == "decode"
+    assert record_name("decode", "float32") == "decode-avx512-float32"
+    at_level("avx2")
+    assert record_name("decode", "bfloat16") == full_name("decode", "bfloat16") == "decode-avx2-bfloat16"
+
+
+def test_a_scenario_changes_with_the_option():
+    (chosen,) = (
+        importlib.import_module("benchmarks.throughput").parse_arguments(["--dtype", "float32"])[1].values()
+    )
+    usual = SCENARIOS["pool-bound"]
+    assert chosen.dtype == "float32" and chosen.kv_bytes() == 2 * usual.kv_bytes()
