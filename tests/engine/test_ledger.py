@@ -8,6 +8,7 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.engine.servers import PAGE, Setup, Shape, make_request, make_scheduler
+from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.messages import Report
 
@@ -114,8 +115,8 @@ def test_a_replay_is_promised_its_end_and_after_the_report_exactly_that() -> Non
     ledger = make_ledger([1000])
     request = replayed("r", 320, 500)
     assert grow(ledger, request, 320)
-    # 64 kept + 500 replayed, at most a page more for each row that is ragged.
-    assert ledger.used[0] + ledger.promised[0] == 4 * (18 + 1)
+    # In each layer two rows that share 2 * 64 entries, with 500 more each, and end anywhere in a page.
+    assert ledger.used[0] + ledger.promised[0] == 2 * ((2 * 564 + 2 * (PAGE - 1)) // PAGE)
     ledger.on_report(0, "r", report(2, 320, [1, 127, 64, 64]))
     assert ledger.used[0] == 1 + 4 + 2 + 2
     assert ledger.used[0] + ledger.promised[0] == 16 + 20 + 18 + 18
@@ -123,10 +124,21 @@ def test_a_replay_is_promised_its_end_and_after_the_report_exactly_that() -> Non
     assert (ledger.used, ledger.promised) == ([16 + 20 + 18 + 18], [0])
 
 
-def test_a_rank_that_keeps_more_than_its_share_never_overflows() -> None:
-    """Ranks share one budget, so one of them may hold more than the ledger could promise beforehand."""
+def test_a_rank_is_promised_the_most_that_its_heads_may_win() -> None:
+    """Two heads of four, whose rivals keep nothing but the window and the safeguard."""
+    ledger = make_ledger([1000, 1000], shapes=[(1, 2), (1, 2)], budget=0.5)
+    request = replayed("r", 320, 400, max_tokens=400)
+    assert read(ledger, request, 320)
+    most = 4 * 160 - 2 * (32 + (160 - 32) // 5) + 2  # and rounding
+    assert ledger.promised == [(most + 2 * 400 + 2 * (PAGE - 1)) // PAGE - 20] * 2
+
+
+def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
+    """Rounding may let a replay choose otherwise, so a rank may hold more than the ledger promised beforehand."""
     ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)
     first, second = replayed("first", 320, 400, max_tokens=400), replayed("second", 320, 150, max_tokens=150)
+    before = PageCount.from_residues(10, 320, [2] + [0] * (PAGE - 1))
+    ledger.kept = {"first": [before, before], "second": [before, before]}
     assert read(ledger, first, 320)
     assert read(ledger, second, 320)
     for name in ("first", "second"):

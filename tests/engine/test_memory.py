@@ -24,9 +24,17 @@ def configure(models, *, blocks: int = 0, **settings: Any):
     return vllm_config
 
 
-def limit(vllm_config, prompt: int, **fields: Any) -> int | None:
+def check(vllm_config, prompt: int, min_tokens: int = 0, **fields: Any) -> None:
     options = options_of(vllm_config)
-    return check_fits(vllm_config, options, options.plan("", 1, prompt, fields), prompt)
+    check_fits(vllm_config, options, options.plan("", 1, prompt, fields), prompt, min_tokens)
+
+
+def check_limit(vllm_config, prompt: int, answer: int, **fields: Any) -> None:
+    """So many tokens of an answer can be asked for, and not one more."""
+    check(vllm_config, prompt, answer, **fields)
+    with pytest.raises(KVEvictionError, match=f"only {answer} tokens of an answer are sure to fit") as error:
+        check(vllm_config, prompt, answer + 1, **fields)
+    assert error.value.field_name == "min_tokens"
 
 
 def needed(vllm_config) -> int:
@@ -72,25 +80,28 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
         pipeline_parallel_size=stages,
     )
     assert [room.pages for room in rooms(vllm_config)] == [48 * 4 * 8 // stages] * stages
-    # What is kept grows with the answer, and no row is more than a page beyond the mean.
-    assert limit(vllm_config, 60_000) == 6144 - 32 - 512
-    assert limit(vllm_config, 200) == 6144 - 200
-    assert limit(vllm_config, 5000, kv_eviction="full") == 1144
-    assert limit(vllm_config, 5000, kv_eviction="snapkv") == 6144 - 32 - 512
-    assert limit(vllm_config, 5000, kv_eviction="snapkv", kv_prefix_len=4000) == 6144 - 32 - 512 - 1000
+    # What is kept grows with the answer, whose last token is not stored.
+    check_limit(vllm_config, 50_000, 6144 - 512 + 1)
+    check_limit(vllm_config, 200, 6144 - 200 + 1)
+    check_limit(vllm_config, 5000, 1144 + 1, kv_eviction="full")
+    check_limit(vllm_config, 5000, 6144 - 512 + 1, kv_eviction="snapkv")
+    check_limit(vllm_config, 5000, 6144 - 512 - 1000 + 1, kv_eviction="snapkv", kv_prefix_len=4000)
+    # Heads that compete may end anywhere in a page, all but one of them at its first entry.
+    check_limit(vllm_config, 5000, 6144 - 512 + 1 - 16, kv_eviction="ada-snapkv")
     with pytest.raises(KVEvictionError) as error:
-        limit(vllm_config, 7000, kv_eviction="snapkv")
+        check(vllm_config, 7000, kv_eviction="snapkv")
     assert str(error.value) == (
         "the prompt's 7000 tokens do not fit the KV cache: the longest that fits with kv_eviction=snapkv has 6144 "
         "tokens, and kv_eviction=take would do for this one"
     )
-    with pytest.raises(KVEvictionError, match="the longest that fits with kv_eviction=full has 6143 tokens"):
-        limit(vllm_config, 6144, kv_eviction="full")
+    with pytest.raises(KVEvictionError, match="the longest that fits with kv_eviction=full has 6144 tokens"):
+        check(vllm_config, 6145, kv_eviction="full")
     with pytest.raises(KVEvictionError, match=r"with kv_eviction=take has [0-9]+ tokens$"):
-        limit(vllm_config, 60_000, kv_budget=6000)
+        check(vllm_config, 60_000, kv_budget=6000)
 
 
 def test_memory_for_everything_needs_no_check(models) -> None:
     for blocks in (512, 0):  # enough, and not known yet
         vllm_config = configure(models, blocks=blocks, kv_eviction="snapkv")
-        assert limit(vllm_config, 60_000) is None and limit(vllm_config, 60_000, kv_eviction="full") is None
+        check(vllm_config, 60_000, 5536)
+        check(vllm_config, 60_000, 5536, kv_eviction="full")

@@ -8,23 +8,30 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options, Plan
 from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
-from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, prefill_peak
+from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, last_that, prefill_peak
 from vllm_kvevict.policies import layer_budgets
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kv_eviction")
+
+
+def _holds(count: PageCount, room: RankCapacity, tokens: int) -> bool:
+    """Whether a rank can hold so many tokens of a request, if it holds nothing else."""
+    return count.at(tokens) <= room.pages
 
 
 class NoBlocks(KVCacheBlocks):
@@ -35,15 +42,30 @@ class NoBlocks(KVCacheBlocks):
         return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
 
 
+PATIENCE = 3
+"""Preemptions after which a request runs only where it cannot be preempted again."""
+
+
 @dataclass
 class Account:
-    """One admitted request: what it holds, what is promised to its prefill, what it may hold at its end."""
+    """One admitted request: what it holds, what is promised to its prefill, what it may hold at its end.
+
+    Attributes:
+        request: vLLM's own.
+        recycles: whether this admission is evicted layer by layer.
+        prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound.
+        tokens: stored once the steps dispatched so far are done.
+        held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
+        peak: the most that the prefill holds.
+        unreported: ranks whose report of a dispatched eviction is still to come.
+        undecided: whether its layers' budgets are still to be decided.
+    """
 
     plan: Plan
+    request: "Request"
     recycles: bool
-    prompt_len: int
     prefill_len: int
-    max_tokens: int
     counts: list[PageCount]
     tokens: int = 0
     held: list[int] = field(default_factory=list)
@@ -51,6 +73,17 @@ class Account:
     promise: list[int] = field(default_factory=list)
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
+
+    @property
+    def last_token(self) -> int:
+        """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
+        return self.request.num_prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its counts are final and exact: it was evicted for the last time, or never is."""
+        evict_at = self.plan.evict_at
+        return evict_at is None or (not self.unreported and self.counts[0].tokens >= evict_at)
 
     @property
     def bounded(self) -> bool:
@@ -95,6 +128,10 @@ class PageLedger(KVCacheManager):
         self.used: list[int] = []
         self.promised: list[int] = []
         self.accounts: dict[str, Account] = {}
+        self.kept: dict[str, list[PageCount]] = {}
+        """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
+        self.ends: dict[str, RequestStatus] = {}
+        """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
         self._plans: dict[str, Plan] = {}
         self.admitted: list[Plan] = []
         """Plans of this step's admissions, drained into the message to the workers."""
@@ -128,30 +165,81 @@ class PageLedger(KVCacheManager):
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait."""
         admitted = self.accounts.get(request.request_id)
         account = admitted or self._open(request, num_new_tokens)
-        if admitted is None and not self._admits(account):
+        if admitted is None and not (self._can_fit(account) and self._admits(account)):
             return None
         tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
         # A prefill grows into what it was promised, a decode into what nobody was.
         held = account.pages_at(tokens)
         promise = account.promised_at(tokens, held)
         if not self._fits(account, held, promise):
+            if list(self.accounts) == [request.request_id] and not self.awaits_reports:
+                # Nobody else has pages to give, so a replay would end up here again.
+                self.ends[request.request_id] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
         if admitted is None:
             self.accounts[request.request_id] = account
             self.admitted.append(account.plan)
+            self._limit_answer(account)
         self._hold(account, held, promise)
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
-            account.unreported = set(range(len(self.ranks)))
-            account.undecided = self.num_stages > 1 and account.plan.config.weighted
-            if account.bounded:
-                # Until the reports come, all that is known is that rows may end anywhere in a page.
-                account.counts = [
-                    PageCount.from_residues(pages, tokens, [room.rows] + [0] * (self.options.page_size - 1))
-                    for pages, room in zip(held, self.capacity, strict=True)
-                ]
+            self._await_reports(account, held, tokens)
         account.tokens = tokens
         return self.empty_kv_cache_blocks
+
+    def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
+        """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
+        account.unreported = set(range(len(self.ranks)))
+        account.undecided = self.num_stages > 1 and account.plan.config.weighted
+        if account.bounded:
+            # Until the reports come, all that is known is that rows may end anywhere in a page.
+            account.counts = [
+                PageCount.from_residues(pages, tokens, [room.rows] + [0] * (self.options.page_size - 1))
+                for pages, room in zip(held, self.capacity, strict=True)
+            ]
+
+    def _can_fit(self, account: Account) -> bool:
+        """Whether empty pools could hold the request until it is read; if not, it ends instead of waiting for ever."""
+        request = account.request
+        if all(peak <= room.pages for peak, room in zip(account.peak, self.capacity, strict=True)):
+            return True
+        if not account.recycles and account.plan.recycles and self._fits_layer_by_layer(account):
+            return True
+        # Only a replay can have become too long, whose client has a part of the answer.
+        replay = bool(request.num_output_tokens)
+        self.ends[request.request_id] = (
+            RequestStatus.FINISHED_LENGTH_CAPPED if replay else RequestStatus.FINISHED_ERROR
+        )
+        return False
+
+    def _fits_layer_by_layer(self, account: Account) -> bool:
+        """Whether the request would fit if all that is evicted of it were read in one step."""
+        at_once = account.plan.evict_at is not None and account.plan.evict_at <= self.longest_step
+        peaks = self._peaks(account.request, account.plan, recycles=True)
+        return at_once and all(peak <= room.pages for peak, room in zip(peaks, self.capacity, strict=True))
+
+    def _limit_answer(self, account: Account) -> None:
+        """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
+
+        The request could not grow beyond that even alone, so without the limit it would be preempted for ever.
+        """
+        if not account.is_evicted:
+            return
+        request, last = account.request, min(account.last_token, self.max_model_len)
+        most = last
+        for count, room in zip(account.counts, self.capacity, strict=True):
+            if count.at(max(last, count.tokens)) > room.pages:
+                most = min(most, last_that(partial(_holds, count, room), count.tokens, last))
+        if most < last:
+            request.max_tokens = max(1, most - request.num_prompt_tokens + 1)
+
+    def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
+        """Whether a waiting request would be admitted now, beginning with so many tokens."""
+        account = self._open(request, num_new_tokens)
+        if not self._admits(account):
+            return False
+        held = account.pages_at(num_new_tokens)
+        return self._fits(account, held, account.promised_at(num_new_tokens, held))
 
     def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
         """Whether every rank has room for the account to hold and be promised this much."""
@@ -198,21 +286,29 @@ class PageLedger(KVCacheManager):
 
     def _open(self, request: "Request", num_new_tokens: int) -> Account:
         plan = self.plan(request)
-        page_size = self.options.page_size
         recycles = self.recycles(plan, num_new_tokens)
         return Account(
             plan,
+            request,
             recycles,
-            prompt_len=request.num_prompt_tokens,
             prefill_len=request.num_tokens,
-            max_tokens=request.max_tokens,
-            counts=[PageCount.start(room.rows, page_size) for room in self.capacity],
+            counts=[PageCount.start(room.rows, self.options.page_size) for room in self.capacity],
             held=[0] * len(self.ranks),
             promise=[0] * len(self.ranks),
-            peak=[
-                prefill_peak(plan, request.num_tokens, room, page_size, recycles) for room in self.capacity
-            ],
+            peak=self._peaks(request, plan, recycles),
         )
+
+    def _peaks(self, request: "Request", plan: Plan, recycles: bool) -> list[int]:
+        """The most pages that reading the request takes on each rank."""
+        size, tokens = self.options.page_size, request.num_tokens
+        kept = self.kept.get(request.request_id)
+        if kept is None or plan.evict_at is None:
+            return [prefill_peak(plan, tokens, room, size, recycles) for room in self.capacity]
+        # What a replay holds after its eviction is no guess.
+        until = [prefill_peak(plan, plan.evict_at, room, size, recycles) for room in self.capacity]
+        return [
+            max(peak, count.at(max(tokens, count.tokens))) for peak, count in zip(until, kept, strict=True)
+        ]
 
     def _admits(self, new: Account) -> bool:
         """Whether every rank has room now for the prefill's peak, and at the end for what will be held."""
@@ -223,7 +319,8 @@ class PageLedger(KVCacheManager):
             new.prefill_len + sum(a.prefill_len - a.tokens for a in prefills), self.max_num_batched_tokens
         )
         everyone = [*self.accounts.values(), new]
-        ends = [self._expected_end(account) for account in everyone]
+        patient = new.request.num_preemptions >= PATIENCE
+        ends = [self._expected_end(account, patient) for account in everyone]
         for rank, room in enumerate(self.capacity):
             if new.peak[rank] + self._held_soon(rank, steps) > room.pages:
                 return False
@@ -240,12 +337,15 @@ class PageLedger(KVCacheManager):
             for a in self.accounts.values()
         )
 
-    def _expected_end(self, account: Account) -> int:
-        """Tokens an account is expected to have at its end."""
-        produced = max(account.tokens, account.prefill_len) - account.prompt_len
+    def _expected_end(self, account: Account, patient: bool = False) -> int:
+        """Tokens an account is expected to have at its end; as many as it may have if it was preempted too often."""
+        request = account.request
+        produced = max(account.tokens, account.prefill_len) - request.num_prompt_tokens
         # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
         reserve = max(self.options.decode_reserve, 2 * produced)
-        end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
+        if patient or request.num_preemptions >= PATIENCE:
+            reserve = request.max_tokens
+        end = max(account.tokens, request.num_prompt_tokens + min(request.max_tokens, reserve))
         return min(end, self.max_model_len)
 
     def _held_finally(self, account: Account, rank: int, end: int) -> int:
@@ -253,9 +353,12 @@ class PageLedger(KVCacheManager):
         count, evict_at = account.counts[rank], account.plan.evict_at
         if evict_at is None or (count.tokens >= evict_at and rank not in account.unreported):
             return count.at(end)
-        kept = account.plan.config.budget_for(evict_at) + end - evict_at
+        kept = self.kept.get(account.request.request_id)
+        if kept is not None:
+            return kept[rank].at(max(end, kept[rank].tokens))
+        entries = account.plan.config.budget_for(evict_at) + end - evict_at
         # Half a page of slack per row is the mean of what ragged rows leave unfilled.
-        return count.rows * (2 * kept + self.options.page_size) // (2 * self.options.page_size)
+        return count.rows * (2 * entries + self.options.page_size) // (2 * self.options.page_size)
 
     def _hold(self, account: Account, held: list[int], promise: list[int]) -> None:
         for rank, pages in enumerate(held):
@@ -280,6 +383,9 @@ class PageLedger(KVCacheManager):
         held = list(account.held)
         held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
         self._hold(account, held, account.promised_at(account.tokens, held))
+        if report.last and account.is_evicted:
+            self.kept[request_id] = account.counts
+            self._limit_answer(account)
 
     def on_weights(self, request_id: str, weights: LayerWeights) -> None:
         """Decide layer budgets from the weights of all layers; the workers apply them before their next step."""
@@ -343,6 +449,9 @@ class PageLedger(KVCacheManager):
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
+        if request.is_finished():
+            self.kept.pop(request.request_id, None)
+            self.ends.pop(request.request_id, None)
         self._plans.pop(request.request_id, None)
         self.layer_budgets.pop(request.request_id, None)
         account = self.accounts.pop(request.request_id, None)

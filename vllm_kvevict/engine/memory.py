@@ -10,7 +10,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.engine.config import KVEvictionError, Options, Plan, options_of
-from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, pages_after, prefill_peak
+from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, last_that, most_tokens, prefill_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,40 +59,46 @@ def longest_step(scheduler_config: Any) -> int:
     return min(tokens, threshold) if threshold > 0 else tokens
 
 
-def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int) -> int | None:
-    """Check that the KV memory can hold a request at any time, if nobody else holds anything.
+def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, min_tokens: int = 0) -> None:
+    """Check that the KV memory can hold a request if nobody else holds anything, whatever its policy chooses.
 
-    Returns:
-        How many tokens its answer may have at most; None where that is up to ``max_model_len``.
+    How long the answer may be beyond ``min_tokens`` is known once the prompt is evicted: the ledger sees to that.
 
     Raises:
-        KVEvictionError: the prompt does not fit; one sentence that says what would.
+        KVEvictionError: the prompt does not fit, or not with so many tokens of an answer; one sentence that says what
+            would.
     """
     size, longest = options.page_size, vllm_config.model_config.max_model_len
     ranks = rooms(vllm_config)
     if all(room.rows * cdiv(longest, size) <= room.pages or not room.pages for room in ranks):
-        return None
-    # A row's pages hold all of the request, or what it keeps and, however ragged, one page less of the rest.
-    most = min(room.pages // room.rows for room in ranks) * size
-    if plan.evict_at is not None:
-        most = max(most, most - size - plan.config.budget_for(plan.evict_at) + plan.evict_at)
-    if most > prompt_len and _fits(vllm_config, plan, prompt_len, ranks, size):
-        return most - prompt_len
+        return
+    if not _fits(vllm_config, plan, prompt_len, ranks, size):
+        raise KVEvictionError(_too_long(vllm_config, options, plan, prompt_len, ranks), "prompt")
+    # The last token of an answer is not stored.
+    most = 1 + min(most_tokens(plan, prompt_len, longest, room, size) for room in ranks) - prompt_len
+    if min_tokens > most:
+        raise KVEvictionError(
+            f"min_tokens is {min_tokens}, but after this prompt only {most} tokens of an answer are sure to fit the KV "
+            f"cache with kv_eviction={plan.config.policy}",
+            "min_tokens",
+        )
+
+
+def _too_long(
+    vllm_config: Any, options: Options, plan: Plan, prompt_len: int, ranks: list[RankCapacity]
+) -> str:
+    """Says which prompts would fit, and which policy this one."""
     policy = plan.config.policy
     would = f"the longest that fits with kv_eviction={policy} has {_longest(vllm_config, options, plan, ranks)} tokens"
     with contextlib.suppress(KVEvictionError):  # a budget that take cannot have
         bounded = options.plan("", 1, prompt_len, _fields(plan, "take"))
-        if policy != "take" and _fits(vllm_config, bounded, prompt_len, ranks, size):
+        if policy != "take" and _fits(vllm_config, bounded, prompt_len, ranks, options.page_size):
             would += ", and kv_eviction=take would do for this one"
-    raise KVEvictionError(f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}", "prompt")
+    return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
 
 
 def _fits(vllm_config: Any, plan: Plan, tokens: int, ranks: list[RankCapacity], page_size: int) -> bool:
-    return all(
-        _peak(vllm_config, plan, tokens, room, page_size) <= room.pages
-        and pages_after(plan, tokens + 1, room, page_size) <= room.pages
-        for room in ranks
-    )
+    return all(_peak(vllm_config, plan, tokens, room, page_size) <= room.pages for room in ranks)
 
 
 def _peak(vllm_config: Any, plan: Plan, tokens: int, room: RankCapacity, page_size: int) -> int:
@@ -104,15 +110,11 @@ def _peak(vllm_config: Any, plan: Plan, tokens: int, room: RankCapacity, page_si
 def _longest(vllm_config: Any, options: Options, plan: Plan, ranks: list[RankCapacity]) -> int:
     """The longest prompt under a policy and budget that fits; longer ones need more."""
     fields = _fields(plan, plan.config.policy)
-    low, high = 0, vllm_config.model_config.max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        trial = options.plan("", 1, middle, fields)
-        if _fits(vllm_config, trial, middle, ranks, options.page_size):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def fits(length: int) -> bool:
+        return _fits(vllm_config, options.plan("", 1, length, fields), length, ranks, options.page_size)
+
+    return last_that(fits, 0, vllm_config.model_config.max_model_len)
 
 
 def _fields(plan: Plan, policy: str) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """How many pages a request holds at most, known before it is read: what admission and start-up rely on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.config import Plan
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.policies import EvictionConfig, take
+from vllm_kvevict.policies import EvictionConfig, most_candidates, take
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,28 @@ def prefill_peak(plan: Plan, tokens: int, room: RankCapacity, page_size: int, re
 
 
 def pages_after(plan: Plan, tokens: int, room: RankCapacity, page_size: int) -> int:
-    """Pages that a request holds on a rank at ``tokens`` tokens, its eviction done; at most, if ranks keep alike."""
+    """The most pages that a request holds on a rank at ``tokens`` tokens, its eviction done, whatever the scores."""
     n, whole = plan.evict_at, room.rows * cdiv(tokens, page_size)
     if n is None:
         return whole
-    # However ragged, no row holds more than one page beyond the mean.
-    return min(whole, room.rows * (cdiv(plan.config.budget_for(n) + tokens - n, page_size) + 1))
+    return min(whole, _kept_pages(plan.config, n, tokens - n, room, page_size, room.num_layers))
+
+
+def most_tokens(plan: Plan, tokens: int, longest: int, room: RankCapacity, page_size: int) -> int:
+    """The most tokens, at least ``tokens`` and at most ``longest``, that a request can store on a rank, its eviction
+    done, if nobody else holds pages there; whatever the scores."""
+    return last_that(lambda count: pages_after(plan, count, room, page_size) <= room.pages, tokens, longest)
+
+
+def last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from low to high for which something holds that never does again once it does not.
+
+    It is taken to hold for ``low``.
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def _chunked_peak(plan: Plan, n: int, room: RankCapacity, page_size: int) -> int:
@@ -88,22 +105,56 @@ def _chunked_peak(plan: Plan, n: int, room: RankCapacity, page_size: int) -> int
 
 def _recycled_peak(plan: Plan, n: int, room: RankCapacity, page_size: int) -> int:
     """One layer is whole while those below it hold what they keep."""
-    config, heads = plan.config, room.num_kv_heads
-    layer = heads * cdiv(n, page_size)
+    layer, below = room.num_kv_heads * cdiv(n, page_size), room.num_layers - 1
+    return min(room.rows * cdiv(n, page_size), layer + _kept_pages(plan.config, n, 0, room, page_size, below))
+
+
+def _kept_pages(
+    config: EvictionConfig, n: int, more: int, room: RankCapacity, page_size: int, num_layers: int
+) -> int:
+    """The most pages that the rank's lowest ``num_layers`` layers hold ``more`` tokens after the eviction at n.
+
+    Where layers share a budget and only some are asked for, the others may not have been scored yet: then each
+    layer's share is rounded up.
+    """
+    heads, window = room.num_kv_heads, config.window_for(n)
+    b, m = config.budget_for(n) - window, n - window
+    longest = cdiv(n + more, page_size)
+
+    def pages(candidates: int, rows: int) -> int:
+        """Of rows that share candidates, besides what each keeps anyway, and end anywhere in a page."""
+        entries = candidates + rows * (window + more)
+        return min((entries + rows * (page_size - 1)) // page_size, rows * longest)
+
+    def layer_candidates(budget: int) -> int:
+        return most_candidates(config, budget, m, heads, room.num_model_kv_heads)
+
+    if not num_layers:
+        return 0
+    if config.one_stage:
+        shared = room.num_model_layers * room.num_model_kv_heads * b
+        return pages(min(shared, num_layers * heads * m), num_layers * heads)
     if config.weighted:
-        # The layers below share what all layers will keep, each rounded up, in rows that end anywhere in a page.
-        entries = room.num_model_kv_heads * room.num_model_layers * (config.budget_for(n) + 1)
-        below = entries // page_size + room.rows
+        # The others may be left with nothing, and what competing heads win grows less than a layer's budget does: so
+        # the worst is to share evenly.
+        rounding = num_layers if num_layers < room.num_layers else 0
+        budget = min(m, cdiv(room.num_model_layers * b + rounding, num_layers))
+        if config.heads_compete:
+            return pages(num_layers * layer_candidates(budget), num_layers * heads)
+        return heads * pages(num_layers * budget, num_layers)
+    budgets = _layer_budgets(config, n, room)[:num_layers]
+    if config.heads_compete:
+        return sum(pages(layer_candidates(budget - window), heads) for budget in budgets)
+    return sum(heads * cdiv(budget + more, page_size) for budget in budgets)
+
+
+def _layer_budgets(config: EvictionConfig, n: int, room: RankCapacity) -> list[int]:
+    """Tokens per KV head that each of the rank's layers keeps of n, where no scores decide that."""
+    if config.chunked:
+        every = [
+            take.chunk_budget(config, n, layer, room.num_model_layers, True)
+            for layer in range(room.num_model_layers)
+        ]
     else:
-        budgets = config.layer_budgets(n, room.num_model_layers)[room.first_layer :][: room.num_layers]
-        below = sum(min(layer, _ragged_pages(config, budget, room, page_size)) for budget in budgets[:-1])
-    return min(room.rows * cdiv(n, page_size), layer + below)
-
-
-def _ragged_pages(config: EvictionConfig, budget: int, room: RankCapacity, page_size: int) -> int:
-    """The most pages of a layer whose heads keep ``budget`` entries each, or share them."""
-    heads = room.num_kv_heads
-    if not config.heads_compete:
-        return heads * cdiv(budget, page_size)
-    sharing = heads if config.params["tp_local"] else room.num_model_kv_heads
-    return (sharing * budget + heads * (page_size - 1)) // page_size
+        every = config.layer_budgets(n, room.num_model_layers)
+    return every[room.first_layer :][: room.num_layers]

@@ -40,8 +40,7 @@ def install() -> None:
             own = request.sampling_params
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
-                own.extra_args, most = _checked_fields(self.vllm_config, prompt, own, *tokens)
-                _limit_answer(own, most)
+                own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
@@ -58,19 +57,6 @@ def install_in_server() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
-
-
-def _limit_answer(params: SamplingParams, most: int | None) -> None:
-    """End an answer where the KV memory ends, as vLLM does where the model's context ends."""
-    if most is None or params.max_tokens is None:
-        return
-    if params.min_tokens > most:
-        raise VLLMValidationError(
-            f"min_tokens is {params.min_tokens}, but only {most} tokens of an answer fit the KV cache",
-            parameter="min_tokens",
-            value=params.min_tokens,
-        )
-    params.max_tokens = min(params.max_tokens, most)
 
 
 def _before(cls: type, name: str, check: Callable[..., None]) -> None:
@@ -112,11 +98,8 @@ def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: 
 
 def _checked_fields(
     vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
-) -> tuple[dict[str, Any] | None, int | None]:
-    """The fields that scheduler and workers will follow, and the most tokens of an answer that fits the KV memory.
-
-    Fields that could not be followed are refused.
-    """
+) -> dict[str, Any] | None:
+    """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
     options = options_of(vllm_config)
     assert options is not None
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
@@ -130,7 +113,9 @@ def _checked_fields(
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan("", 1, length, fields)
-        return fields, check_fits(vllm_config, options, plan, length)
+        check_fits(vllm_config, options, plan, length, params.min_tokens)
+        return fields
     except KVEvictionError as error:
-        value = (params.extra_args or {}).get(error.field_name)
+        given = {"min_tokens": params.min_tokens, **(params.extra_args or {})}
+        value = given.get(error.field_name)
         raise VLLMValidationError(str(error), parameter=error.field_name, value=value) from None

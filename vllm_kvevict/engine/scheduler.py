@@ -2,15 +2,22 @@
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.config import KEY, Options, Plan
 from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.engine.memory import longest_step
+
+logger = init_logger("vllm.kv_eviction")
+
+MOST_POSTPONED = 8
+"""Steps that a prompt waits for one that has room for all of it, before others pause for that."""
 
 
 class _EvictionMixin:
@@ -23,6 +30,12 @@ class _EvictionMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._probing: str | None = None
+        self._pausing_for: str | None = None
+        self._postponed: dict[str, int] = {}
+        """How often a prompt that no step had room for was put off."""
+        self._taken: dict[str, int] = {}
+        """Tokens of the requests that run in the step that is being scheduled, so far."""
+        self._ended: list[Request] = []
         vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
         self.kv_cache_manager = PageLedger(
             kv_cache_config=self.kv_cache_config,  # type: ignore[attr-defined]
@@ -40,10 +53,46 @@ class _EvictionMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._probing = None
+        self._pausing_for = self._next_in_line()
+        self._taken = {request.request_id: 0 for request in self.running}
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._probing is not None and self._probing in output.num_scheduled_tokens:
             self._add_probe(output, self.requests[self._probing])
+        if self._postponed:
+            for name in output.num_scheduled_tokens:
+                self._postponed.pop(name, None)
+        self._end_hopeless()
         return output
+
+    def _end_hopeless(self) -> None:
+        """End requests that can never go on; their clients hear of it with the next outputs."""
+        ends, self.kv_cache_manager.ends = self.kv_cache_manager.ends, {}
+        for name, status in ends.items():
+            if status == RequestStatus.FINISHED_ERROR:
+                logger.error(
+                    "KV eviction: request %s can never fit the KV cache and was ended with an error", name
+                )
+            self._ended += self.finish_requests(name, status)  # type: ignore[attr-defined]
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        ended, self._ended = self._ended, []
+        for request in ended:
+            last = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        for request in finished:
+            self._postponed.pop(request.request_id, None)
+        return finished
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -51,8 +100,16 @@ class _EvictionMixin:
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        if self.kv_cache_manager.must_wait(request.request_id):
-            return 0
+        pausing = self._pausing_for not in (None, request.request_id) and request.request_id in self._taken
+        if pausing or self.kv_cache_manager.must_wait(request.request_id):
+            num_new_tokens = 0
+        else:
+            num_new_tokens = self._cut_at_eviction(request, num_computed_tokens, num_new_tokens)
+        self._taken[request.request_id] = num_new_tokens
+        return num_new_tokens
+
+    def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """How many of the tokens a step may compute; 0 for a prompt that is better read in a later step."""
         plan = self.kv_cache_manager.plan(request)
         position = plan.next_eviction(num_computed_tokens)
         if position is None:
@@ -60,8 +117,10 @@ class _EvictionMixin:
         # Rows behind an eviction must see the compressed cache, so they go into a later step.
         left = position - num_computed_tokens
         if num_new_tokens < left:
-            postponed = num_computed_tokens == 0 and self._waits_for_whole_step(request, plan)
-            return 0 if postponed else num_new_tokens
+            if num_computed_tokens == 0 and self._waits_for_whole_step(request, plan, num_new_tokens):
+                self._postponed[request.request_id] = self._postponed.get(request.request_id, 0) + 1
+                return 0
+            return num_new_tokens
         if position in plan.cuts and plan.probe:
             # The workers' buffers have room for one probe a step.
             if self._probing not in (None, request.request_id):
@@ -69,17 +128,40 @@ class _EvictionMixin:
             self._probing = request.request_id
         return left
 
-    def _waits_for_whole_step(self, request: Request, plan: Plan) -> bool:
-        """Whether a prompt that this step has no room for should be read in one step, to be evicted layer by layer.
+    def _waits_for_whole_step(self, request: Request, plan: Plan, num_new_tokens: int) -> bool:
+        """Whether a prompt, of which this step has room for a part, should be read in one step.
 
-        That is if the next step will have room, or if the prompt fits the pool in no other way: then room comes as
-        decodes end, for none is admitted before it.
+        It is then evicted layer by layer and needs less memory. Where memory is not short, it waits for one step at
+        most, if that will have room for all of it. Otherwise it waits for such a step; if the prompt fits the pool in
+        no other way, also where decodes leave no room: none is admitted before it, so they end, or pause for it.
         """
         ledger = self.kv_cache_manager
         if plan.evict_at is None or plan.evict_at > ledger.longest_step or not plan.recycles:
             return False
-        room = self.max_num_scheduled_tokens - len(self.running)  # type: ignore[attr-defined]
-        return plan.evict_at <= room or not ledger.fits(plan, request.num_tokens, recycles=False)
+        soon = plan.evict_at <= self._room_next_step()
+        if ledger.would_admit(request, num_new_tokens):
+            return soon and request.request_id not in self._postponed
+        return soon or not ledger.fits(plan, request.num_tokens, recycles=False)
+
+    def _room_next_step(self) -> int:
+        """Tokens that the next step will have for new prompts."""
+        scheduler: Any = self
+        room: int = scheduler.max_num_scheduled_tokens
+        for request in self.running:
+            done = request.num_computed_tokens + self._taken.get(request.request_id, 0)
+            room -= min(max(1, request.num_tokens - done), self.kv_cache_manager.longest_step)
+        return room
+
+    def _next_in_line(self) -> str | None:
+        """The head of the queue, if it was put off too often and would be admitted: then everybody else pauses."""
+        scheduler: Any = self
+        if not self._postponed or not scheduler.waiting:
+            return None
+        request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
+        if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
+            return None
+        whole_step = ledger.plan(request).evict_at or request.num_tokens
+        return request.request_id if ledger.would_admit(request, whole_step) else None
 
     def _add_probe(self, output: SchedulerOutput, request: Request) -> None:
         """Send the prompt's last tokens along with the end of a chunk, as one more request of this step only."""

@@ -12,6 +12,7 @@ from . import h2o, tova, knorm, keydiff, criticalkv, ada_criticalkv, defensivekv
 from . import take  # noqa: F401
 from .config import EvictionConfig
 from .decision import decide, score_layer, select
+from .heads import most_candidates
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .registry import available, parameters
 from .shares import layer_budgets, provisional_budgets
@@ -25,6 +26,7 @@ __all__ = [
     "available",
     "decide",
     "layer_budgets",
+    "most_candidates",
     "parameters",
     "provisional_budgets",
     "score_layer",

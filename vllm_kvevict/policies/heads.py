@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .budgets import guaranteed_tokens, safeguard
+from .budgets import MILLION, guaranteed_tokens, safeguard
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
 from .select import best_of_layers, count_best, order_keys
@@ -53,6 +53,28 @@ def adaptive_counts(
     # All counts come to the host in one transfer.
     shares = [safeguard(counts, b, alpha, rule) for counts, b in zip(counted.tolist(), budgets, strict=True)]
     return keys, shares if comm is None else [counts[comm.local_heads] for counts in shares]
+
+
+def most_candidates(cfg: EvictionConfig, b: int, m: int, local: int, heads: int) -> int:
+    """The most candidates that `local` of a layer's `heads` KV heads can be given together, whatever the scores.
+
+    b: candidates per head on average. m: candidates that each head has. For whoever needs room before there are scores;
+    without competition, or where all competing heads are meant, it is the number they are given.
+    """
+    if not cfg.heads_compete or cfg.params.get("tp_local") or local == heads:
+        return local * min(b, m)
+    alpha, rule = cfg.params.get("alpha", 0.0), cfg.params.get("ada_safeguard", "interp")
+    if rule == "guarantee":
+        own = guaranteed_tokens(alpha, b)
+        return local * own + min(heads * (b - own), local * (m - own))
+    uniform = round(alpha * MILLION)
+    if rule == "paper":
+        uniform = MILLION - uniform
+    won = min(heads * b, local * m)
+    # Each head's share is rounded up at most.
+    rounding = local if uniform else 0
+    shares = ((MILLION - uniform) * won + uniform * local * b) // MILLION + rounding
+    return min(shares, local * m)
 
 
 def _keys(layer: LayerScores, m: int, comm: Comm | None) -> Tensor:
