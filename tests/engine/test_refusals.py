@@ -3,15 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 from vllm import EngineArgs, SamplingParams
 from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import embeds_input
 from vllm.model_executor.models import registry
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
@@ -341,10 +344,10 @@ def off(model, on):
     return EngineArgs(model, dtype="float32").create_engine_config()
 
 
-def process(vllm_config, fields, length=100, **settings):
+def process(vllm_config, fields, length=100, prompt=None, **settings):
     processor = InputProcessor(vllm_config)
     params = SamplingParams(max_tokens=4, extra_args=fields)
-    prompt = {"prompt_token_ids": [7] * length}
+    prompt = prompt or {"prompt_token_ids": [7] * length}
     return processor.process_inputs("request", prompt, params, ("generate",), **settings)
 
 
@@ -367,6 +370,33 @@ def test_bad_fields_are_the_callers_fault(fields, named, on, off):
         process(on, fields)
     assert error.value.parameter == named and str(error.value).startswith(named)
     process(off, fields)  # without eviction nobody knows these fields
+
+
+PLACEHOLDER = 1 << 20
+"""In the place of embeddings vLLM puts the id of a token that it adds to the tokenizer; models have no such token."""
+
+EMBEDDINGS = {
+    "alone": embeds_input(torch.zeros(100, 128)),
+    "mixed": embeds_input(
+        torch.zeros(100, 128),
+        prompt_token_ids=[7] * 60 + [PLACEHOLDER] * 40,
+        is_token_ids=[True] * 60 + [False] * 40,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_take_reads_no_embeddings(kind, on, off):
+    prompt, fields = EMBEDDINGS[kind], {"kv_eviction": "take"}
+    sentence = r"^kv_eviction take needs a prompt of tokens, not embeddings"
+    with pytest.raises(VLLMValidationError, match=sentence) as error:
+        process(on, fields, prompt=prompt)
+    assert error.value.parameter == "prompt"
+    # At the call, not at the first token: after that it could not become an HTTP 400.
+    with pytest.raises(VLLMValidationError, match=sentence):
+        AsyncLLM.generate(SimpleNamespace(vllm_config=on), prompt, asking("take"), "request")
+    assert process(on, {"kv_eviction": "snapkv"}, prompt=prompt).prompt_embeds is not None
+    assert process(off, fields, prompt=prompt).prompt_embeds is not None
 
 
 def test_resumable_sessions(on, off):

@@ -107,7 +107,8 @@ def _checked_fields(
     try:
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
-        if config.chunked and token_ids is None:
+        # A chat that mixes text with embeddings has token ids too, but only placeholders where these stand.
+        if config.chunked and embeds is not None:
             raise KVEvictionError(
                 f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
             )
