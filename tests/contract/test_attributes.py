@@ -36,7 +36,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     ),
     "vllm.config:VllmConfig": (
         "additional_config model_config cache_config parallel_config scheduler_config compilation_config "
-        "speculative_config",
+        "speculative_config quant_config",
         "no engine starts",
     ),
     "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),

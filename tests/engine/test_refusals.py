@@ -19,7 +19,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine import checks, devices, plugin, requests
-from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.config import KVEvictionError, policy_config
+from vllm_kvevict.policies import available
 
 LLAMA = {
     "hidden_size": 64,
@@ -86,6 +87,55 @@ def test_such_a_policy_is_refused_for_one_request(model):
         requests._check_generate(staged, prompt, asking("layer-defensivekv"))
     assert error.value.parameter == "kv_eviction"
     requests._check_generate(staged, prompt, asking("cake"))
+
+
+READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**INT8, "strategy": "channel"},
+            "input_activations": {**INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+NEEDS_PROJECTIONS = "reads each layer's output projection, unquantized, .*: choose another policy"
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    settings = LLAMA | {"quantization_config": QUANTIZED}
+    return save_config(tmp_path, "llama", "LlamaForCausalLM", settings)
+
+
+@pytest.mark.parametrize("policy", READS_PROJECTIONS)
+def test_policies_that_read_projections_are_refused_on_quantized_models(policy, quantized, model):
+    settings = {"kv_eviction": policy, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with pytest.raises(KVEvictionError, match=f"^--kv-eviction {policy} {NEEDS_PROJECTIONS}"):
+        EngineArgs(quantized, **settings).create_engine_config()
+    EngineArgs(model, **settings).create_engine_config()
+
+
+@pytest.mark.parametrize("policy", READS_PROJECTIONS)
+def test_such_policies_are_refused_for_one_request(policy, quantized):
+    args = EngineArgs(quantized, kv_eviction="full", skip_tokenizer_init=True, dtype="bfloat16")
+    served = args.create_engine_config()
+    prompt, sentence = {"prompt_token_ids": [1] * 600}, f"^kv_eviction {policy} {NEEDS_PROJECTIONS}"
+    with pytest.raises(VLLMValidationError, match=sentence) as error:
+        requests._check_generate(SimpleNamespace(vllm_config=served), prompt, asking(policy))
+    assert error.value.parameter == "kv_eviction"
+    requests._check_generate(SimpleNamespace(vllm_config=served), prompt, asking("snapkv"))
+
+
+def test_which_policies_read_projections():
+    assert READS_PROJECTIONS == ["criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"]
 
 
 def asking(policy: str) -> SamplingParams:

@@ -197,7 +197,13 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
             "layers in one place, so choose another policy or leave that flag out",
             name,
         )
-
+    # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
+    if "w_o" in config.needs and vllm_config.quant_config is not None:
+        raise KVEvictionError(
+            f"{name} {config.policy} reads each layer's output projection, unquantized, and this model is quantized "
+            "(whether in those layers too is not looked at): choose another policy",
+            name,
+        )
     if config.chunked:
         parallel = vllm_config.parallel_config
         layers = vllm_config.model_config.get_total_num_hidden_layers()

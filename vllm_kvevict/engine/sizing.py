@@ -103,6 +103,7 @@ def _vllm_config(server: "Server", options: Options) -> Any:
     return space(
         additional_config={KEY: options.to_dict()},
         model_config=model,
+        quant_config=None,
         parallel_config=space(pipeline_parallel_size=server.pipeline_parallel_size),
         cache_config=space(block_size=server.block_size, num_gpu_blocks=blocks(server)),
         scheduler_config=space(max_num_scheduled_tokens=step, long_prefill_token_threshold=0),
