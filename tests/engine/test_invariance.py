@@ -72,14 +72,21 @@ def test_workers(model, baseline, size):
         _same(ask, expected, answer)
 
 
+def num_evicted(llm) -> int:
+    """Entries evicted since the engine started."""
+    name = "vllm:kv_eviction_evicted_tokens"
+    return next(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
 @pytest.mark.engine
 def test_replicated_heads(models):
-    """More tensor-parallel ranks than KV heads: both ranks of a head choose the same."""
+    """More tensor-parallel ranks than KV heads: both ranks of a head choose the same, and it counts once."""
     model = models("llama", heads=4, kv_heads=1)
     with evicting_engine(model, **SMALL) as llm:
-        expected = run(llm, ASKS[:3])
+        expected, evicted = run(llm, ASKS[:3]), num_evicted(llm)
     with evicting_engine(model, **SMALL, tensor_parallel_size=2) as llm:
         answers = run(llm, ASKS[:3])
+        assert num_evicted(llm) == evicted > 0
     for ask, one, other in zip(ASKS, expected, answers, strict=False):
         _same(ask, one, other)
 

@@ -46,7 +46,9 @@ class EvictionStats(KVConnectorStats):
     def on_eviction(self, request_id: str, reports: Sequence["Report"]) -> None:
         """Record a request that every rank has evicted; ``reports`` has one of each."""
         first = reports[0]
-        rows = [count for report in reports for layer in report.kept for count in layer]
+        # Ranks that replicate a KV head report the same of it.
+        heads = {(report.first_layer, report.first_head): report.kept for report in reports}
+        rows = [count for kept in heads.values() for layer in kept for count in layer]
         kept, stored = sum(rows), len(rows) * first.tokens
         freed = sum(report.freed_pages for report in reports)
         self._add("evicted_tokens", stored - kept)
