@@ -49,6 +49,7 @@ def simulate(
         max_num_seqs=1000,
         depth=stages,
         pipeline=stages > 1,
+        tensor=tensor,
         options=settings,
     )
     simulation = Simulation(setup)

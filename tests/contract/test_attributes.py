@@ -42,7 +42,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
-        "connector kv_cache_manager requests running finished_req_ids",
+        "connector kv_cache_manager requests running waiting finished_req_ids",
         "the ledger cannot be installed",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
@@ -52,7 +52,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks", "resumed requests fail"),
     "vllm.v1.request:Request": (
         "request_id num_computed_tokens num_tokens num_prompt_tokens max_tokens num_preemptions sampling_params "
-        "prompt_token_ids",
+        "prompt_token_ids num_output_tokens num_stale_output_tokens client_index trace_headers",
         "the ledger cannot read requests",
     ),
     "vllm.v1.engine:EngineCoreRequest": (

@@ -298,6 +298,21 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["self.process_inputs_async = make_async(self.process_inputs"],
         "prompts given as text over AsyncLLM are not checked",
     ),
+    "answers-end-at-the-request's-own-limit": (
+        "vllm.v1.core.sched.utils:check_stop",
+        ["request.num_output_tokens >= request.max_tokens"],
+        "an answer that fills the memory is preempted for ever",
+    ),
+    "preempted-requests-are-freed-while-they-run": (
+        f"{SCHEDULER}._preempt_request",
+        ["self._free_request_blocks(request)", "request.status = RequestStatus.PREEMPTED"],
+        "the ledger forgets what a preempted request kept",
+    ),
+    "finished-requests-are-freed-as-finished": (
+        f"{SCHEDULER}._free_blocks",
+        ["assert request.is_finished()", "self._free_request_blocks(request)"],
+        "the ledger remembers requests for ever",
+    ),
     "worker-modules-may-make-classes": (
         "vllm.utils.import_utils:resolve_obj_by_qualname",
         ["getattr(module, obj_name)"],

@@ -16,6 +16,14 @@ WORKERS = ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Wor
 OVERRIDDEN: dict[str, tuple[str, str]] = {
     # What vLLM passes must be what ours accepts: the parameters are compared one by one.
     f"{SCHEDULER}.schedule": ("throttle_prefills", "take sends no probe"),
+    f"{SCHEDULER}.update_from_output": (
+        "scheduler_output model_runner_output",
+        "clients of requests that the scheduler ended wait for ever",
+    ),
+    f"{SCHEDULER}.finish_requests": (
+        "request_ids finished_status",
+        "requests that cannot go on are never ended",
+    ),
     f"{SCHEDULER}._reserve_prefill_lookahead": (
         "request num_computed_tokens num_new_tokens",
         "chunks cross eviction positions, so later tokens see KV that should be gone",
@@ -185,6 +193,10 @@ CALLED: dict[str, tuple[str, str]] = {
         "who waits when a server is stopped is told nothing",
     ),
     "vllm.config:KVTransferConfig": ("kv_connector kv_role kv_connector_module_path", "no engine starts"),
+    "vllm.v1.engine:EngineCoreOutput": (
+        "request_id new_token_ids finish_reason events trace_headers",
+        "clients of requests that the scheduler ended wait for ever",
+    ),
     "vllm.v1.core.sched.output:NewRequestData": (
         "req_id prompt_token_ids prefill_token_ids mm_features sampling_params pooling_params block_ids "
         "num_computed_tokens lora_request",

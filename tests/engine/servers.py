@@ -1,13 +1,16 @@
 """Scheduler and ledger of a server that tests describe, built as the engine core builds them."""
 
+import contextlib
 import copy
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -19,6 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.models import make_model
 from vllm_kvevict import __version__
+from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.peaks import RankCapacity
@@ -40,7 +44,13 @@ class Setup:
         shapes: (layers, KV heads) of each rank.
         pages: of each rank's pool.
         depth: steps in flight; above 1 as under pipeline parallelism or asynchronous scheduling.
-        pipeline: whether each rank is a stage with layers of its own; else all hold the same layers.
+        pipeline: whether there are stages with layers of their own, of ``tensor`` ranks each; else all ranks hold the
+            same layers.
+        replicas: how many ranks in a row hold the same KV heads.
+        long_prefill: vLLM's ``long_prefill_token_threshold``.
+        has_w_o: whether the workers can read output projections.
+        gpu: whether admission counts as on a GPU, where fewer prompts are evicted layer by layer; holds within
+            :func:`surroundings`.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -52,24 +62,47 @@ class Setup:
     max_num_seqs: int = 64
     depth: int = 1
     pipeline: bool = False
+    tensor: int = 1
+    replicas: int = 1
     asynchronous: bool = False
     priority: bool = False
+    long_prefill: int = 0
+    has_w_o: bool = True
+    gpu: bool = False
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
 
 
+def stages(setup: Setup) -> list[Sequence[Shape]]:
+    """The shapes of each pipeline stage's ranks."""
+    ranks = setup.tensor if setup.pipeline else len(setup.shapes)
+    return [setup.shapes[first : first + ranks] for first in range(0, len(setup.shapes), ranks)]
+
+
+def stage_layers(setup: Setup) -> list[int]:
+    """Layers of each pipeline stage."""
+    return [max(layers for layers, _ in stage) for stage in stages(setup)]
+
+
 def capacities(setup: Setup) -> list[RankCapacity]:
-    """What each rank says of itself. Ranks that are not stages share the heads of their layers."""
-    sizes = [layers for layers, _ in setup.shapes]
-    if setup.pipeline:
-        firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-        layers, heads = sum(sizes), max(heads for _, heads in setup.shapes)
-    else:
-        firsts = [0] * len(sizes)
-        layers, heads = max(sizes), sum(heads for _, heads in setup.shapes)
+    """What each rank says of itself. Ranks of one stage share the heads of its layers."""
+    sizes = stage_layers(setup)
+    firsts = [sum(sizes[:index]) for index, stage in enumerate(stages(setup)) for _ in stage]
+    heads = max(sum(heads for _, heads in stage) for stage in stages(setup)) // setup.replicas
     return [
-        RankCapacity(pages, first, *shape, layers, heads)
+        RankCapacity(pages, first, *shape, sum(sizes), heads)
         for pages, first, shape in zip(setup.pages, firsts, setup.shapes, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def surroundings(setup: Setup) -> Iterator[None]:
+    """What vLLM and the engine learn from the process they run in: the layers of each stage, the device."""
+    layers = ",".join(map(str, stage_layers(setup)))
+    with (
+        mock.patch.object(envs, "VLLM_PP_LAYER_PARTITION", layers, create=True),
+        mock.patch.object(devices, "CPU", devices.CUDA if setup.gpu else devices.CPU),
+    ):
+        yield
 
 
 @functools.cache
@@ -84,35 +117,47 @@ def _base_config(evicts: bool) -> VllmConfig:
         return args.create_engine_config()
 
 
+def make_config(setup: Setup) -> VllmConfig:
+    """What vLLM's processes know of the server once its KV memory is found out."""
+    config = copy.copy(_base_config(setup.options is not None))
+    for name in ("scheduler_config", "model_config", "cache_config", "parallel_config"):
+        setattr(config, name, copy.copy(getattr(config, name)))
+    scheduler, model = config.scheduler_config, config.model_config
+    scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = setup.max_num_batched_tokens
+    scheduler.max_num_seqs = scheduler.max_num_active_seqs = setup.max_num_seqs
+    scheduler.policy = "priority" if setup.priority else "fcfs"
+    scheduler.async_scheduling = setup.asynchronous
+    scheduler.long_prefill_token_threshold = setup.long_prefill
+    config.parallel_config.pipeline_parallel_size = len(stages(setup))
+    config.parallel_config.tensor_parallel_size = len(stages(setup)[0])
+    model.max_model_len = setup.max_model_len
+    room = capacities(setup)[0]
+    model.get_total_num_hidden_layers = lambda: room.num_model_layers
+    model.get_num_kv_heads = lambda parallel_config: room.num_kv_heads
+    model.get_total_num_kv_heads = lambda: room.num_model_kv_heads
+    config.cache_config.block_size = PAGE
+    config.cache_config.num_gpu_blocks = room.pages // room.rows
+    if setup.options is not None:
+        config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
+    return config
+
+
 def make_scheduler(setup: Setup) -> Scheduler:
     """Build the scheduler as the engine core does, and introduce the ranks to it."""
-    config = copy.copy(_base_config(setup.options is not None))
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.model_config = copy.copy(config.model_config)
-    config.cache_config = copy.copy(config.cache_config)
-    config.scheduler_config.max_num_batched_tokens = setup.max_num_batched_tokens
-    config.scheduler_config.max_num_scheduled_tokens = setup.max_num_batched_tokens
-    config.scheduler_config.max_num_seqs = config.scheduler_config.max_num_active_seqs = setup.max_num_seqs
-    config.scheduler_config.policy = "priority" if setup.priority else "fcfs"
-    config.scheduler_config.async_scheduling = setup.asynchronous
-    config.parallel_config = copy.copy(config.parallel_config)
-    config.parallel_config.pipeline_parallel_size = len(setup.shapes) if setup.pipeline else 1
-    config.model_config.max_model_len = setup.max_model_len
-    layers, heads = setup.shapes[0]
-    # The block that vLLM's manager always keeps aside comes on top.
-    blocks = setup.pages[0] // (layers * heads) + 1
-    config.cache_config.block_size = PAGE
-    config.cache_config.num_gpu_blocks = blocks
+    config = make_config(setup)
     if setup.options is None:
         kind: type[Scheduler] = AsyncScheduler if setup.asynchronous else Scheduler
+        # The block that vLLM's manager always keeps aside comes on top.
+        config.cache_config.num_gpu_blocks += 1
     else:
-        config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
+    layers, heads = setup.shapes[0]
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=32, dtype=torch.float32)
     names = [f"layers.{index}" for index in range(layers)]
+    groups = [KVCacheGroupSpec(names, spec)]
     scheduler = kind(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(names, spec)]),
+        kv_cache_config=KVCacheConfig(config.cache_config.num_gpu_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=PAGE,
         hash_block_size=PAGE,
@@ -121,7 +166,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         assert scheduler.connector is not None
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {
-                (rank, 0): Handshake(rank, capacity, __version__)
+                (rank, 0): Handshake(rank, capacity, __version__, setup.has_w_o)
                 for rank, capacity in enumerate(capacities(setup))
             }
         )

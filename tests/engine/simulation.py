@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.engine.choices import GREEDS, Choices
 from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
 from vllm_kvevict.engine.config import Plan
 from vllm_kvevict.engine.ledger import PageLedger
@@ -40,10 +41,10 @@ class Workers:
         tamper: changes a report before it is sent.
     """
 
-    def __init__(self, setup: Setup, seed: int = 0):
+    def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
         self.setup = setup
         self.ranks = capacities(setup)
-        self.random = np.random.default_rng(seed)
+        self.choices = Choices(self.ranks, setup.replicas, seed, greeds)
         self.live: dict[str, Resident] = {}
         self.evictions: list[tuple[str, int, int]] = []
         self.peak_pages = [0] * len(setup.shapes)
@@ -102,7 +103,8 @@ class Workers:
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
             if resident.tokens == position:
                 leaving.append(resident)
-                assert (position in resident.plan.cuts) == (name in probes.values())
+                wants_probe = position in resident.plan.cuts and resident.plan.probe > 0
+                assert wants_probe == (name in probes.values())
             if resident.plan.recycles and count == position:
                 resident.kept = self._choose(resident)
                 for rank, peak in enumerate(self._recycled_peak(resident)):
@@ -139,10 +141,11 @@ class Workers:
         )
 
     def _weights(self, resident: Resident, rank: int) -> LayerWeights:
-        """What a stage says of its layers."""
-        first = sum(layers for layers, _ in self.setup.shapes[:rank])
-        weights = self.random.gamma(1.0, size=self.setup.shapes[rank][0])
-        return LayerWeights(resident.plan.epoch, first, weights.tolist())
+        """What a rank says of its layers."""
+        room = self.ranks[rank]
+        weights = self.choices.weights(resident.plan.request_id)
+        mine = weights[room.first_layer : room.first_layer + room.num_layers]
+        return LayerWeights(resident.plan.epoch, room.first_layer, mine)
 
     def _evict(self, resident: Resident) -> list[Report]:
         """Keep what the policy may."""
@@ -151,58 +154,39 @@ class Workers:
         return self._keep(resident, parts)
 
     def _choose(self, resident: Resident) -> list[np.ndarray]:
-        """Row lengths of each rank, [layers, KV heads]: of every layer its budget, at random if heads compete."""
+        """Row lengths of each rank, [layers, KV heads]."""
         config, n = resident.plan.config, resident.plan.evict_at
         assert n is not None
-        parts = [rows.copy() for rows in resident.kv_len]
-        last = resident.tokens == n
-        for layer in range(self.ranks[0].num_model_layers):
-            owners = [
-                part[layer - rank.first_layer]
-                for part, rank in zip(parts, self.ranks, strict=True)
-                if rank.first_layer <= layer < rank.first_layer + rank.num_layers
-            ]
-            if config.chunked:
-                budget = take.chunk_budget(config, n, layer, self.ranks[0].num_model_layers, last)
-                for rows in owners:
-                    rows[:] = np.minimum(rows, budget)
-                continue
-            heads = sum(map(len, owners))
-            if config.weighted:
-                budget = config.budget_for(n)
-            else:
-                budget = config.layer_budgets(n, self.ranks[0].num_model_layers)[layer]
-            counts = np.full(heads, budget)
-            if config.heads_compete:
-                counts = split(heads * budget, heads, n, self.random)
-            for rows, mine in zip(
-                owners, np.split(counts, np.cumsum([len(r) for r in owners])[:-1]), strict=True
-            ):
-                rows[:] = mine
+        if not config.chunked:
+            return self.choices.lengths(resident.plan)
+        parts = []
+        for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
+            layers, last = range(rank.first_layer, rank.first_layer + rank.num_layers), resident.tokens == n
+            budgets = [take.chunk_budget(config, n, layer, rank.num_model_layers, last) for layer in layers]
+            parts.append(np.minimum(rows, np.array(budgets)[:, None]))
         return parts
 
     def _recycled_peak(self, resident: Resident) -> list[int]:
         """The most pages that each rank holds while its layers are evicted one after the other."""
         assert resident.kept is not None
-        peaks = []
-        for whole, kept in zip(resident.kv_len, resident.kept, strict=True):
-            held = [self.pages(kept[:layer]) + self.pages(whole[layer]) for layer in range(len(whole))]
-            peaks.append(max(held))
+        peaks = [0] * len(self.ranks)
+        for layer in range(max(room.num_layers for room in self.ranks)):
+            below = resident.kept
+            if resident.plan.config.weighted:
+                below = self.choices.provisional(resident.plan, layer)
+            for rank, (whole, kept) in enumerate(zip(resident.kv_len, below, strict=True)):
+                if layer < len(whole):
+                    peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
         return peaks
 
     def _trim(self, resident: Resident, budgets: Sequence[int]) -> list[Report]:
-        """Keep ragged counts whose total in each layer is what the scheduler decided for it."""
+        """Keep what the scheduler decided for each layer."""
         plan = resident.plan
         assert plan.evict_at is not None
         window = plan.config.window_for(plan.evict_at)
         past = plan.config.budget_for(plan.evict_at) - window
-        assert sum(budgets) == sum(layers for layers, _ in self.setup.shapes) * past
-        parts, first = [], 0
-        for layers, heads in self.setup.shapes:
-            totals = [heads * (window + b) for b in budgets[first : first + layers]]
-            parts.append(np.concatenate([split(t, heads, plan.evict_at, self.random) for t in totals]))
-            first += layers
-        return self._keep(resident, parts)
+        assert sum(budgets) == self.ranks[0].num_model_layers * past
+        return self._keep(resident, self.choices.lengths(plan, budgets))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""
@@ -234,43 +218,29 @@ class Workers:
         return reports
 
 
-def split(total: int, rows: int, longest: int, random: np.random.Generator) -> np.ndarray:
-    """Share ``total`` out among rows at random, anything between even and very uneven.
-
-    Returns:
-        [rows] int64 that sum to ``total``, each at most ``longest``.
-    """
-    weights = random.gamma(random.choice([0.1, 1.0, 100.0]), size=rows) + 1e-9
-    if random.random() < 0.3:
-        weights = np.sort(weights)  # whole ranks get less than others
-    counts = np.minimum((weights / weights.sum() * total).astype(np.int64), longest)
-    while (missing := total - int(counts.sum())) > 0:
-        room = np.flatnonzero(counts < longest)
-        extra = np.minimum(longest - counts[room], max(1, missing // len(room)))
-        counts[room] += extra * (np.cumsum(extra) <= missing)
-    return counts
-
-
 class Simulation:
     """A scheduler and its workers, stepped as the engine core steps them.
 
     Attributes:
         outputs: tokens delivered by request id.
+        reasons: why requests ended, by request id; of those that were aborted nothing is delivered.
         prefilled: tokens computed for prompts and replays so far.
         most_running: most requests ever running at once.
         preemptions: so far, by request id.
     """
 
-    def __init__(self, setup: Setup, seed: int = 0):
+    def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
         self.setup = setup
         self.scheduler = make_scheduler(setup)
-        self.workers = Workers(setup, seed) if setup.options is not None else None
+        self.workers = Workers(setup, seed, greeds) if setup.options is not None else None
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.outputs: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
         self.preemptions: dict[str, int] = {}
         self.prefilled = 0
         self.most_running = 0
         self.steps = 0
+        self.idle = 0
 
     @property
     def ledger(self) -> PageLedger:
@@ -295,7 +265,8 @@ class Simulation:
         self.most_running = max(self.most_running, len(self.scheduler.running))
         # Under priorities a step may do nothing but preempt, and one may only carry budgets; then the next must go on.
         sends = output.preempted_req_ids or getattr(output.kv_connector_metadata, "layer_budgets", None)
-        if not (output.total_num_scheduled_tokens or sends or self.in_flight):
+        self.idle = 0 if output.total_num_scheduled_tokens or sends else self.idle + 1
+        if self.idle > self.setup.depth:
             unfinished = self.scheduler.get_num_unfinished_requests()
             assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
         self.in_flight.append((output, self._execute(output)))
@@ -309,6 +280,8 @@ class Simulation:
         for engine_outputs in self.scheduler.update_from_output(output, result).values():
             for delivered in engine_outputs.outputs:
                 self.outputs[delivered.request_id] += len(delivered.new_token_ids)
+                if delivered.finish_reason is not None:
+                    self.reasons[delivered.request_id] = str(delivered.finish_reason)
 
     def run(self, max_steps: int) -> None:
         """Step until every request is finished and every output delivered."""

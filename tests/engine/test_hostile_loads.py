@@ -1,0 +1,184 @@
+"""Hostile loads: the simulated choices are those of the policies, what goes wrong is found, and nothing does."""
+
+import dataclasses
+import math
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine import hostile_loads
+from tests.engine.choices import Choices
+from tests.engine.hostile_loads import WINDOW, hostile, play, play_many, summary
+from tests.engine.loads import Ask, Load
+from tests.engine.servers import PAGE, Setup, capacities
+from tests.engine.simulation import Workers
+from vllm_kvevict.engine.config import Plan
+from vllm_kvevict.engine.ledger import PageLedger
+from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
+
+LAYERS, HEADS = 3, 4
+STUCK_BEFORE = (57, 65, 97, 108, 148)
+"""Servers that once stood still."""
+
+
+# Choices.
+
+
+def chosen(config: EvictionConfig, n: int, choices: Choices, request_id: str) -> np.ndarray:
+    """What `select` keeps, [layers, KV heads], where the rows that the request prefers have far larger scores."""
+    _, order = choices._greed(request_id)
+    weights = choices.weights(request_id)
+    m = n - config.window_for(n)
+    # Rows that come earlier beat later ones with every candidate.
+    rank = torch.from_numpy(order.ravel().argsort().argsort().reshape(order.shape))
+    scores = torch.rand(LAYERS, HEADS, m) + 2.0 * (LAYERS * HEADS - rank)[:, :, None]
+    layers = [
+        LayerScores(layer, LAYERS, HEADS, scores[layer], weight=weights[layer], second=scores[layer])
+        for layer in range(LAYERS)
+    ]
+    return np.array([[len(head) for head in layer] for layer in select(config, layers, n)])
+
+
+@pytest.mark.parametrize("policy", [name for name in available() if name not in ("full", "take")])
+def test_choices_are_those_of_the_policy(policy: str) -> None:
+    """As far as a few rows can have it all, they do, and the others keep what the policy leaves every row."""
+    setup = Setup([(LAYERS, HEADS)], [1], 1024)
+    choices = Choices(capacities(setup), greeds=("rank", "layer", "head", "row"))
+    choose = random.Random(policy)
+    for index in range(20):
+        n, params = choose.choice((50, 90, 300)), dict[str, Any]()
+        if "alpha" in parameters(policy):
+            params["alpha"] = choose.choice((0.0, 0.3))
+        if "ada_safeguard" in parameters(policy):
+            params["ada_safeguard"] = choose.choice(("interp", "paper", "guarantee"))
+        if policy == "knorm":
+            params["skip_layers"] = choose.choice((0, 2))
+        if "window" in parameters(policy):
+            params |= WINDOW
+        config = EvictionConfig(policy, keep_ratio=choose.choice((0.1, 0.4, 0.8)), **params)
+        plan = Plan(f"r{index}", 1, n, config)
+        (lengths,) = choices.lengths(plan)
+        assert lengths.tolist() == chosen(config, n, choices, plan.request_id).tolist()
+
+
+def test_every_admission_and_every_replica_chooses_alike() -> None:
+    setup = Setup([(2, 1)] * 8, [1] * 8, 1024, pipeline=True, tensor=4, replicas=2)
+    config = EvictionConfig("ada-snapkv", budget=100)
+    seen = set()
+    for index in range(30):
+        parts = Workers(setup).choices.lengths(Plan(f"r{index}", 1, 600, config))
+        again = Workers(setup).choices.lengths(Plan(f"r{index}", 2, 600, config))
+        assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+        assert all((parts[rank] == parts[rank + 1]).all() for rank in (0, 2, 4, 6))
+        assert all((parts[rank] + parts[rank + 2] == 200).all() for rank in (0, 1, 4, 5))
+        seen.add(tuple(int(part.sum()) for part in parts))
+    assert len(seen) > 10
+
+
+def test_heads_of_a_rank_compete_alone_where_they_are_told_to() -> None:
+    setup = Setup([(2, 2), (2, 2)], [1, 1], 1024)
+    config = EvictionConfig("ada-snapkv", budget=100, tp_local=1)
+    for index in range(20):
+        for part in Choices(capacities(setup)).lengths(Plan(f"r{index}", 1, 600, config)):
+            assert part.sum(1).tolist() == [200, 200]
+
+
+# Servers.
+
+
+def test_servers_are_short_of_memory_and_of_every_kind() -> None:
+    servers = [hostile(seed).setup for seed in range(120)]
+    per_row = [setup.pages[0] // math.prod(setup.shapes[0]) for setup in servers]
+    shares = [pages * PAGE / setup.max_model_len for pages, setup in zip(per_row, servers, strict=True)]
+    assert min(shares) < 0.45 and sum(share < 1 for share in shares) > 30
+    assert len({setup.options["policy"] for setup in servers if setup.options}) > 15
+    assert {len(setup.shapes) for setup in servers} >= {1, 2, 3, 4, 8}
+    assert {setup.replicas for setup in servers} == {1, 2, 4}
+    assert hostile(3) == hostile(3)
+
+
+def small_load(**changes: Any) -> Load:
+    """A long request and, behind it, a small one."""
+    options = {"policy": "snapkv", "budget": 0.2, "check": True}
+    setup = Setup([(2, 2)], [4 * 40], 1024, options=options)
+    asks = [Ask(0, "long", 500, 400, {}, 0), Ask(30, "small", 20, 20, {}, 0)]
+    return Load(dataclasses.replace(setup, **changes), asks)
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    outcome = play(small_load())
+    assert not outcome.failure and outcome.reasons == {"length": 2} and outcome.preemptions == {0: 2}
+    assert outcome.longest_wait == 0 and outcome.shortened == 0 and 400 <= outcome.steps < 410
+
+
+def stop_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ledger allow the long request to grow to 550 tokens only."""
+    allocate = PageLedger.allocate_slots
+
+    def stingy(self: PageLedger, request: Any, count: int, *args: Any, **kwargs: Any) -> Any:
+        if request.request_id == "long" and request.num_computed_tokens + count > 550:
+            return None
+        return allocate(self, request, count, *args, **kwargs)
+
+    monkeypatch.setattr(PageLedger, "allocate_slots", stingy)
+
+
+@pytest.mark.parametrize(
+    ("priority", "seats", "says"),
+    [
+        (False, 64, "long .* preempted 21 times.* was preempted more than 20 times"),
+        (True, 1, "small .* waits for 2[0-9][0-9] steps, in 201 of which nobody got further; .*long"),
+        (True, 64, "nobody got further in 601 steps: long"),
+    ],
+)
+def test_a_request_that_never_gets_further_is_found(
+    priority: bool, seats: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_growing(monkeypatch)
+    outcome = play(small_load(priority=priority, max_num_seqs=seats))
+    assert outcome.failure
+    assert re.search(says, outcome.failure)
+
+
+def test_a_request_that_nobody_admits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageLedger, "_admits", lambda self, account: account.plan.request_id != "small")
+    monkeypatch.setattr(PageLedger, "fits", lambda *args: True)
+    load = small_load()
+    load.asks[1] = dataclasses.replace(load.asks[1], arrival=1)
+    assert "hang: nothing is scheduled or in flight, 1 requests wait" in (play(load).failure or "")
+
+
+# The gate.
+
+
+@pytest.mark.parametrize("seed", STUCK_BEFORE)
+def test_servers_that_stood_still(seed: int) -> None:
+    outcome = play(hostile(seed), seed)
+    assert not outcome.failure, f"--only {seed}: {outcome.failure}"
+
+
+def test_hostile_loads() -> None:
+    """5000 steps; `python -m tests.engine.hostile_loads` plays more."""
+    started = time.perf_counter()
+    outcomes = play_many(2000, steps=5000, servers=100)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+def test_the_command_names_the_seeds_that_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostile_loads.logging, "disable", lambda level: None)
+    monkeypatch.setattr(hostile_loads, "hostile", lambda seed: small_load(priority=seed == 7))
+    assert hostile_loads.main(["--steps", "900", "--servers", "5", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 servers, 12") and lines[-1] == "0 servers failed"
+    stop_growing(monkeypatch)
+    assert hostile_loads.main(["--only", "4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Setup(") and lines[1].startswith("Ask(")
+    assert lines[-1].startswith("  --only 4: in step ")
