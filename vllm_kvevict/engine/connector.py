@@ -30,7 +30,7 @@ from vllm_kvevict.engine.messages import (
     WorkerMessages,
 )
 from vllm_kvevict.engine.peaks import RankCapacity
-from vllm_kvevict.engine.runtime import get_runtime
+from vllm_kvevict.engine.runtime import get_runtime, mark_started
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,6 +112,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self.ledger.set_capacity({shake.rank: shake.capacity for shake in shakes})
         self.ledger.has_w_o = all(shake.has_w_o for shake in shakes)
         logger.info(self._start_up_line())
+        mark_started()
 
     def _start_up_line(self) -> str:
         options, ledger = self.options, self.ledger

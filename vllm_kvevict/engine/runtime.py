@@ -1,6 +1,9 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
+import gc
 import itertools
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -46,10 +49,13 @@ class Runtime:
 
     cache: PagedKVCache
 
-    def __init__(self, vllm_config: VllmConfig, runner: Any):
-        self.options = Options.parse(vllm_config.additional_config[KEY])
-        self.vllm_config = vllm_config
-        self.runner = runner
+    def __init__(self, worker: Any):
+        self.vllm_config: VllmConfig = worker.vllm_config
+        self.options = Options.parse(self.vllm_config.additional_config[KEY])
+        self.runner = worker.model_runner
+        self.worker = weakref.ref(worker)
+        self.process = os.getpid()
+        self.started = False
         self.live: dict[str, Live] = {}
         self.probes: dict[str, str] = {}
         self.most_pages: dict[int, int] | None = None
@@ -264,17 +270,47 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
-def start_runtime(vllm_config: VllmConfig, runner: Any) -> Runtime:
+def _runs_here() -> bool:
+    """Whether an engine of this process is up; one that is forked off has its parent's runtime, but not its engine."""
+    known = _runtime
+    return known is not None and known.started and known.process == os.getpid() and known.worker() is not None
+
+
+def check_alone() -> None:
+    """Refuse an engine beside another one: attention layers and connectors find the runtime by their process.
+
+    Raises:
+        KVEvictionError: one sentence that says what to do.
+    """
+    if _runs_here():
+        # One that was dropped without being shut down refers to itself, and vLLM hides it from the collector.
+        gc.unfreeze()
+        gc.collect()
+    if _runs_here():
+        raise KVEvictionError(
+            "--kv-eviction: another engine with KV eviction runs in this process already, so end it first or give "
+            "each a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+        )
+
+
+def start_runtime(worker: Any) -> Runtime:
     """Make this worker process's runtime."""
     global _runtime
-    _runtime = Runtime(vllm_config, runner)
+    _runtime = Runtime(worker)
     return _runtime
 
 
-def stop_runtime() -> None:
-    """Let go of the pool when the worker ends; its process may live on."""
+def mark_started() -> None:
+    """The scheduler has heard of all ranks: from now on the engine of this process counts as running."""
+    if _runtime is not None:
+        _runtime.started = True
+
+
+def stop_runtime(worker: Any) -> None:
+    """Let go of the pool when its worker ends; its process may live on."""
     global _runtime
-    _runtime = None
+    if _runtime is not None and _runtime.worker() is worker:
+        _runtime = None
 
 
 def get_runtime() -> Runtime:

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
 from vllm_kvevict.engine.rows import forbid_decode_graphs
-from vllm_kvevict.engine.runtime import get_runtime, start_runtime, stop_runtime
+from vllm_kvevict.engine.runtime import check_alone, get_runtime, start_runtime, stop_runtime
 from vllm_kvevict.engine.warmup import warm_up
 
 
@@ -17,11 +17,12 @@ class _EvictionMixin:
     """Installs the attention backend and hands each step's message to the runtime."""
 
     def init_device(self) -> None:
+        check_alone()
         device = this_device()
         assert device is not None
         device.register_backend()
         super().init_device()  # type: ignore[misc]
-        runtime = start_runtime(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+        runtime = start_runtime(self)
         if device.is_asynchronous:
             forbid_decode_graphs(self.model_runner, runtime.reads_prompts)  # type: ignore[attr-defined]
 
@@ -50,7 +51,7 @@ class _EvictionMixin:
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]
-        stop_runtime()
+        stop_runtime(self)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         runtime = get_runtime()
