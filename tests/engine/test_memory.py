@@ -1,16 +1,19 @@
 """What vLLM's start-up check and single requests are told of the KV memory; no engine is started."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm import EngineArgs
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.memory import BoundedAttentionSpec, check_fits, longest_step, rooms
+from vllm_kvevict.engine.requests import _check_generate
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
 
@@ -98,6 +101,18 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
         check(vllm_config, 6145, kv_eviction="full")
     with pytest.raises(KVEvictionError, match=r"with kv_eviction=take has [0-9]+ tokens$"):
         check(vllm_config, 60_000, kv_budget=6000)
+
+
+def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) -> None:
+    """vLLM's server has sent status 200 by the time a prompt reaches the input processor."""
+    vllm_config = configure(models, blocks=48, kv_eviction="snapkv", max_num_batched_tokens=2048)
+    asking, prompt = SamplingParams(min_tokens=5634, max_tokens=6000), {"prompt_token_ids": [7] * 5000}
+    with pytest.raises(VLLMValidationError, match=r"min_tokens is 5634, but .* only 5633 tokens") as error:
+        _check_generate(SimpleNamespace(vllm_config=vllm_config), prompt, asking)
+    assert (error.value.parameter, error.value.value) == ("min_tokens", 5634)
+    asking.min_tokens = 5633
+    _check_generate(SimpleNamespace(vllm_config=vllm_config), prompt, asking)
+    assert asking.max_tokens == 6000
 
 
 def test_memory_for_everything_needs_no_check(models) -> None:
