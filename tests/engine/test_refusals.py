@@ -322,6 +322,45 @@ def test_an_unused_sliding_window_is_accepted(tmp_path):
     EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
 
 
+FP8_KV = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FP8_KV)
+def test_checkpoints_that_ask_for_fp8_kv(kind, tmp_path):
+    settings = LLAMA | {"quantization_config": FP8_KV[kind]}
+    model = save_config(tmp_path / "a-model", "llama", "LlamaForCausalLM", settings)
+    for given in ({}, {"kv_cache_dtype": "auto"}):
+        sentence = refusal(model, skip_tokenizer_init=True, **given)
+        assert "a-model" in sentence and "asks for a KV cache of fp8" in sentence
+        assert sentence.endswith("so set --kv-cache-dtype bfloat16")
+    # With a flag that does not fit, "auto" would be no advice.
+    sentence = refusal(model, skip_tokenizer_init=True, kv_cache_dtype="float16")
+    assert sentence.endswith("so set it to bfloat16")
+    args = EngineArgs(
+        model, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype="bfloat16"
+    )
+    assert args.create_engine_config().cache_config.cache_dtype == "bfloat16"
+
+
+def test_fp8_kv_beside_a_model_in_float32(tmp_path):
+    """vLLM has no ``--kv-cache-dtype float32``."""
+    settings = LLAMA | {"quantization_config": FP8_KV["compressed-tensors"]}
+    model = save_config(tmp_path, "llama", "LlamaForCausalLM", settings)
+    sentence = refusal(model, skip_tokenizer_init=True, dtype="float32")
+    assert sentence.endswith("so set --dtype and --kv-cache-dtype to bfloat16")
+
+
 def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
     vllm_config = EngineArgs(model=model, kv_eviction="snapkv").create_engine_config()
     checks.check_model(vllm_config)

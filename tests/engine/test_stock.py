@@ -1,6 +1,7 @@
 """Nothing evicted: greedy tokens equal those of vLLM without the flag."""
 
 import pytest
+import torch
 
 from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
 
@@ -43,6 +44,24 @@ def test_an_engine_without_the_flag_in_the_same_process(model, stock):
         run(llm, _asks("snapkv", 0.2))
     with engine(model) as plain:
         assert _tokens(run(plain, _asks(), recorded=False)) == stock
+
+
+@pytest.mark.engine
+def test_a_checkpoint_that_asks_for_fp8_kv_with_its_own_dtype_in_the_flag(models):
+    """As the refusal of such checkpoints advises: then vLLM leaves its scheme alone."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    asks = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    plain = models("llama", dtype=torch.bfloat16)
+    quantized = models("llama", dtype=torch.bfloat16, quantization_config=asks)
+    with evicting_engine(plain, dtype="bfloat16") as llm:
+        expected = _tokens(run(llm, _asks("snapkv", 0.2)))
+    with evicting_engine(quantized, dtype="bfloat16", kv_cache_dtype="bfloat16") as llm:
+        assert _tokens(run(llm, _asks("snapkv", 0.2))) == expected
 
 
 @pytest.mark.engine

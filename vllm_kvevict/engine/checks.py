@@ -19,6 +19,9 @@ TESTED_VLLM = "0.32."
 FULL_ATTENTION = {"attention", "full_attention"}
 """Entries of a model's ``layer_types`` that eviction can serve."""
 
+FLOATS = {"auto", "float32", "float16", "bfloat16"}
+"""Values of ``--kv-cache-dtype`` that pages may hold."""
+
 
 def check_environment() -> Device:
     """Refuse a vLLM, platform or environment that the engine side was not built for.
@@ -109,7 +112,7 @@ def check_arguments(args: Any) -> None:
         "--decode-context-parallel-size": (args.decode_context_parallel_size > 1, one_rank),
         "--prefill-context-parallel-size": (args.prefill_context_parallel_size > 1, one_rank),
         f"--kv-cache-dtype {args.kv_cache_dtype}": (
-            args.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
+            args.kv_cache_dtype not in FLOATS,
             "pages hold the model's own dtype",
         ),
         "--kv-sharing-fast-prefill": (args.kv_sharing_fast_prefill, "every layer needs KV of its own"),
@@ -166,17 +169,34 @@ def check_model(vllm_config: Any) -> None:
                 f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
                 "full attention and KV of its own, so leave the flag out"
             )
-    dtype = str(model.dtype).removeprefix("torch.")
-    if cache.cache_dtype not in ("auto", dtype):
-        raise KVEvictionError(
-            f"--kv-eviction cannot be combined with --kv-cache-dtype {cache.cache_dtype}: pages hold the model's "
-            f"{dtype}, so set it to auto"
-        )
+    _check_kv_dtype(vllm_config)
     page_size = vllm_config.additional_config[KEY]["page_size"]
     if cache.block_size % page_size:
         raise KVEvictionError(
             f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
             "or --block-size"
+        )
+
+
+def _check_kv_dtype(vllm_config: Any) -> None:
+    """Refuse a KV cache in another type than the model's, also where the checkpoint asks for it."""
+    model, given = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
+    # What "auto" means vLLM says of some checkpoints here already, of others when a worker builds the layers.
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    asked = "fp8" if given == "auto" and scheme is not None else given
+    if asked not in FLOATS:
+        advice = f"--kv-cache-dtype {dtype}"
+        if dtype == "float32":  # which vLLM has no such flag for
+            advice = "--dtype and --kv-cache-dtype to bfloat16"
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {model.model} as it is: the checkpoint asks for a KV cache of {asked}, and "
+            f"pages hold the model's {dtype}, so set {advice}"
+        )
+    if given not in ("auto", dtype):
+        raise KVEvictionError(
+            f"--kv-eviction cannot be combined with --kv-cache-dtype {given}: pages hold the model's {dtype}, so set "
+            f"it to {'auto' if dtype == 'float32' else dtype}"
         )
 
 
