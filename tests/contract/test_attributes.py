@@ -39,6 +39,10 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "speculative_config quant_config",
         "no engine starts",
     ),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig": (
+        "kv_cache_scheme",
+        "checkpoints that ask for fp8 KV die in the worker",
+    ),
     "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
