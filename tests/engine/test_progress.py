@@ -83,6 +83,19 @@ def test_an_answer_of_a_request_that_is_kept_whole_ends_with_the_memory() -> Non
     assert_all_end(outcome)
 
 
+@pytest.mark.parametrize(
+    "flight", [{}, {"depth": 2, "asynchronous": True}, {"depth": 3, "asynchronous": True}]
+)
+def test_an_answer_that_ends_with_the_memory_is_delivered_to_its_last_token(flight: dict[str, Any]) -> None:
+    """Steps that are scheduled before the outputs of earlier ones are known must not look for memory beyond the end."""
+    options = {"policy": "snapkv", "budget": 96, "min_prompt": 256, "check": True}
+    simulation = Simulation(Setup([(3, 4)], [12 * 6], 300, options=options, **flight))
+    simulation.add(make_request("r", 6 * PAGE - 1, 5))
+    simulation.run(40)
+    assert simulation.reasons == {"r": "length"} and simulation.outputs == {"r": 2}
+    assert simulation.preemptions == {"r": 0}
+
+
 # Replays.
 
 

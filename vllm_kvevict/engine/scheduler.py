@@ -101,7 +101,9 @@ class _EvictionMixin:
             request, num_computed_tokens, num_new_tokens
         )
         pausing = self._pausing_for not in (None, request.request_id) and request.request_id in self._taken
-        if pausing or self.kv_cache_manager.must_wait(request.request_id):
+        # Steps that run ahead of their outputs would go on beyond the answer's end, where there may be no memory.
+        done = num_computed_tokens >= request.num_prompt_tokens + request.max_tokens - 1
+        if pausing or done or self.kv_cache_manager.must_wait(request.request_id):
             num_new_tokens = 0
         else:
             num_new_tokens = self._cut_at_eviction(request, num_computed_tokens, num_new_tokens)
