@@ -133,6 +133,19 @@ def test_a_rank_is_promised_the_most_that_its_heads_may_win() -> None:
     assert ledger.promised == [(most + 2 * 400 + 2 * (PAGE - 1)) // PAGE - 20] * 2
 
 
+def test_a_limit_leaves_room_for_the_token_that_ends_the_answer() -> None:
+    """Alone in its pool a request of 640 tokens that keeps 128 of each row grows to 640; of a replay that has more
+    tokens than that already, one more is wanted, which then has no place."""
+    for outputs, limit in ((0, 513), (700, 701)):
+        ledger = make_ledger([4 * 20], policy="snapkv", max_model_len=640)
+        ledger.max_model_len = 4096
+        request = make_request("r", 640, 2000)
+        assert read(ledger, request, 640)
+        request.append_output_token_ids([7] * outputs)
+        ledger.on_report(0, "r", report(1, 640, [128] * 4))
+        assert request.max_tokens == limit
+
+
 def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
     """Rounding may let a replay choose otherwise, so a rank may hold more than the ledger promised beforehand."""
     ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)

@@ -231,7 +231,8 @@ class PageLedger(KVCacheManager):
             if count.at(max(last, count.tokens)) > room.pages:
                 most = min(most, last_that(partial(_holds, count, room), count.tokens, last))
         if most < last:
-            request.max_tokens = max(1, most - request.num_prompt_tokens + 1)
+            # vLLM looks at the limit when a token comes: there must be one more.
+            request.max_tokens = max(request.num_output_tokens + 1, most - request.num_prompt_tokens + 1)
 
     def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
