@@ -263,8 +263,12 @@ class Simulation:
         for name in output.preempted_req_ids or ():
             self.preemptions[name] += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
-        # Under priorities a step may do nothing but preempt, and one may only carry budgets; then the next must go on.
-        sends = output.preempted_req_ids or getattr(output.kv_connector_metadata, "layer_budgets", None)
+        # Under priorities a step may do nothing but preempt, and one may only carry budgets or end a request that can
+        # never fit; then the next must go on.
+        ended = getattr(self.scheduler, "_ended", None)
+        sends = (
+            output.preempted_req_ids or ended or getattr(output.kv_connector_metadata, "layer_budgets", None)
+        )
         self.idle = 0 if output.total_num_scheduled_tokens or sends else self.idle + 1
         if self.idle > self.setup.depth:
             unfinished = self.scheduler.get_num_unfinished_requests()
