@@ -259,6 +259,7 @@ class Watch:
         self.simulation.add(request)
 
     def step(self) -> None:
+        """One step; raises Stuck where somebody stands still, or is computed again and again."""
         self.simulation.step()
         self._follow()
         steps = self.simulation.steps

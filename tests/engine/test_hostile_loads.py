@@ -22,7 +22,7 @@ from vllm_kvevict.engine.ledger import PageLedger
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
 
 LAYERS, HEADS = 3, 4
-STUCK_BEFORE = (57, 65, 97, 108, 148)
+STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
 """Servers that once stood still."""
 
 

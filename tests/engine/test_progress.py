@@ -58,7 +58,7 @@ def assert_all_end(outcome: Outcome) -> None:
 
 
 def test_a_prompt_goes_on_behind_its_prefix_only_where_the_fullest_rank_has_room() -> None:
-    """One rank keeps 300 of a prefix of 900 tokens, the other 32; either may be refused, none may be tried for ever."""
+    """Of a prefix of 900 tokens one rank keeps 328 per head, the other 32; it may be refused, not tried for ever."""
     setup = server(TWO_RANKS, 32, 1600, "ada-snapkv", 0.2, params={"alpha": 0.0})
     outcome = play_beside_small_ones(setup, 1590, "rank", answer=5, kv_prefix_len=900)
     assert not outcome.failure, outcome.failure
