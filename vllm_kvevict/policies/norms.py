@@ -29,7 +29,8 @@ def projected_norms(inputs: LayerInputs, m: int, comm: Comm | None) -> Tensor:
     norms = []
     for value, heads in zip(values, grouped, strict=True):
         for i, weight in enumerate(heads):
-            projection = weight.float()
+            # Of the model's own weights this is a view, whose layout depends on the heads of this rank.
+            projection = weight.float().contiguous()
             for start in range(0, m, _BLOCK):
                 block = value[start : start + _BLOCK].float()
                 product = torch.mm(block, projection, out=buffer[: len(block)])
