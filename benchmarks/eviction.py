@@ -58,6 +58,7 @@ def make_side(args: argparse.Namespace) -> Side:
         kv_cache_memory_bytes=2 * (longest + 256) * token_bytes(args.dtype),
         kv_eviction="full",
         kv_budget=args.budget,
+        kv_eviction_config={"policies": ["all"]},
     )
 
 

@@ -45,7 +45,7 @@ from vllm_kvevict.policies import available
 SCRATCH = Path(__file__).parent / "out" / "soak"
 MAX_LEN, LONGEST_PROMPT = 512, 300
 FLAGS = (
-    *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "64"),
+    *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "64", "--kv-eviction-config.policies", "all"),
     *("--kv-eviction-config.min_prompt", "32", "--kv-eviction-config.decode_reserve", "16"),
     *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
     *("--block-size", "32", "--num-gpu-blocks-override", "24", "--dtype", "float32", "--enforce-eager"),

@@ -240,7 +240,7 @@ def main() -> int:
         kv_cache_memory_bytes=blocks * BLOCK * token_bytes(arguments.dtype),
         kv_eviction=arguments.policies[0],
         kv_budget=arguments.budget,
-        kv_eviction_config={"page_size": arguments.page_size},
+        kv_eviction_config={"page_size": arguments.page_size, "policies": ["all"]},
     )
     results = {}
     with running(side):

@@ -22,6 +22,7 @@ def server(full: float, prompt: int, step: int, tensor: int = 1, stages: int = 1
     rows = LAYERS * HEADS // (tensor * stages)
     return sizing.Server(
         layers=LAYERS,
+        query_heads=2 * HEADS,
         kv_heads=HEADS,
         head_dim=DIM,
         max_len=1 << 15,
@@ -52,7 +53,8 @@ def simulate(
         tensor=tensor,
         options=settings,
     )
-    simulation = Simulation(setup)
+    # The calculator takes competing rows to end anywhere in a page, as they do unless one of them takes all it can get.
+    simulation = Simulation(setup, greeds=("random",))
     for index in range(count):
         simulation.add(make_request(f"r{index}", prompt, output))
     simulation.run(50_000)
@@ -140,6 +142,24 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizing.main(["--model", str(tmp_path), "--memory", "64MiB", "--policy", "full", "--dtype", "float32"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("16,384 tokens fit without eviction") and not lines[3]
+
+
+@pytest.mark.parametrize(
+    ("words", "mib", "policies"),
+    [
+        (["--policy", "h2o"], 4, "h2o"),
+        (["--policy", "h2o", "--tensor-parallel-size", "2", "--max-model-len", "16384"], 1, "h2o"),
+        (["--policy", "full", "--config", '{"policies": "all"}', "--pipeline-parallel-size", "3"], 2, "h2o"),
+        (["--policy", "snapkv"], 0, ""),
+    ],
+)
+def test_what_is_set_aside_beside_the_kv_memory(
+    words: list[str], mib: int, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp32 sums of 32,768 tokens in 8 query heads of 4 layers: 4 MiB; of three stages one has two layers."""
+    sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words])
+    said = f"Beside it each rank sets aside {mib}.0 MiB, which {policies} requests need"
+    assert (capsys.readouterr().out.splitlines()[1] == said) == bool(policies)
 
 
 @pytest.mark.parametrize(

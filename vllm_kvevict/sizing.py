@@ -29,6 +29,7 @@ class Server:
     """A model and what ``vllm serve`` makes of it; ``memory`` in bytes per rank, sizes of pages and steps in tokens."""
 
     layers: int
+    query_heads: int
     kv_heads: int
     head_dim: int
     max_len: int
@@ -71,6 +72,7 @@ def read_model(name: str) -> dict[str, int]:
             raise NotImplementedError
         return {
             "layers": config["num_hidden_layers"],
+            "query_heads": heads,
             "kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "max_len": config["max_position_embeddings"],
@@ -141,6 +143,9 @@ def report(args: argparse.Namespace) -> str:
     table = ["  ".join(map(str.rjust, line, widths)) for line in (COLUMNS, *cells)]
     token, fit = server.entry * server.kv_heads * server.layers, sizing.blocks(server) * server.block_size
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"
+    reserve, policies = sizing.reserve(server, {**args.config, "policy": args.policy})
+    if policies:
+        head += f"\nBeside it each rank sets aside {reserve / 2**20:.1f} MiB, which {', '.join(policies)} requests need"
     return "\n".join((head, *table, LEGEND))
 
 

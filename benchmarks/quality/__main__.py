@@ -44,8 +44,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="ask a running server; continues where an earlier run with the same --output ended",
         description="Asks an OpenAI-compatible server that is already running, and appends every answer to "
         "FOLDER/results.jsonl. Started again, it asks only what has no answer yet. The server must have been started "
-        "with --kv-eviction (full will do) and without --kv-eviction-config.scope prefix. The environment variable "
-        "OPENAI_API_KEY is sent along.",
+        "with --kv-eviction (full will do), without --kv-eviction-config.scope prefix, and for h2o with "
+        "--kv-eviction-config.policies all. The environment variable OPENAI_API_KEY is sent along.",
     )
     _add_target(asking)
     _add_questions(asking)

@@ -23,8 +23,13 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.config:ModelConfig": (
         "hf_text_config runner_type is_encoder_decoder is_diffusion is_multimodal_model is_attention_free is_hybrid "
         "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
-        "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices",
+        "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices "
+        "get_num_layers get_num_attention_heads model_arch_config",
         "models that eviction cannot serve are not refused, or none can be",
+    ),
+    "vllm.config.model_arch:ModelArchitectureConfig": (
+        "per_layer_overrides",
+        "models whose layers differ in their heads die in the worker",
     ),
     "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks", "memory checks fail"),
     "vllm.config:ParallelConfig": ("pipeline_parallel_size", "stages' memory is not known"),
@@ -131,7 +136,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "the V1 runner's batch rows cannot be told apart",
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
-        "req_states model gather_batch_req_state",
+        "req_states model device gather_batch_req_state",
         "the V2 runner's batch rows cannot be told apart",
     ),
     "vllm.v1.worker.gpu.states:RequestState": (

@@ -54,6 +54,16 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "_build_kv_connector_meta _update_after_schedule",
         "chunks are not cut for running and waiting requests alike, or plans miss their step",
     ),
+    "step-starts": (
+        f"{SCHEDULER}.schedule",
+        "new_step_starts allocate_slots allocate_slots",
+        "the reserve of prompts that were evicted is never given to others",
+    ),
+    "memory-is-measured-once": (
+        "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+        "determine_available_memory get_kv_cache_configs initialize_from_config",
+        "the KV cache takes the reserve's memory",
+    ),
     "plans": (
         f"{SCHEDULER}._build_kv_connector_meta",
         "build_connector_meta",
@@ -177,15 +187,15 @@ CALLS: dict[str, tuple[str, str, str]] = {
 }
 
 OURS = """
-    allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens take_new_block_ids
-    cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks
+    new_step_starts allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens
+    take_new_block_ids cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks
 """
 """What vLLM's scheduler asks of the block manager and our ledger answers."""
 
 HARMLESS = """
     block_pool coordinator evict_blocks finalize_partial_tail_offloads get_computed_blocks
     get_block_ids_for_computed_tokens get_computed_blocks_for_connector make_prefix_cache_stats
-    mamba_shared_prefix_checkpoint new_step_starts record_blocks_for_zeroing record_prefix_cache_stats
+    mamba_shared_prefix_checkpoint record_blocks_for_zeroing record_prefix_cache_stats
     reset_prefix_cache take_boundary_state_offloads take_events take_kv_cache_block_copies truncate_computed_blocks
 """
 """What vLLM's own, idle manager may answer: without blocks and prefix caching that does no harm."""
@@ -252,6 +262,26 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
         ["AttentionBackendEnum.CPU_ATTN.get_path()"],
         "CPU workers use vLLM's attention, so nothing is evicted",
+    ),
+    "memory-in-use-cpu": (
+        "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        ["memory_info().rss", "self.requested_cpu_memory - consumed_memory"],
+        "vLLM gives the reserve's memory to the KV cache",
+    ),
+    "memory-in-use-gpu": (
+        "vllm.utils.mem_utils:memory_profiling",
+        ["result.before_create.free_memory - result.after_profile.free_memory"],
+        "vLLM gives the reserve's memory to the KV cache",
+    ),
+    "projections-in-place": (
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.create_weights",
+        ["layer.register_parameter('weight', weight)"],
+        "criticalkv and defensivekv cannot read projections",
+    ),
+    "packed-projections": (
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        ["layer.weight = torch.nn.Parameter(torch.empty(0,"],
+        "packed projections are taken for plain ones",
     ),
     "one-allocation": (
         "vllm.v1.worker.utils:allocate_kv_cache",

@@ -28,6 +28,10 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "request num_computed_tokens num_new_tokens",
         "chunks cross eviction positions, so later tokens see KV that should be gone",
     ),
+    f"{MANAGER}:KVCacheManager.new_step_starts": (
+        "",
+        "no prompt whose policy needs the reserve follows another",
+    ),
     f"{MANAGER}:KVCacheManager.free": ("request", "pages of finished requests are never returned"),
     f"{MANAGER}:KVCacheManager.pop_blocks_for_free": (
         "request",
@@ -139,6 +143,10 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         f"{worker}.get_kv_cache_spec": ("", "vLLM refuses prompts that eviction makes fit")
         for worker in WORKERS
     },
+    **{
+        f"{worker}.determine_available_memory": ("", "vLLM gives the reserve's memory to the KV cache")
+        for worker in WORKERS
+    },
     **{f"{worker}.initialize_from_config": ("kv_cache_config", "workers do not start") for worker in WORKERS},
     **{
         f"{worker}.compile_or_warm_up_model": ("", "the first GPU request waits for compilers")
@@ -244,6 +252,11 @@ CALLED: dict[str, tuple[str, str]] = {
     "vllm.renderers.base:BaseRenderer.render_messages": ("messages params", "scope=prefix fails"),
     "vllm.renderers.base:BaseRenderer.tokenize_prompt": ("prompt params", "scope=prefix fails"),
     "vllm.config:ModelConfig.get_num_kv_heads": ("parallel_config", "memory checks fail"),
+    "vllm.config:ModelConfig.get_num_layers": ("parallel_config", "workers of a server that allows h2o fail"),
+    "vllm.config:ModelConfig.get_num_attention_heads": (
+        "parallel_config",
+        "workers of a server that allows h2o fail",
+    ),
     "vllm.config:ModelConfig.get_layers_start_end_indices": ("parallel_config", "workers do not start"),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": (
         "layer x",

@@ -9,7 +9,7 @@ from typing import Any
 from tests.engine.servers import PAGE, Setup, Shape, make_request
 from tests.engine.simulation import Simulation
 
-POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv")
+POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 
 
 @dataclass(frozen=True)

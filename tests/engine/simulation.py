@@ -38,6 +38,7 @@ class Workers:
     Attributes:
         evictions: (request id, epoch, token count) of every eviction so far.
         peak_pages: most pages ever held on each rank.
+        most_reserved: most tokens of the reserve ever in use.
         tamper: changes a report before it is sent.
     """
 
@@ -48,6 +49,7 @@ class Workers:
         self.live: dict[str, Resident] = {}
         self.evictions: list[tuple[str, int, int]] = []
         self.peak_pages = [0] * len(setup.shapes)
+        self.most_reserved = 0
         self.tamper: Callable[[Report], Report] = lambda report: report
 
     def pages(self, kv_len: np.ndarray) -> int:
@@ -82,6 +84,7 @@ class Workers:
             assert plan.request_id not in self.live, f"{plan.request_id} was admitted while it was running"
             rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
             self.live[plan.request_id] = Resident(plan, rows)
+        self._check_reserve(output)
         leaving: list[Resident] = []
         # Pages that are held for a part of the step only.
         passing = [0] * len(self.ranks)
@@ -139,6 +142,22 @@ class Workers:
                 for rank in range(len(self.setup.shapes))
             }
         )
+
+    def _check_reserve(self, output: SchedulerOutput) -> None:
+        """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
+        spans = sorted(
+            (resident.plan.reserved_at, resident.plan.evict_at)
+            for name, resident in self.live.items()
+            if name in output.num_scheduled_tokens or resident.tokens
+            if resident.plan.evict_at and "col_sums" in resident.plan.config.needs
+            if resident.tokens < resident.plan.evict_at
+        )
+        end = 0
+        for start, tokens in spans:
+            assert start >= end, "two requests write to one place of the reserve"
+            end = start + tokens
+        assert end <= self.setup.max_model_len, "the reserve is too small"
+        self.most_reserved = max(self.most_reserved, end)
 
     def _weights(self, resident: Resident, rank: int) -> LayerWeights:
         """What a rank says of its layers."""

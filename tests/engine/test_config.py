@@ -94,6 +94,10 @@ def test_defaults():
         ({"policy": "snapkv", "scope": "question"}, ["--kv-eviction-config.scope", "prompt or prefix", "'question'"]),
         ({"policy": "snapkv", "scope": None}, ["--kv-eviction-config.scope", "prompt or prefix", "None"]),
         ({"policy": "snapkv", "scope": ["prefix"]}, ["--kv-eviction-config.scope", "prompt or prefix", "['prefix']"]),
+        ({"policy": "snapkv", "policies": "most"}, ["--kv-eviction-config.policies", "all", "unreserved", "'most'"]),
+        ({"policy": "snapkv", "policies": ["h2o", "no"]}, ["--kv-eviction-config.policies", "lava", "['h2o', 'no']"]),
+        ({"policy": "snapkv", "policies": {"h2o": 1}}, ["--kv-eviction-config.policies", "{'h2o': 1}"]),
+        ({"policy": "snapkv", "policies": None}, ["--kv-eviction-config.policies", "None"]),
     ],
 )  # fmt: skip
 def test_bad_options(raw, words):
@@ -119,6 +123,7 @@ def test_options_survive_json(policy, budget):
         "check": True,
         "scope": "prefix",
         "kernels": False,
+        "policies": ["snapkv", "h2o"],
     }
     options = Options.parse(raw | parameters(policy))
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
@@ -126,6 +131,7 @@ def test_options_survive_json(policy, budget):
         options.check
         and options.scope == "prefix"
         and not options.kernels
+        and options.policies == ("snapkv", "h2o")
         and options.params == parameters(policy)
     )
 

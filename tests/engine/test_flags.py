@@ -14,7 +14,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
-from tests.engine.serving import VLLM, command
+from tests.engine.serving import ROOT, VLLM, command
 from vllm_kvevict.engine import plugin
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.policies import available, parameters
@@ -68,6 +68,13 @@ def test_the_group_shows_every_policy_and_parameter(capsys):
     assert "KV to keep of each prompt" in words and "0.2 when not given" in words
 
 
+def test_readme_has_a_row_for_every_engine_option():
+    readme = (ROOT / "README.md").read_text()
+    for name, value in ENGINE_DEFAULTS.items():
+        shown = value if isinstance(value, str) else json.dumps(value)
+        assert f"\n| `{name}` | `{shown}` | " in readme
+
+
 @pytest.mark.parametrize("tool", [latency, throughput])
 def test_benchmarks_have_the_flags(tool):
     parser = FlexibleArgumentParser()
@@ -101,6 +108,21 @@ def test_scope(model):
     for settings in ({"policy": "snapkv", "scope": "prefix"}, {"policy": "snapkv"}):
         vllm_config = EngineArgs(model=model, additional_config={KEY: settings}).create_engine_config()
         assert options_of(vllm_config).scope == settings.get("scope", "prompt")
+
+
+def test_policies_that_requests_may_choose(model):
+    expected = ("snapkv", "h2o")
+    ways = {
+        "JSON": ["--kv-eviction-config", '{"policies": ["snapkv", "h2o"]}'],
+        "dotted": ["--kv-eviction-config.policies", '["snapkv", "h2o"]'],
+        "one by one": ["--kv-eviction-config.policies+", "snapkv", "--kv-eviction-config.policies+", "h2o"],
+    }
+    for words in ways.values():
+        args = parse("--model", model, "--kv-eviction", "lava", *words)
+        options = options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        assert options.policies == expected and options.reserved_for == ["h2o"]
+    args = parse("--model", model, "--kv-eviction", "lava", "--kv-eviction-config.policies", "all")
+    assert options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config()).policies == "all"
 
 
 def test_parsing_twice_leaves_no_trace_of_the_first_time():

@@ -28,6 +28,7 @@ from vllm_kvevict.engine.config import (
     REQUEST_FIELDS,
     KVEvictionError,
     Options,
+    needs_reserve,
 )
 from vllm_kvevict.policies import available, parameters
 
@@ -39,6 +40,8 @@ FUZZ = settings(
 )
 
 # Values.
+
+POLICIES = (*available(), "all", "unreserved")
 
 INTEGERS = st.integers(-(2**63), 2**63)
 """vLLM itself refuses larger ones in requests."""
@@ -117,6 +120,15 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
     "scope": one_of("prompt", "prefix"),
     "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
+    "policies": (
+        st.sampled_from(POLICIES) | st.lists(st.sampled_from(POLICIES), max_size=3),
+        st.one_of(
+            INTEGERS,
+            st.floats(),
+            JUNK.filter(lambda value: value not in ([], *POLICIES)),
+            st.lists(st.sampled_from(["nope", 1]), min_size=1),
+        ),
+    ),
 }
 
 
@@ -247,7 +259,10 @@ def test_additional_config(settings):
 # Fields of single requests, as the front-end checks them.
 
 FIELDS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
-    "kv_eviction": (st.sampled_from(available()), st.one_of(JUNK, INTEGERS)),
+    "kv_eviction": (
+        st.sampled_from(available()).filter(lambda policy: not needs_reserve(policy)),
+        st.one_of(JUNK, INTEGERS, st.sampled_from([p for p in available() if needs_reserve(p)])),
+    ),
     "kv_budget": (
         BUDGETS | BUDGETS.map(repr),
         st.one_of(NO_BUDGETS, NO_BUDGETS.map(repr), st.booleans(), st.none(), st.text("xyz")),
@@ -365,3 +380,15 @@ def test_requests_made_from_the_servers_schema(path, mode, server, operations):
     body = {"model": server.model, "prompt": words(100), "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_policy_that_the_server_does_not_allow_gets_400(stream, server):
+    body = {"model": server.model, "prompt": words(100), "max_tokens": 4, "stream": stream}
+    body["vllm_xargs"] = {"kv_eviction": "h2o"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "kv_eviction: requests may not choose h2o here" in message
+    assert "--kv-eviction-config.policies all" in message

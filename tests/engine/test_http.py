@@ -25,7 +25,8 @@ EVICTING = [policy for policy in available() if policy != "full"]
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2", "--kv-eviction-config.min_prompt", "0"]
-    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-logprobs", "-1"]
+    flags += ["--kv-eviction-config.policies", "all", "--max-logprobs", "-1"]
+    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     # So few blocks of 128 tokens that requests of the soak have to wait for pages.
     flags += ["--num-gpu-blocks-override", "20"]
     env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_LOG_STATS_INTERVAL": "1"}

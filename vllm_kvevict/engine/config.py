@@ -5,6 +5,7 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 """
 
 import bisect
+import json
 import math
 import numbers
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.policies import EvictionConfig, available, parameters, take
+from vllm_kvevict.policies import EvictionConfig, available, needs, parameters, take
 from vllm_kvevict.policies.params import to_int
 
 KEY = "kv_eviction"
@@ -23,12 +24,16 @@ DEFAULT_BUDGET = 0.2
 SCOPES = ("prompt", "prefix")
 """What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
 
+ALL, UNRESERVED = "all", "unreserved"
+"""What may stand for policies in a list of them: every one, and those that need no reserve."""
+
 ENGINE_DEFAULTS: dict[str, Any] = {
     "min_prompt": 256,
     "page_size": 32,
     "decode_reserve": 512,
     "scope": "prompt",
     "kernels": True,
+    "policies": UNRESERVED,
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
@@ -84,6 +89,11 @@ def policy_config(policy: str, budget: float, params: Mapping[str, Any] | None =
     return EvictionConfig(policy, budget=int(budget), **params)
 
 
+def needs_reserve(policy: str) -> bool:
+    """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
+    return "col_sums" in needs(policy)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What happens to one admission of one request; decided by the scheduler, carried out by every worker.
@@ -95,6 +105,7 @@ class Plan:
         config: the policy and its parameters.
         recycles: whether it is evicted layer by layer, each layer into the pages of the one before, if everything up
             to evict_at is read in one step.
+        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
         cuts: earlier numbers of tokens after which it is evicted, ascending: the chunk ends of ``take``.
     """
 
@@ -104,6 +115,12 @@ class Plan:
     config: EvictionConfig
     cuts: tuple[int, ...] = ()
     recycles: bool = False
+    reserved_at: int = 0
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of the workers' reserve that it takes until its eviction."""
+        return self.evict_at if self.evict_at is not None and needs_reserve(self.config.policy) else 0
 
     @property
     def probe(self) -> int:
@@ -143,6 +160,7 @@ class Options:
         decode_reserve: tokens of output that admission expects of a request at most.
         scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
         kernels: use the project's own kernels where there is one for the machine and the model.
+        policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
 
@@ -154,6 +172,7 @@ class Options:
     decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
     scope: str = ENGINE_DEFAULTS["scope"]
     kernels: bool = ENGINE_DEFAULTS["kernels"]
+    policies: str | tuple[str, ...] = ENGINE_DEFAULTS["policies"]
     check: bool = False
 
     @classmethod
@@ -177,13 +196,14 @@ class Options:
         budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
         check = _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1"))
         kernels = _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"]))
+        policies = _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"]))
         scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
         if scope not in SCOPES:
             raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
         engine = {
             name: _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), int(name != "min_prompt"))
             for name, default in ENGINE_DEFAULTS.items()
-            if name not in ("scope", "kernels")
+            if name not in ("scope", "kernels", "policies")
         }
         device = this_device()
         if device is not None and engine["page_size"] % device.page_multiple:
@@ -202,12 +222,28 @@ class Options:
             policy_config(policy, budget, raw)
         except ValueError as error:
             raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
-        return cls(policy, budget, raw, **engine, scope=scope, kernels=kernels, check=check)
+        return cls(
+            policy, budget, raw, **engine, scope=scope, kernels=kernels, policies=policies, check=check
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that :meth:`parse` reads back."""
         engine = {name: getattr(self, name) for name in ENGINE_DEFAULTS}
+        if not isinstance(self.policies, str):
+            engine["policies"] = list(self.policies)
         return {"policy": self.policy, "budget": self.budget, "check": self.check, **engine, **self.params}
+
+    def allows(self, policy: str) -> bool:
+        """Whether a request may name a policy."""
+        named = (self.policies,) if isinstance(self.policies, str) else self.policies
+        if policy in (self.policy, "full", *named) or ALL in named:
+            return True
+        return UNRESERVED in named and not needs_reserve(policy)
+
+    @property
+    def reserved_for(self) -> list[str]:
+        """Policies that requests may have and that need a reserve."""
+        return [policy for policy in available() if self.allows(policy) and needs_reserve(policy)]
 
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.
@@ -228,6 +264,13 @@ class Options:
         if policy not in available():
             raise KVEvictionError(
                 f"kv_eviction: unknown policy {policy!r} (choose from {', '.join(available())})",
+                "kv_eviction",
+            )
+        if not self.allows(policy):
+            raise KVEvictionError(
+                f"kv_eviction: requests may not choose {policy} here (--kv-eviction-config.policies "
+                f"{_listed(self.policies)}): start the server with --kv-eviction-config.policies {ALL}, or with a list "
+                "that names it",
                 "kv_eviction",
             )
         budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
@@ -298,6 +341,22 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise KVEvictionError(f"--kv-eviction-config.{name} must be true or false, got {value!r}")
     return value
+
+
+def _policies(value: Any) -> str | tuple[str, ...]:
+    """Policies that requests may name: one name or word, or several."""
+    valid = (*available(), ALL, UNRESERVED)
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or any(name not in valid for name in names):
+        raise KVEvictionError(
+            f"--kv-eviction-config.policies must be {ALL}, {UNRESERVED} or a list of policies (of "
+            f"{', '.join(available())}), got {value!r}"
+        )
+    return value if isinstance(value, str) else tuple(names)
+
+
+def _listed(policies: str | tuple[str, ...]) -> str:
+    return policies if isinstance(policies, str) else json.dumps(policies)
 
 
 def _whole(name: str, value: Any, least: int = 1) -> int:

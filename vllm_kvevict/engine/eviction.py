@@ -37,8 +37,10 @@ class Live:
         plan: what the scheduler decided for this admission.
         slot: the request's slot in the cache.
         tokens: tokens stored so far, the running step's included.
-        window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed.
-        col_sums: attention that each token received so far, fp32 [local layers, Hq, eviction position].
+        window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
+            step has all of them.
+        col_sums: attention that each token received so far, fp32 [local layers, Hq, eviction position], in the
+            rank's reserve.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
         probe: by local layer the queries of the request's probe, averaged over chunks, fp32 [Hq, probe, d].
         scores: of the layers done, where the decision needs further ones.
@@ -110,6 +112,7 @@ class Evictor:
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
         compacts_early: whether a policy's layers are compacted one by one, as :meth:`Device.compacts_early` says.
         window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
+        reserve: fp32 [tokens, local layers * Hq], memory for :attr:`Live.col_sums`; None where no policy needs it.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Evictor:
         output_projection: Callable[[int], Tensor],
         compacts_early: Callable[[EvictionConfig], bool],
         window_mean: WindowMean | None,
+        reserve: Tensor | None = None,
     ):
         self.cache = cache
         self.first_layer = first_layer
@@ -129,6 +133,7 @@ class Evictor:
         self.output_projection = output_projection
         self.compacts_early = compacts_early
         self.window_mean = window_mean
+        self.reserve = reserve
         self.reports: dict[str, Report] = {}
         self.weights: dict[str, LayerWeights] = {}
 
@@ -146,12 +151,12 @@ class Evictor:
         assert n is not None
         live.peak_pages = max(live.peak_pages, self.cache.held(live.slot))
         started, moving = time.perf_counter(), live.compaction_seconds
-        self._collect(layer, rows, n, query, scale, softcap)
+        window = self._collect(layer, rows, n, query, scale, softcap)
         last = layer == self.cache.num_layers - 1
         if config.chunked:
-            self._take(layer, rows, n, query, scale, softcap)
+            self._take(layer, rows, n, query[rows.probe] if rows.probe else window, scale, softcap)
         elif rows.evicts:
-            live.scores.append(self._score(layer, live, n, scale, softcap))
+            live.scores.append(self._score(layer, live, n, window, scale, softcap))
             complete = config.layer_local or self.cache.num_layers == self.num_model_layers
             if self.compacts_early(config) or (last and complete):
                 self._compact(live, n)
@@ -184,33 +189,42 @@ class Evictor:
 
     def _collect(
         self, layer: int, rows: QueryRows, n: int, query: Tensor, scale: float, softcap: float
-    ) -> None:
+    ) -> Tensor | None:
+        """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
         live, config = rows.live, rows.live.plan.config
         count = rows.target.stop - rows.target.start
+        window = None
         if "q_window" in config.needs and count:
-            if live.window is None:
-                shape = (self.cache.num_layers, config.window_for(n), *query.shape[1:])
-                live.window = query.new_empty(shape)
-            live.window[layer, rows.target] = query[rows.rows.stop - count : rows.rows.stop]
+            window = query[rows.rows.stop - count : rows.rows.stop].contiguous()
+            if count < rows.window:
+                if live.window is None:
+                    shape = (self.cache.num_layers, config.window_for(n), *query.shape[1:])
+                    live.window = query.new_empty(shape)
+                live.window[layer, rows.target] = window
+                window = live.window[layer, : rows.window]
         if "col_sums" in config.needs:
             if live.col_sums is None:
-                shape = (self.cache.num_layers, query.shape[1], n)
-                live.col_sums = query.new_zeros(shape, dtype=torch.float32)
+                assert self.reserve is not None
+                mine = self.reserve[live.plan.reserved_at :][:n]
+                live.col_sums = mine.view(self.cache.num_layers, query.shape[1], n).zero_()
             keys = self.cache.read_keys(live.slot, layer, live.tokens)
             add_column_sums(live.col_sums[layer], query[rows.rows].transpose(0, 1), keys, scale, softcap)
+        return window
 
-    def _score(self, layer: int, live: Live, n: int, scale: float, softcap: float) -> LayerScores:
+    def _score(
+        self, layer: int, live: Live, n: int, window: Tensor | None, scale: float, softcap: float
+    ) -> LayerScores:
         config = live.plan.config
         mean = None
         if self.window_mean is not None and config.scores_by_mean:
-            assert live.window is not None
+            assert window is not None
             table = self.cache.table(live.slot, layer)
-            mean = self.window_mean(live.window[layer], table, n, scale, softcap)
+            mean = self.window_mean(window, table, n, scale, softcap)
             keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
         else:
             keys = self.cache.read_keys(live.slot, layer, n)
         inputs = LayerInputs(
-            q_window=None if live.window is None else live.window[layer].transpose(0, 1),
+            q_window=None if window is None else window.transpose(0, 1),
             keys=keys,
             window_mean=mean,
             values=self.cache.read_values(live.slot, layer, n) if "values" in config.needs else None,
@@ -221,18 +235,20 @@ class Evictor:
         )
         return score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
 
-    def _take(self, layer: int, rows: QueryRows, n: int, query: Tensor, scale: float, softcap: float) -> None:
-        """Follow the probe; at the end of a chunk choose by it, for all lower layers too if they wait for this one."""
+    def _take(
+        self, layer: int, rows: QueryRows, n: int, now: Tensor | None, scale: float, softcap: float
+    ) -> None:
+        """Follow the probe; at the end of a chunk choose by it, for all lower layers too if they wait for this one.
+
+        Args:
+            now: the probe's or the window's queries in this step, [rows, Hq, d].
+        """
         live, config = rows.live, rows.live.plan.config
         index, last = self.first_layer + layer, live.tokens == n
         leader = take.warmup_layers(config, self.num_model_layers) - 1
         if index < leader or not rows.evicts:
             return
-        if rows.probe is None:
-            assert live.window is not None
-            now = live.window[layer, : rows.window]
-        else:
-            now = query[rows.probe]
+        assert now is not None
         # A chunk's own last tokens are others in each chunk.
         before = live.probe.get(layer) if live.plan.probe else None
         probe = live.probe[layer] = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])

@@ -21,6 +21,7 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options, Plan
 from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
 from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, last_that, prefill_peak
+from vllm_kvevict.engine.reserve import Reserve
 from vllm_kvevict.policies import layer_budgets
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class PageLedger(KVCacheManager):
         """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
+        self.reserve = Reserve(self.max_model_len)
         self._plans: dict[str, Plan] = {}
         self.admitted: list[Plan] = []
         """Plans of this step's admissions, drained into the message to the workers."""
@@ -159,13 +161,20 @@ class PageLedger(KVCacheManager):
 
     # Admission and growth.
 
+    def new_step_starts(self) -> None:
+        """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
+        super().new_step_starts()
+        for name, span in list(self.reserve.spans.items()):
+            if self.accounts[name].tokens >= len(span):
+                self.reserve.give_back(name)
+
     def allocate_slots(
         self, request: "Request", num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait."""
         admitted = self.accounts.get(request.request_id)
         account = admitted or self._open(request, num_new_tokens)
-        if admitted is None and not (self._can_fit(account) and self._admits(account)):
+        if admitted is None and not (self._can_fit(account) and self._may_begin(account)):
             return None
         tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
         # A prefill grows into what it was promised, a decode into what nobody was.
@@ -179,6 +188,7 @@ class PageLedger(KVCacheManager):
         if admitted is None:
             self.accounts[request.request_id] = account
             self.admitted.append(account.plan)
+            self.reserve.take(account.plan)
             self._limit_answer(account)
         self._hold(account, held, promise)
         position = account.plan.next_eviction(account.tokens)
@@ -237,10 +247,18 @@ class PageLedger(KVCacheManager):
     def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
         account = self._open(request, num_new_tokens)
-        if not self._admits(account):
+        if not self._may_begin(account):
             return False
         held = account.pages_at(num_new_tokens)
         return self._fits(account, held, account.promised_at(num_new_tokens, held))
+
+    def _may_begin(self, new: Account) -> bool:
+        """Whether there is a place in the reserve, if the request needs one, and room for it beside the others."""
+        place = self.reserve.find(new.plan.reserved)
+        if place is None:
+            return False
+        new.plan = dataclasses.replace(new.plan, reserved_at=place)
+        return self._admits(new)
 
     def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
         """Whether every rank has room for the account to hold and be promised this much."""
@@ -456,6 +474,7 @@ class PageLedger(KVCacheManager):
         self._plans.pop(request.request_id, None)
         self.layer_budgets.pop(request.request_id, None)
         account = self.accounts.pop(request.request_id, None)
+        self.reserve.give_back(request.request_id)
         if account is not None:
             nothing = [0] * len(self.ranks)
             self._hold(account, nothing, nothing)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -23,12 +24,15 @@ from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
 from vllm_kvevict.engine.projection import OutputProjections
+from vllm_kvevict.engine.reserve import allocate
 from vllm_kvevict.engine.rows import batch_request_ids
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger("vllm.kv_eviction")
 
 
 @dataclass
@@ -59,12 +63,24 @@ class Runtime:
         self.live: dict[str, Live] = {}
         self.probes: dict[str, str] = {}
         self.most_pages: dict[int, int] | None = None
+        self.reserve: Tensor | None = None
         self.attached = False
         self.in_step = False
         self.scheduled: dict[str, int] = {}
         device = this_device()
         assert device is not None
         self.device = device
+
+    def take_reserve(self) -> None:
+        """Take what requests of some policies hold beside their KV, before the KV cache takes what memory is left."""
+        policies = self.options.reserved_for
+        if policies:
+            self.reserve = allocate(self.vllm_config, self.runner.device)
+            logger.info(
+                "KV eviction: %.1f MiB are kept for what %s sums up while prompts are read",
+                self.reserve.nbytes / 2**20,
+                ", ".join(policies),
+            )
 
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
         """Take over vLLM's KV memory as one pool of pages.
@@ -73,16 +89,12 @@ class Runtime:
             kv_caches: vLLM's views by layer name, all over one allocation.
 
         Raises:
-            KVEvictionError: when layers differ in their heads or softcap.
+            KVEvictionError: when layers differ in their heads or softcap, or from the model's configuration.
         """
         names = sorted(kv_caches, key=extract_layer_index)
         layers = {name: self.vllm_config.compilation_config.static_forward_context[name] for name in names}
         first: Attention = layers[names[0]]
-        shape = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers.values()}
-        if len(shape) != 1:
-            raise KVEvictionError(
-                "--kv-eviction needs the same heads, head size and softcap in every layer of the model"
-            )
+        _check_heads(self.vllm_config, list(layers.values()))
         page_size = self.options.page_size
         view = kv_caches[names[0]]
         raw = view.untyped_storage()
@@ -135,6 +147,7 @@ class Runtime:
             self.projections.of,
             self.device.compacts_early,
             getattr(self.pages, "window_mean", None),
+            self.reserve,
         )
         self.attached = True
 
@@ -265,6 +278,23 @@ class Runtime:
                 for name, live in self.live.items()
             }
         return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)
+
+
+def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
+    """Refuse a model whose layers differ, or have other heads than its configuration says: the front-end checks
+    requests by that."""
+    shapes = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers}
+    if len(shapes) != 1:
+        raise KVEvictionError(
+            "--kv-eviction needs the same heads, head size and softcap in every layer of the model"
+        )
+    model, heads = vllm_config.model_config, layers[0].num_kv_heads
+    configured = model.get_num_kv_heads(vllm_config.parallel_config)
+    if heads != configured:
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {model.model} as it is: its config.json gives each rank {configured} KV heads "
+            f"and its layers have {heads}, so correct the number of KV heads there"
+        )
 
 
 _runtime: Runtime | None = None

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from vllm_kvevict.sizing import Server
 
 
-def blocks(server: "Server") -> int:
-    """vLLM's blocks: the stage with the most layers has room for the fewest, and every stage gets as many."""
+def most_layers(server: "Server") -> int:
+    """Layers of the pipeline stage that has the most."""
     stages = server.pipeline_parallel_size
     spans = [get_pp_indices(server.layers, stage, stages) for stage in range(stages)]
-    most = max(end - first for first, end in spans)
-    return server.memory // (server.entry * server.heads * server.block_size * most)
+    return max(end - first for first, end in spans)
+
+
+def blocks(server: "Server") -> int:
+    """vLLM's blocks: the stage with the most layers has room for the fewest, and every stage gets as many."""
+    return server.memory // (server.entry * server.heads * server.block_size * most_layers(server))
 
 
 def size(server: "Server", settings: Mapping[str, Any], prompt: int, output: int) -> dict[str, Any]:
@@ -76,6 +80,13 @@ def size(server: "Server", settings: Mapping[str, Any], prompt: int, output: int
         "layered": "yes" if alone.recycles else "no",
         "limit": limits[-1] if low < step else "tokens of a step",
     }
+
+
+def reserve(server: "Server", settings: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """Bytes that the fullest rank sets aside beside the KV memory, and the policies that it is for."""
+    policies = Options.parse({"page_size": server.page_size, **settings}).reserved_for
+    heads = max(1, server.query_heads // server.tensor_parallel_size)
+    return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
 
 
 def after_eviction(plan: Any, prompt: int, room: Any, page_size: int) -> PageCount:

@@ -30,6 +30,13 @@ class _EvictionMixin:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         return {name: BoundedAttentionSpec.of(spec) for name, spec in specs.items()}
 
+    def determine_available_memory(self) -> int:
+        # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the
+        # reserve comes on top, or the server does not start.
+        get_runtime().take_reserve()
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return available
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         # Without worker processes of their own, further engines of this process must find vLLM's backend again.

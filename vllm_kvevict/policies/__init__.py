@@ -14,7 +14,7 @@ from .config import EvictionConfig
 from .decision import decide, score_layer, select
 from .heads import most_candidates
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .registry import available, parameters
+from .registry import available, needs, parameters
 from .shares import layer_budgets, provisional_budgets
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "decide",
     "layer_budgets",
     "most_candidates",
+    "needs",
     "parameters",
     "provisional_budgets",
     "score_layer",

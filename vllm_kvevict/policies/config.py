@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .params import ParamValue, to_float, to_int
-from .registry import Policy, available, lookup, parameters
+from .registry import Policy, available, lookup, needs, parameters
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -100,8 +100,8 @@ class EvictionConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of LayerInputs, besides keys, that scoring reads: q_window, values, w_o, col_sums."""
-        return frozenset(lookup(self.policy).needs)
+        """Fields of LayerInputs, besides keys, that scoring reads."""
+        return needs(self.policy)
 
     @property
     def scores_by_mean(self) -> bool:

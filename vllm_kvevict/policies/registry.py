@@ -76,6 +76,11 @@ def available() -> tuple[str, ...]:
     return tuple(_policies)
 
 
+def needs(policy: str) -> frozenset[str]:
+    """Fields of LayerInputs, besides keys, that scoring by `policy` reads: q_window, values, w_o, col_sums."""
+    return frozenset(lookup(policy).needs)
+
+
 def parameters(policy: str) -> dict[str, ParamValue]:
     """Names and defaults of the parameters of `policy` (budget and keep_ratio apart)."""
     return {parameter.name: parameter.default for parameter in lookup(policy).parameters}

@@ -68,8 +68,9 @@ def prompt_chunks(cfg: EvictionConfig, n: int) -> list[tuple[int, int]]:
 
 
 def ema(acc: Tensor | None, q: Tensor, alpha: float) -> Tensor:
-    """The probe's queries averaged over chunks, fp32: alpha*acc + (1-alpha)*q, or q for the first chunk (eq. 9)."""
-    return q.float() if acc is None else acc * alpha + q.float() * (1 - alpha)
+    """The probe's queries averaged over chunks, fp32: alpha*acc + (1-alpha)*q, or a copy of q for the first (eq. 9)."""
+    # A view would keep all of what q is a part of.
+    return q.to(torch.float32, copy=True) if acc is None else acc * alpha + q.float() * (1 - alpha)
 
 
 def warmup_layers(cfg: EvictionConfig, num_layers: int) -> int:

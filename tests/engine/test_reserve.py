@@ -1,0 +1,231 @@
+"""What requests hold beside their KV: set aside at start-up, shared out in turn, and refused where it was not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.input_processor import InputProcessor
+
+import vllm_kvevict.engine  # noqa: F401
+from tests.engine.running import Ask, engine, evicting_engine, run
+from tests.engine.servers import PAGE, Setup, make_request
+from tests.engine.simulation import Simulation
+from vllm_kvevict.engine import worker
+from vllm_kvevict.engine.config import Options, Plan, needs_reserve, policy_config
+from vllm_kvevict.engine.reserve import Reserve, allocate
+from vllm_kvevict.engine.runtime import get_runtime
+from vllm_kvevict.policies import available
+
+LONGEST = 2048
+
+
+def setup(**settings: Any) -> Setup:
+    options = {"policy": "h2o", "budget": 0.2, "min_prompt": 0}
+    pages = 4 * 10 * LONGEST // PAGE
+    return Setup([(2, 2)], [pages], LONGEST, options=options, **settings)
+
+
+def test_the_registry_says_who_needs_it():
+    assert [policy for policy in available() if needs_reserve(policy)] == ["h2o"]
+
+
+# The scheduler. Workers of the simulation check in every step that no two requests share a place.
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_requests_in_flight_share_the_reserve(depth: int) -> None:
+    """Memory for ten prompts' KV, and long ones are read side by side; their sums never exceed one longest prompt."""
+    simulation = Simulation(setup(max_num_batched_tokens=4 * LONGEST, depth=depth))
+    for index in range(8):
+        simulation.add(make_request(f"r{index}", LONGEST - 50, 20))
+    for index in range(8):
+        simulation.add(make_request(f"s{index}", 400, 20))
+    simulation.run(500)
+    assert simulation.workers.most_reserved == 5 * 400
+    assert set(simulation.outputs.values()) == {20}
+    assert not simulation.ledger.reserve.spans
+
+
+def test_who_needs_none_does_not_wait() -> None:
+    simulation = Simulation(setup(max_num_batched_tokens=4 * LONGEST))
+    for index, policy in enumerate(("h2o", "snapkv", "full", "lava")):
+        simulation.add(make_request(f"r{index}", LONGEST - 50, 20, {"kv_eviction": policy}))
+    simulation.step()
+    assert len(simulation.scheduler.running) == 4
+
+
+def test_a_place_is_free_again_after_an_abort_and_a_preemption() -> None:
+    simulation = Simulation(setup(max_num_batched_tokens=256))
+    for name in ("first", "second"):
+        simulation.add(make_request(name, LONGEST - 50, 20))
+    simulation.step()
+    assert list(simulation.ledger.reserve.spans) == ["first"] and len(simulation.scheduler.running) == 1
+    simulation.abort("first")
+    simulation.step()
+    assert list(simulation.ledger.reserve.spans) == ["second"]
+    (request,) = simulation.scheduler.running
+    simulation.scheduler.running.remove(request)
+    simulation.scheduler._preempt_request(request, 0.0)
+    assert not simulation.ledger.reserve.spans
+    simulation.run(100)
+    assert simulation.outputs["second"] == 20
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.booleans()), max_size=40))
+def test_places_do_not_overlap(steps) -> None:
+    reserve = Reserve(100)
+    for number, (tokens, leaves) in enumerate(steps):
+        if leaves and reserve.spans:
+            reserve.give_back(next(iter(reserve.spans)))
+        place = reserve.find(tokens)
+        if place is None:
+            assert reserve.spans, "an empty reserve has room for every request"
+            continue
+        config = policy_config("h2o", 0.2)
+        reserve.take(Plan(f"r{number}", 1, tokens, config, reserved_at=place))
+        spans = sorted((span.start, span.stop) for span in reserve.spans.values())
+        ends = [0, *(stop for _, stop in spans)]
+        assert all(end <= start for end, (start, _) in zip(ends, spans, strict=False)) and ends[-1] <= 100
+
+
+# The worker.
+
+
+def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
+    """vLLM gives the KV cache what it finds free."""
+    calls = []
+
+    class Worker:
+        def determine_available_memory(self) -> int:
+            calls.append("measured")
+            return 7
+
+    runtime = SimpleNamespace(take_reserve=lambda: calls.append("taken"))
+    monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
+    assert type("Ours", (worker._EvictionMixin, Worker), {})().determine_available_memory() == 7
+    assert calls == ["taken", "measured"]
+
+
+def test_vllm_finds_it_taken() -> None:
+    """On a CPU it reads what the process holds, and memory that was never written does not count."""
+    model = SimpleNamespace(
+        max_model_len=1 << 20, get_num_layers=lambda parallel: 8, get_num_attention_heads=lambda parallel: 2
+    )
+    vllm_config: Any = SimpleNamespace(model_config=model, parallel_config=None)
+    before = psutil.Process().memory_info().rss
+    reserve = allocate(vllm_config, torch.device("cpu"))
+    assert reserve.nbytes == 64 << 20
+    assert psutil.Process().memory_info().rss - before > 0.9 * reserve.nbytes
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "settings, tokens",
+    [
+        ({"policy": "h2o"}, 1024),
+        ({"policy": "full", "policies": ["h2o"]}, 1024),
+        ({"policy": "full", "policies": ["all"]}, 1024),
+        ({"policy": "full"}, 0),
+        ({"policy": "criticalkv", "policies": ["snapkv"]}, 0),
+    ],
+)
+def test_who_allows_such_requests_sets_memory_aside(models, settings, tokens: int) -> None:
+    config = {"kv_eviction": settings}
+    with engine(models("llama"), additional_config=config, max_model_len=1024):
+        reserve = get_runtime().reserve
+        assert (0 if reserve is None else len(reserve)) == tokens
+        assert reserve is None or reserve.shape[1] == 4 * 4  # layers x query heads
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_side_by_side_as_alone(models, ranks) -> None:
+    """Requests at several places of the reserve keep what they keep with all of it to themselves."""
+    asks = [Ask(length, "h2o", 0.3, seed=length, max_tokens=4) for length in (130, 250, 90, 400, 111)]
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 200, **ranks}
+    with evicting_engine(models("llama"), **settings) as llm:
+        together = run(llm, [*asks, *asks])
+        for index, ask in enumerate(asks):
+            (alone,) = run(llm, [ask])
+            for answer in (together[index], together[index + len(asks)]):
+                assert (answer.kept, answer.tokens) == (alone.kept, alone.tokens)
+
+
+@pytest.mark.engine
+def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
+    """Of the window's queries a step that has them all leaves nothing; the averaged probe keeps no step's queries."""
+    kept: dict[str, list[int]] = {}
+
+    def record(worker: Any) -> None:
+        evictor = get_runtime().evictor
+        after = evictor.after_attention
+
+        def recording(layer, rows, *args):
+            after(layer, rows, *args)
+            held = [rows.live.window, *rows.live.probe.values()]
+            sizes = [x.untyped_storage().nbytes() for x in held if x is not None]
+            kept.setdefault(rows.live.plan.config.policy, []).extend(sizes)
+
+        evictor.after_attention = recording
+
+    row = 4 * 32 * 4  # query heads, head size, fp32
+    settings = {"max_num_batched_tokens": 256, "max_model_len": 512}
+    take = {"policy": "take", "take_chunk": 100, "min_prompt": 0}
+    with engine(models("llama"), additional_config={"kv_eviction": take}, **settings) as llm:
+        llm.collective_rpc(record)
+        run(llm, [Ask(330, "snapkv", 0.2)], recorded=False)
+        run(llm, [Ask(270, "lava", 0.2)], recorded=False)  # the first step ends within the window
+        run(llm, [Ask(330, "take", 0.2)], recorded=False)
+    assert kept["snapkv"] == []
+    assert set(kept["lava"]) == {4 * 32 * row}  # layers, window
+    assert set(kept["take"]) == {32 * row}
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    "policies, allowed, refused",
+    [
+        ("unreserved", ["snapkv", "full", "take"], ["h2o"]),
+        ([], ["ada-snapkv", "full"], ["snapkv", "h2o"]),
+        (["snapkv"], ["ada-snapkv", "full", "snapkv"], ["lava", "h2o"]),
+        (["unreserved", "h2o"], ["snapkv", "h2o"], []),
+        ("all", ["snapkv", "h2o"], []),
+        (["all"], ["snapkv", "h2o"], []),
+        ("h2o", ["h2o", "full"], ["snapkv"]),
+    ],
+)
+def test_policies_that_requests_may_choose(models, policies, allowed, refused) -> None:
+    options = {"policies": policies, "min_prompt": 0}
+    args = EngineArgs(str(models("llama")), kv_eviction="ada-snapkv", kv_eviction_config=options)
+    processor = InputProcessor(args.create_engine_config())
+
+    def process(policy: str):
+        params = SamplingParams(max_tokens=4, extra_args={"kv_eviction": policy})
+        return processor.process_inputs("r", {"prompt_token_ids": [7] * 300}, params, ("generate",))
+
+    for policy in allowed:
+        assert process(policy).sampling_params.extra_args == {"kv_eviction": policy}
+    for policy in refused:
+        with pytest.raises(VLLMValidationError) as error:
+            process(policy)
+        assert error.value.parameter == "kv_eviction"
+        sentence = str(error.value).partition(" (parameter=")[0]
+        assert sentence.startswith(f"kv_eviction: requests may not choose {policy} here")
+        assert (
+            "--kv-eviction-config.policies all" in sentence and ". " not in sentence and "\n" not in sentence
+        )
+
+
+def test_the_servers_own_policy_needs_no_permission() -> None:
+    for policy in available():
+        options = Options.parse({"policy": policy, "policies": []})
+        assert options.allows(policy) and options.allows("full")
+        assert options.reserved_for == ([policy] if needs_reserve(policy) else [])

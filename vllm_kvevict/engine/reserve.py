@@ -1,0 +1,52 @@
+"""Memory for the attention sums of prompts that are being read: set aside at start-up, shared out by the scheduler.
+
+A policy that reads ``col_sums`` holds fp32 [layers, query heads, tokens] of a request from its first step to its
+eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Clients decide when that happens, and the KV cache has
+taken what memory was free. So a worker of a server that allows such policies takes as much as one prompt of
+``max_model_len`` needs before vLLM measures what is left for the KV cache, and the scheduler lets no more tokens in.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvevict.engine.config import Plan
+
+
+def allocate(vllm_config: Any, device: torch.device) -> Tensor:
+    """A rank's reserve, fp32 [max_model_len, local layers * local query heads], every page of it written once."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    rows = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
+    # A system gives a page of memory when it is written, and vLLM counts on a CPU what was given.
+    return torch.empty(model.max_model_len, rows, dtype=torch.float32, device=device).fill_(0)
+
+
+class Reserve:
+    """Which tokens of the ranks' reserves belong to which request; the same on every rank.
+
+    Args:
+        tokens: of the reserve.
+    """
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        self.spans: dict[str, range] = {}
+
+    def find(self, tokens: int) -> int | None:
+        """The first place with room for so many tokens, None when requests in flight have to be evicted first."""
+        start = 0
+        for span in sorted(self.spans.values(), key=lambda span: span.start):
+            if start + tokens <= span.start:
+                break
+            start = span.stop
+        return start if start + tokens <= self.tokens else None
+
+    def take(self, plan: Plan) -> None:
+        """Give a request its place, ``plan.reserved_at``."""
+        if plan.reserved:
+            self.spans[plan.request_id] = range(plan.reserved_at, plan.reserved_at + plan.reserved)
+
+    def give_back(self, request_id: str) -> None:
+        """A request was evicted, finished, aborted or preempted."""
+        self.spans.pop(request_id, None)
