@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig
-from vllm import EngineArgs, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -280,6 +280,11 @@ MODELS = {
     "ALiBi (switched on)": ("falcon", "FalconForCausalLM", NO_GQA | {"alibi": True}),
     "share KV": ("llama", "LlamaForCausalLM", LLAMA | {"num_kv_shared_layers": 1}),
     "skip attention": ("llama", "DeciLMForCausalLM", LLAMA),
+    "differ in their heads": (
+        "llama",
+        "LlamaForCausalLM",
+        LLAMA | {"per_layer_config": {1: {"num_key_value_heads": 4}}},
+    ),
     "multimodal": (
         "qwen2_audio",
         "Qwen2AudioForConditionalGeneration",
@@ -304,6 +309,24 @@ def test_models(name, recipe, tmp_path):
     sentence = refusal(model, skip_tokenizer_init=True)
     assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
     assert "a-model" in sentence
+
+
+@pytest.mark.engine
+def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
+    """GPT-2 knows no num_key_value_heads; vLLM's configuration goes by it all the same."""
+    settings = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "num_key_value_heads": 2}
+    model = save_config(tmp_path / "a-model", "gpt2", "GPT2LMHeadModel", settings)
+    with pytest.raises(KVEvictionError) as error:
+        LLM(
+            model,
+            additional_config={"kv_eviction": {"policy": "snapkv"}},
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 24,
+        )
+    sentence = str(error.value)
+    assert "a-model" in sentence and "gives each rank 2 KV heads and its layers have 4" in sentence
 
 
 def test_a_decoder_run_for_pooling(model):

@@ -161,6 +161,7 @@ def check_model(vllm_config: Any) -> None:
         "models with other than full attention": not _layer_types(text) <= FULL_ATTENTION,
         "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "models that skip attention in some layers": model.has_noops,
+        "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,
         "checkpoints that bring a draft model": vllm_config.speculative_config is not None,
     }
     for kind, found in kinds.items():
