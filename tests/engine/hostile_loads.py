@@ -100,6 +100,7 @@ def hostile(seed: int) -> Load:
     arrivals = sorted(choose.randrange(last) for _ in range(choose.randrange(3, 25)))
     crowd = choose.random() < 0.3
     asks = [_ask(choose, setup, f"s{seed}r{index}", step, crowd) for index, step in enumerate(arrivals)]
+    asks = _with_least_answers(random.Random(f"least answers {seed}"), asks)
     load = Load(setup, asks)
     for ask in asks:
         if choose.random() < 0.1:
@@ -169,6 +170,7 @@ def _options(choose: random.Random, tight: bool, stages: int) -> dict[str, Any]:
         "min_prompt": choose.choice((0, 0, 64, 256)),
         "decode_reserve": choose.choice((1, 8, 8, 64, 512)),
         "check": True,
+        "policies": "all",
         **params,
     }
 
@@ -194,6 +196,12 @@ def _ask(choose: random.Random, setup: Setup, name: str, step: int, crowd: bool)
     return Ask(step, name, prompt, output, extra, choose.randrange(3))
 
 
+def _with_least_answers(choose: random.Random, asks: Sequence[Ask]) -> list[Ask]:
+    """Some of the requests get ``min_tokens``, up to all that they ask for."""
+    least = [choose.randrange(1, ask.output + 1) if choose.random() < 0.15 else 0 for ask in asks]
+    return [dataclasses.replace(ask, min_tokens=tokens) for ask, tokens in zip(asks, least, strict=True)]
+
+
 # What stands before the scheduler.
 
 
@@ -217,7 +225,7 @@ def starts(setup: Setup) -> bool:
 
 
 def check(setup: Setup, ask: Ask) -> Request:
-    """The request as the front-end lets it through, its answer as long as the memory allows.
+    """The request as the front-end lets it through.
 
     Raises:
         KVEvictionError: as the front-end refuses it.
@@ -225,9 +233,8 @@ def check(setup: Setup, ask: Ask) -> Request:
     config, options = make_config(setup), options_of(setup)
     check_policy(config, options.request_config(ask.extra_args)[0], "kv_eviction")
     plan = options.plan("", 1, ask.prompt, ask.extra_args)
-    most = check_fits(config, options, plan, ask.prompt)
-    output = ask.output if most is None else min(ask.output, most)
-    return make_request(ask.name, ask.prompt, output, ask.extra_args, ask.priority, ask.arrival)
+    check_fits(config, options, plan, ask.prompt, ask.min_tokens)
+    return make_request(ask.name, ask.prompt, ask.output, ask.extra_args, ask.priority, ask.arrival)
 
 
 # Invariants.
@@ -242,7 +249,9 @@ class Watch:
         self.outcome = Outcome(seed)
         self.requests: dict[str, Request] = {}
         self.limits: dict[str, int] = {}
-        self.wanted = {ask.name: min(ask.output, load.setup.max_model_len - ask.prompt) for ask in load.asks}
+        longest = load.setup.max_model_len
+        self.wanted = {ask.name: min(ask.output, longest - ask.prompt) for ask in load.asks}
+        self.least = {ask.name: min(ask.min_tokens, longest - ask.prompt) for ask in load.asks}
         self.furthest: dict[str, int] = {}
         self.progressed = 0
         self.ran: dict[str, int] = {}
@@ -326,6 +335,8 @@ class Watch:
             raise Stuck(f"{self._describe(name)} got {delivered} tokens of {limit}")
         if reason == "length" and not delivered:
             raise Stuck(f"{self._describe(name)} ended without a token")
+        if reason == "length" and delivered < self.least[name] and self.load.setup.has_w_o:
+            raise Stuck(f"{self._describe(name)} got {delivered} tokens and was promised {self.least[name]}")
         # Only workers without output projections make the scheduler keep more than the front-end counted on.
         if reason not in ("length", "aborted") and (reason != "error" or self.load.setup.has_w_o):
             raise Stuck(f"{self._describe(name)} ended: {reason}")

@@ -22,6 +22,7 @@ class Ask:
     output: int
     extra_args: dict[str, Any]
     priority: int
+    min_tokens: int = 0
 
 
 @dataclass
