@@ -1,22 +1,28 @@
 # `make demo` and `make test` need nothing but Python >=3.11,<3.15 and git: both build .venv first.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint types format clean
+.PHONY: help install demo test test-fast lint types format clean
 
 BIN := .venv/bin
+# Two processes; each runs whole files, so that the tests of a file share their engines and servers.
+WORKERS := 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 INSTALLED := .venv/.installed
 
 # Nothing that runs from here reports usage statistics.
 export VLLM_NO_USAGE_STATS := 1
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: $(INSTALLED)  ## show what eviction does, on a small model (ARGS=... are passed on)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: lint types  ## lint, type check and all tests (ARGS=... are passed to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: $(INSTALLED)  ## the tests that start no engine and no server, in a few minutes
+	$(PYTEST) -m "not engine" $(ARGS)
 
 lint: $(INSTALLED)  ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from benchmarks.measure import RESULTS, USUAL, Estimate, estimate, full_name, ki
 from benchmarks.options import add_counts, add_dtype, positive, whole
 from benchmarks.scenarios import Target, show_targets
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Call, lay_out
+from vllm_kvevict.engine.worker.batch import Call, lay_out
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 8, 4, 64, 32

@@ -79,8 +79,9 @@ def install(engine: Engine) -> None:
     """Watch the functions of both sides that take time."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_kvevict.engine import eviction, runtime
-    from vllm_kvevict.engine.attention import RaggedImpl
+    from vllm_kvevict.engine.worker import runtime
+    from vllm_kvevict.engine.worker.attention import RaggedImpl
+    from vllm_kvevict.schedules import evictor
 
     core = engine.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -96,9 +97,9 @@ def install(engine: Engine) -> None:
         return
     watch(RaggedImpl, "forward", "attention")
     watch(runtime.Runtime, "build", "pages and metadata")
-    watch(eviction.Evictor, "after_attention", "eviction: the rest")
-    watch(eviction, "score_layer", "eviction: scoring")
-    watch(eviction, "select", "eviction: selection")
+    watch(evictor.Evictor, "after_attention", "eviction: the rest")
+    watch(evictor, "score_layer", "eviction: scoring")
+    watch(evictor, "select", "eviction: selection")
     watch(type(runtime.get_runtime().cache), "compact", "eviction: compaction")
 
 

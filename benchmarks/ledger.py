@@ -21,9 +21,9 @@ from vllm.v1.request import Request
 
 from benchmarks.measure import Estimate, estimate, record, save
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import Report
-from vllm_kvevict.engine.peaks import RankCapacity
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.reports import Report
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096

@@ -37,7 +37,7 @@ from benchmarks.load import entry_bytes
 from benchmarks.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
 from benchmarks.options import add_counts, add_dtype, positive
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Call, lay_out
+from vllm_kvevict.engine.worker.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
 
 STEPS = PAGE

@@ -81,8 +81,8 @@ def install(engine: Engine) -> None:
     """Time attention, and learn what each request held at most until its eviction."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_kvevict.engine.attention import RaggedImpl
-    from vllm_kvevict.engine.eviction import Evictor
+    from vllm_kvevict.engine.worker.attention import RaggedImpl
+    from vllm_kvevict.schedules.evictor import Evictor
 
     for backend in (CPUAttentionBackendImpl, RaggedImpl):
         stopwatch.watch(backend, "forward", "attention")

@@ -39,8 +39,8 @@ from benchmarks.traffic import (
     ask_probes,
     send,
 )
-from vllm_kvevict.engine.config import policy_config
 from vllm_kvevict.policies import available
+from vllm_kvevict.policies.registry import lookup
 
 SCRATCH = Path(__file__).parent / "out" / "soak"
 MAX_LEN, LONGEST_PROMPT = 512, 300
@@ -116,7 +116,7 @@ class Soak:
         self.flags = [*FLAGS, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
         # Some policies are refused where layers lie in different processes.
         self.policies = [
-            policy for policy in available() if stages == 1 or not policy_config(policy, 0.3).one_stage
+            policy for policy in available() if stages == 1 or lookup(policy).schedule != "by score"
         ]
         self.console = Console(width=110)
         self.tally: Counter[tuple[str, str]] = Counter()

@@ -99,7 +99,7 @@ def object_bytes(root: Any, seen: set[int] | None = None) -> int:
 
 def sample(engine: Engine) -> Sample:
     """This moment of an engine with eviction."""
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
     cache = runtime.cache

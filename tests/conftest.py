@@ -2,8 +2,17 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests build their models; none is downloaded
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Threads that wait for each other cost more than they bring on models this small, and workers are forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_KVEVICT_CHECK", "1")  # compare ledger and worker after every step
+
+
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
+    # Here, since the process that writes it need not be one that runs the contract's tests.
+    from tests.contract import summary
+
+    summary.report(terminalreporter)

@@ -39,12 +39,14 @@ from benchmarks.measure import Estimate, estimate
 from benchmarks.options import add_counts, budget, whole
 from benchmarks.scenarios import Target, show_targets
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.config import Plan, policy_config
+from vllm_kvevict.engine.config import policy_config
 from vllm_kvevict.engine.devices import CUDA
-from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, Live, QueryRows
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import schedule_of
 
 TARGET, TARGET_LENGTH = 0.02, 32768
 """The largest share of the prefill, at this length."""
@@ -96,7 +98,7 @@ class Prompt:
         def no_projection(layer: int) -> Tensor:
             raise NotImplementedError("policies that read the output projection are not measured here")
 
-        self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.compacts_early, window_mean)
+        self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.is_asynchronous, window_mean)
         self.slot = self.cache.open()
         self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 
@@ -112,7 +114,7 @@ class Prompt:
         live = Live(Plan("", 1, self.tokens, config), self.slot, self.tokens)
         rows = QueryRows(live, slice(0, window), slice(0, window), window, True, None)
         for layer in range(self.layers):
-            self.evictor.after_attention(layer, rows, self.queries[layer, -window:], SCALE, 0.0)
+            self.evictor.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)
         self.evictor.take_news()
 
     def contenders(self, config: EvictionConfig) -> list[Contender]:
@@ -327,7 +329,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     known = {"q_window", "values"}
     for policy in arguments.policies:
         config = policy_config(policy, arguments.budget)
-        if config.chunked or not config.needs <= known:
+        if not schedule_of(config).holds_whole_prompt or not config.needs <= known:
             parser.error(
                 f"--policies {policy}: only policies that read {' and '.join(sorted(known))} are measured"
             )

@@ -15,8 +15,8 @@ from benchmarks.answers import answers_table, make_questions
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
 from benchmarks.server import Server, ServerError, Snapshot, end, tail
-from vllm_kvevict.engine.messages import Report
 from vllm_kvevict.engine.metrics import EvictionStats
+from vllm_kvevict.schedules.reports import Report
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

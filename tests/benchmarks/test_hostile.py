@@ -105,7 +105,11 @@ def test_a_phase_lasts_as_long_as_its_crowd() -> None:
 
     phase = asyncio.run(run())
     questions = asked.count(hostile.ANSWER)
-    assert phase.tally == {("honest", DONE): 60} and phase.lengths == [(7, 3)] * 60 and phase.tokens == (420, 180)
+    assert (
+        phase.tally == {("honest", DONE): 60}
+        and phase.lengths == [(7, 3)] * 60
+        and phase.tokens == (420, 180)
+    )
     assert asked.count(99) == 60 and questions == len(phase.latencies) > 2 * hostile.ORDINARY_CLIENTS
     assert phase.preemptions == len(asked) and phase.seconds > 0 and not phase.failures
 

@@ -172,7 +172,7 @@ def test_attributes_exist(place: str) -> None:
 
 
 def test_runners_can_be_told_apart() -> None:
-    """``engine/rows.py`` takes a runner that has ``req_states`` for V2."""
+    """``engine/worker/model_runners.py`` takes a runner that has ``req_states`` for V2."""
     if "req_states" in source.members("vllm.v1.worker.gpu_model_runner:GPUModelRunner"):
         source.broken("the V1 model runner has req_states", "it is taken for V2, and every step fails")
 
@@ -180,7 +180,11 @@ def test_runners_can_be_told_apart() -> None:
 def test_attributes_of_engine_arguments_are_in_the_table() -> None:
     """Refusals read many engine arguments: each must be in the table above."""
     read = set()
-    for file, function in (("checks.py", "check_arguments"), ("plugin.py", "_make_room_for_probe")):
+    for file, function in (
+        ("frontend/checks.py", "check_arguments"),
+        ("frontend/checks.py", "_conflicts"),
+        ("frontend/plugin.py", "_make_room_for_probe"),
+    ):
         module = ast.parse((source.ENGINE / file).read_text())
         body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == function)
         read |= {
@@ -194,7 +198,7 @@ def test_attributes_of_engine_arguments_are_in_the_table() -> None:
 
 def test_attributes_of_models_are_in_the_table() -> None:
     """Likewise what refusals of models read."""
-    module = ast.parse((source.ENGINE / "checks.py").read_text())
+    module = ast.parse((source.ENGINE / "frontend" / "checks.py").read_text())
     body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == "check_model")
     read = {
         x.attr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract import source, test_attributes, test_behaviour, test_names, test_signatures
-from tests.contract.conftest import version
+from tests.contract.summary import version
 
 MANAGER = "vllm.v1.core.kv_cache_manager"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -108,7 +108,9 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] =
 
 def _only_elsewhere(reason: str) -> None:
     """Leave a mutation out, unless this is the vLLM that the engine supports."""
-    supported = re.search(r'^TESTED_VLLM = "(.+)"', (source.ENGINE / "checks.py").read_text(), re.M)
+    supported = re.search(
+        r'^TESTED_VLLM = "(.+)"', (source.ENGINE / "frontend" / "checks.py").read_text(), re.M
+    )
     assert supported and not version().startswith(supported[1]), reason
     pytest.skip(reason)
 

@@ -93,7 +93,7 @@ def imported() -> set[str]:
     """What the engine's modules import from vLLM."""
     return {
         f"{node.module}:{alias.name}"
-        for file in source.ENGINE.glob("*.py")
+        for file in source.ENGINE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names

@@ -12,9 +12,12 @@ from tests.contract import source
 from tests.contract.test_names import NAMES
 
 CPU_MODULES = {"vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn"}
-"""Importable where vLLM's platform is a CPU; ``engine/worker.py`` and ``engine/cpu.py`` import them there only."""
+"""Importable where vLLM's platform is a CPU; ``engine/worker`` imports them there only."""
 
-ENGINE_MODULES = sorted(f"vllm_kvevict.engine.{file.stem}" for file in source.ENGINE.glob("[!_]*.py"))
+ENGINE_MODULES = sorted(
+    ".".join(("vllm_kvevict.engine", *file.relative_to(source.ENGINE).with_suffix("").parts))
+    for file in source.ENGINE.rglob("[!_]*.py")
+)
 
 
 @contextlib.contextmanager
@@ -28,7 +31,7 @@ def one_line(what: str) -> Iterator[None]:
 
 def skip_elsewhere(module: str) -> None:
     """Skip CPU modules where vLLM was built for another platform."""
-    if module in CPU_MODULES or module == "vllm_kvevict.engine.cpu":
+    if module in CPU_MODULES or module == "vllm_kvevict.engine.worker.cpu":
         with one_line("import vllm.platforms"):
             platforms = importlib.import_module("vllm.platforms")
         if not platforms.current_platform.is_cpu():
@@ -52,7 +55,7 @@ def test_module_of_ours_imports(module: str) -> None:
 def test_plugin_is_found() -> None:
     """Where the entry point is not found, ``vllm serve`` does not know ``--kv-eviction``."""
     entries = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if "vllm_kvevict.engine.plugin:register" not in {entry.value for entry in entries}:
+    if "vllm_kvevict.engine:register" not in {entry.value for entry in entries}:
         source.broken("the entry point kvevict is not installed", "vllm serve does not know --kv-eviction")
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.peaks import RankCapacity
 from vllm_kvevict.policies import EvictionConfig, layer_budgets
 from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_budgets, safeguard
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.plan import Plan
 
 GREEDS = ("none", "random", "rank", "layer", "head", "row")
 """What takes all it can get: nothing; a random share; a rank (under pipeline parallelism a stage's); a layer; a head of
@@ -77,7 +78,7 @@ class Choices:
 
     def _budgets(self, request_id: str, config: EvictionConfig, n: int) -> list[int]:
         """Candidates per KV head of each layer."""
-        if config.weighted:
+        if lookup(config.policy).schedule == "by weight":
             return layer_budgets(config, self.weights(request_id), n)
         return [budget - config.window_for(n) for budget in config.layer_budgets(n, self.num_layers)]
 
@@ -96,7 +97,7 @@ class Choices:
                 return split(total, order.size, most, random)
             return fill(total, order, most)
 
-        if config.one_stage:
+        if lookup(config.policy).schedule == "by score":
             rows = np.concatenate([order[layer, : sum(heads)] for layer, heads in enumerate(sizes)])
             together = share(len(rows) * budgets[0], rows, m)
             return np.split(together, np.cumsum([sum(heads) for heads in sizes])[:-1])

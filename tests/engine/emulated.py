@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.interpreting import interpreted
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine import checks, config, devices, peaks, plugin, runtime, worker
-from vllm_kvevict.engine.batch import Sequences
-from vllm_kvevict.engine.cuda import CUDAPages
+from vllm_kvevict.engine import config, devices, memory
+from vllm_kvevict.engine.frontend import checks, plugin
+from vllm_kvevict.engine.worker import runtime, worker
+from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.engine.worker.cuda import CUDAPages
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
@@ -62,7 +64,7 @@ def emulated_gpu(pages: type[InterpretedPages] = EmulatedPages) -> Iterator[None
         is_asynchronous=devices.CUDA.is_asynchronous,
     )
     with interpreted(), pytest.MonkeyPatch.context() as patch:
-        for module in (checks, config, peaks, runtime, worker):
+        for module in (checks, config, memory, runtime, worker):
             patch.setattr(module, "this_device", lambda: device)
         patch.setattr(plugin, "CPU", device)
         patch.setattr(SELECT, "on_gpu", lambda tensor: True)

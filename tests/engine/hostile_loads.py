@@ -31,8 +31,8 @@ from tests.engine.servers import (
     surroundings,
 )
 from tests.engine.simulation import Simulation
-from vllm_kvevict.engine.checks import check_policy
 from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.memory import BoundedAttentionSpec, check_fits
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.policies.registry import lookup
@@ -147,9 +147,9 @@ def _server(choose: random.Random) -> Setup:
 def _options(choose: random.Random, tight: bool, stages: int) -> dict[str, Any]:
     """Options of a server, the policy any that there is, or any that needs less memory than the whole prompt."""
     policy = choose.choice(available())
-    while tight and (lookup(policy).budgets == "global" or policy == "full"):
+    while tight and (lookup(policy).schedule == "by score" or policy == "full"):
         policy = choose.choice(available())
-    while tight and stages > 1 and lookup(policy).budgets != "local":
+    while tight and stages > 1 and lookup(policy).schedule != "whole":
         policy = choose.choice(available())
     known = parameters(policy)
     params = dict(choose.choice([{}, *SETTINGS.get(policy, [])]))

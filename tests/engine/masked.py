@@ -16,18 +16,22 @@ def masked_logits(
     kept: dict[int, list[list[int]]],
     evicted_at: int,
     dtype: torch.dtype = torch.float32,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
     Args:
         kept: by layer, for each KV head the positions below ``evicted_at`` that later rows may see.
         evicted_at: rows from this position on see kept entries only.
+        seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
     """
 
     def attention(module, query, key, value, attention_mask, scaling, **_):
         group = query.shape[1] // key.shape[1]
         n = query.shape[2]
         visible = torch.ones(key.shape[1], n, n, dtype=torch.bool).tril()
+        if seen is not None:
+            visible &= seen
         for head, positions in enumerate(kept.get(module.layer_idx, ())):
             gone = torch.ones(evicted_at, dtype=torch.bool)
             gone[positions] = False

@@ -16,7 +16,7 @@ import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
-import vllm_kvevict.engine.cpu  # noqa: F401
+import vllm_kvevict.engine.worker.cpu  # noqa: F401
 
 VOCAB = 512
 KV_BYTES = 1 << 27
@@ -127,17 +127,18 @@ def num_preemptions(llm: LLM) -> int:
 
 def _record(worker: Any) -> None:
     """In the worker: remember scores and kept entries of every eviction."""
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
     evictor, compact = runtime.evictor, runtime.cache.compact
-    score, report = evictor._score, evictor._report
+    score, report = evictor.score, evictor._report
     runtime.decisions = []
     scored, stored = {}, {}
 
-    def recording_score(layer, live, *args):
-        result = score(layer, live, *args)
-        scored[live.slot, layer] = None if result.scores is None else result.scores.clone()
+    def recording_score(step, rows, *args):
+        result = score(step, rows, *args)
+        scores = rows.live.scores[-1].scores
+        scored[rows.live.slot, step.layer] = None if scores is None else scores.clone()
         return result
 
     def recording_compact(slot, layer, kept):
@@ -162,11 +163,11 @@ def _record(worker: Any) -> None:
         report(live, n)
 
     runtime.cache.compact = recording_compact
-    evictor._score, evictor._report = recording_score, recording_report
+    evictor.score, evictor._report = recording_score, recording_report
 
 
 def _decisions(worker: Any) -> list[tuple]:
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
     decisions, runtime.decisions = runtime.decisions, []

@@ -25,8 +25,8 @@ from vllm_kvevict import __version__
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
-from vllm_kvevict.engine.peaks import RankCapacity
-from vllm_kvevict.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_kvevict.schedules.base import RankCapacity
 
 PAGE = 32
 TOKEN = 7

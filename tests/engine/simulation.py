@@ -15,10 +15,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
 from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import LayerWeights, RankMessage, Report, WorkerMessages
+from vllm_kvevict.engine.messages import RankMessage, WorkerMessages
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.reports import LayerWeights, Report
 
 
 @dataclass
@@ -30,6 +32,11 @@ class Resident:
     tokens: int = 0
     waits: bool = False
     kept: list[np.ndarray] | None = None
+
+
+def schedule(resident: Resident) -> str:
+    """Name of the schedule by which a request is evicted."""
+    return lookup(resident.plan.config.policy).schedule
 
 
 class Workers:
@@ -119,7 +126,7 @@ class Workers:
             most = output.kv_connector_metadata.most_pages
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
-        waiting = [r for r in leaving if self.setup.pipeline and r.plan.config.weighted]
+        waiting = [r for r in leaving if self.setup.pipeline and schedule(r) == "by weight"]
         for resident in waiting:
             resident.waits = True
         leaving = [resident for resident in leaving if not resident.waits]
@@ -176,7 +183,7 @@ class Workers:
         """Row lengths of each rank, [layers, KV heads]."""
         config, n = resident.plan.config, resident.plan.evict_at
         assert n is not None
-        if not config.chunked:
+        if schedule(resident) != "chunked":
             return self.choices.lengths(resident.plan)
         parts = []
         for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
@@ -191,7 +198,7 @@ class Workers:
         peaks = [0] * len(self.ranks)
         for layer in range(max(room.num_layers for room in self.ranks)):
             below = resident.kept
-            if resident.plan.config.weighted:
+            if schedule(resident) == "by weight":
                 below = self.choices.provisional(resident.plan, layer)
             for rank, (whole, kept) in enumerate(zip(resident.kv_len, below, strict=True)):
                 if layer < len(whole):

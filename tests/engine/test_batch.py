@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.cache.writers import writer
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import lay_out, split_by_width
-from vllm_kvevict.engine.rows import batch_request_ids
+from vllm_kvevict.engine.worker.batch import lay_out, split_by_width
+from vllm_kvevict.engine.worker.model_runners import batch_request_ids
 
 LAYERS, HEADS, PAGE, DIM = 2, 3, 32, 32
 

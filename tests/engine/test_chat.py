@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from vllm import EngineArgs
+from vllm import EngineArgs, SamplingParams
 from vllm.renderers import ChatParams
 from vllm.renderers.mistral import MistralRenderer
 from vllm.renderers.registry import renderer_from_config
 from vllm.tokenizers.mistral import MistralTokenizer
+from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
 from benchmarks.models import make_model
-from vllm_kvevict.engine import chat
-from vllm_kvevict.engine.chat import PREFIX_LEN, common_length
+from vllm_kvevict.engine import config
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.frontend import chat
+from vllm_kvevict.engine.frontend.chat import PREFIX_LEN, common_length
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
 DOCUMENT = "The harbour of Rotterdam moved 467 million tonnes in 2022.\n\nIt is the largest port of Europe. "
@@ -296,3 +299,21 @@ def test_common_length(first, second):
     assert first[:length] == second[:length]
     assert length == min(len(first), len(second)) or first[length] != second[length]
     assert common_length(list(first), list(second)) == length
+
+
+def test_a_chat_request_parses_options_once(renderers, monkeypatch):
+    """Rendered, found to have a prefix, and checked."""
+    renderer, parse, parsed = renderers(scope="prefix"), Options.parse, []
+
+    def counting(raw):
+        parsed.append(raw)
+        return parse(raw)
+
+    processor = InputProcessor(renderer.config)
+    monkeypatch.setattr(Options, "parse", counting)
+    config._parse.cache_clear()
+    for _ in range(2):
+        prompt, _ = render(renderer, [*TURN, ask()])
+        request = processor.process_inputs("r", prompt, SamplingParams(max_tokens=4), ("generate",))
+        assert request.sampling_params.extra_args["kv_prefix_len"] == prompt[PREFIX_LEN]
+    assert len(parsed) == 1

@@ -12,11 +12,11 @@ from vllm.v1.attention.backends import fa_utils
 from tests.engine.emulated import emulated_gpu
 from tests.engine.running import Ask, evicting_engine, num_preemptions, run
 from tests.engine.test_masked_model import check
-from vllm_kvevict.engine.attention import RaggedImpl
-from vllm_kvevict.engine.batch import Sequences
-from vllm_kvevict.engine.cuda import CUDAPages
-from vllm_kvevict.engine.rows import forbid_decode_graphs
-from vllm_kvevict.engine.runtime import Runtime, get_runtime
+from vllm_kvevict.engine.worker.attention import RaggedImpl
+from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.engine.worker.cuda import CUDAPages
+from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
+from vllm_kvevict.engine.worker.runtime import Runtime, get_runtime
 
 # One policy of each kind: counts known before or not, one layer or all decide, scored by the mean of the window or not.
 POLICIES = ("snapkv", "ada-snapkv", "lava", "cake", "ada-criticalkv", "streaming-llm", "h2o")

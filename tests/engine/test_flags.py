@@ -15,8 +15,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.serving import ROOT, VLLM, command
-from vllm_kvevict.engine import plugin
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
+from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
 
 FLAGS = ("--kv-eviction", "--kv-budget", "--kv-eviction-config")

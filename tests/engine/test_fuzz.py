@@ -21,7 +21,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.clients import words
 from tests.engine.serving import Server
-from vllm_kvevict.engine import plugin
 from vllm_kvevict.engine.config import (
     ENGINE_DEFAULTS,
     OTHERS_FIELDS,
@@ -30,6 +29,7 @@ from vllm_kvevict.engine.config import (
     Options,
     needs_reserve,
 )
+from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
 
 PROMPT = 300

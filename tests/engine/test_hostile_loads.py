@@ -17,9 +17,9 @@ from tests.engine.hostile_loads import WINDOW, hostile, play, play_many, summary
 from tests.engine.loads import Ask, Load
 from tests.engine.servers import PAGE, Setup, capacities
 from tests.engine.simulation import Workers
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
+from vllm_kvevict.schedules.plan import Plan
 
 LAYERS, HEADS = 3, 4
 STUCK_BEFORE = (67, 133, 137, 142, 281, 365)

@@ -65,7 +65,7 @@ def test_batch_mates(model, baseline):
 def test_workers(model, baseline, size):
     pairs = list(zip(ASKS, baseline, strict=True))
     if size == "pipeline_parallel_size":
-        pairs = [(ask, expected) for ask, expected in pairs if lookup(ask.policy).budgets != "global"]
+        pairs = [(ask, expected) for ask, expected in pairs if lookup(ask.policy).schedule != "by score"]
     with evicting_engine(model, **SMALL, max_num_batched_tokens=128, **{size: 2}) as llm:
         answers = run(llm, [ask for ask, _ in pairs])
     for (ask, expected), answer in zip(pairs, answers, strict=True):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvevict.engine import calibration, cpu
+from vllm_kvevict.engine.worker import calibration, cpu
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 

@@ -9,8 +9,8 @@ from vllm.v1.request import Request
 
 from tests.engine.servers import PAGE, Setup, Shape, make_request, make_scheduler
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import Report
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.reports import Report
 
 
 def make_ledger(

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
+from vllm_kvevict.engine.frontend.requests import _check_generate
 from vllm_kvevict.engine.memory import BoundedAttentionSpec, check_fits, longest_step, rooms
-from vllm_kvevict.engine.requests import _check_generate
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from tests.engine.running import Ask, evicting_engine, run
-from vllm_kvevict.engine.messages import Report
 from vllm_kvevict.engine.metrics import EvictionStats
+from vllm_kvevict.schedules.reports import Report
 
 
 def report(first_layer: int, first_head: int, kept: list[list[int]]) -> Report:

@@ -32,7 +32,7 @@ params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
 outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 config = llm.llm_engine.vllm_config
 print("REPORT " + json.dumps({
-    "plugin": "vllm_kvevict.engine.plugin" in sys.modules,
+    "plugin": "vllm_kvevict.engine.frontend.plugin" in sys.modules,
     "ours": sorted(name for name in sys.modules if name.startswith("vllm_kvevict")),
     "scheduler": f"{type(scheduler).__module__}.{type(scheduler).__name__}",
     "manager": f"{type(scheduler.kv_cache_manager).__module__}.{type(scheduler.kv_cache_manager).__name__}",

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, pages_after, prefill_peak
+from vllm_kvevict.engine.memory import can_recycle
 from vllm_kvevict.policies import (
     EvictionConfig,
     LayerScores,
@@ -20,6 +19,10 @@ from vllm_kvevict.policies import (
     select,
     take,
 )
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import pages_after, prefill_peak
+from vllm_kvevict.schedules.plan import Plan
 
 PAGE, HEADS = 32, 2
 
@@ -59,14 +62,14 @@ def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> 
             params["alpha"] = 0.0 if policy == "lava" else choose.choice((0.0, 0.3))
         config = EvictionConfig(policy, keep_ratio=choose.choice((0.05, 0.2, 0.7)), **params)
         plan = Plan("r", 1, n, config)
-        assert can_recycle(plan, 1) and can_recycle(plan, 2) == config.layer_local
+        assert can_recycle(plan, 1) and can_recycle(plan, 2) == (lookup(policy).schedule == "whole")
         scores = lopsided_scores(choose, config, layers, n)
         final = select(config, scores, n)
         bound = prefill_peak(plan, n, room(layers), PAGE, recycles=True)
         peak, below = 0, []
         for layer in range(layers):
             peak = max(peak, sum(map(pages, below)) + HEADS * -(-n // PAGE))
-            if config.layer_local:
+            if lookup(config.policy).schedule == "whole":
                 below = lengths(final[: layer + 1])
             elif layer < layers - 1:
                 seen = scores[: layer + 1]
@@ -173,7 +176,7 @@ def greedy_scores(config: EvictionConfig, split: Split, n: int, choose: random.R
     for layer in range(split.layers):
         scores = torch.rand(split.heads, m, generator=torch.Generator().manual_seed(choose.randrange(10**6)))
         scores[: split.local_heads] += 10 if layer in favoured else 0
-        if config.one_stage and layer in favoured:
+        if lookup(config.policy).schedule == "by score" and layer in favoured:
             scores[: split.local_heads] += 10
         # Of heads that win together some win more.
         scores[: split.local_heads] *= 1 + torch.rand(split.local_heads, 1)

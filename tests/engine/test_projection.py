@@ -11,7 +11,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from tests.engine.running import Ask, engine, evicting_engine, run
 from vllm_kvevict.engine.config import policy_config
-from vllm_kvevict.engine.runtime import get_runtime
+from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine

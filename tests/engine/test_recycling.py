@@ -6,9 +6,10 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.running import Ask, evicting_engine, run
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.peaks import can_recycle, prefill_peak
+from vllm_kvevict.engine.memory import can_recycle
 from vllm_kvevict.policies import EvictionConfig, available
+from vllm_kvevict.schedules.bounds import prefill_peak
+from vllm_kvevict.schedules.plan import Plan
 
 LAYERS, LENGTH, BUDGET = 16, 1024, 0.1
 RECYCLED = [
@@ -19,7 +20,7 @@ RECYCLED = [
 
 
 def _watch_peaks(worker: Any) -> None:
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
     runtime.peaks, report = {}, runtime.evictor._report
@@ -32,7 +33,7 @@ def _watch_peaks(worker: Any) -> None:
 
 
 def _peaks(worker: Any) -> dict[str, int]:
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     return get_runtime().peaks
 

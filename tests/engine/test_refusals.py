@@ -18,8 +18,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
-from vllm_kvevict.engine import checks, devices, plugin, requests
+from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
+from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.policies import available
 
 LLAMA = {
@@ -152,8 +153,11 @@ def test_a_plain_model_is_accepted(model):
         scheduling_policy="priority",
     )
     vllm_config = args.create_engine_config()
-    assert vllm_config.scheduler_config.scheduler_cls == "vllm_kvevict.engine.scheduler.EvictionScheduler"
-    assert vllm_config.parallel_config.worker_cls == "vllm_kvevict.engine.worker.EvictionCPUWorker"
+    assert (
+        vllm_config.scheduler_config.scheduler_cls
+        == "vllm_kvevict.engine.scheduler.scheduler.EvictionScheduler"
+    )
+    assert vllm_config.parallel_config.worker_cls == "vllm_kvevict.engine.worker.worker.EvictionCPUWorker"
 
 
 # Flags.

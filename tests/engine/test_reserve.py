@@ -16,11 +16,13 @@ import vllm_kvevict.engine  # noqa: F401
 from tests.engine.running import Ask, engine, evicting_engine, run
 from tests.engine.servers import PAGE, Setup, make_request
 from tests.engine.simulation import Simulation
-from vllm_kvevict.engine import worker
-from vllm_kvevict.engine.config import Options, Plan, needs_reserve, policy_config
-from vllm_kvevict.engine.reserve import Reserve, allocate
-from vllm_kvevict.engine.runtime import get_runtime
+from vllm_kvevict.engine.config import Options, policy_config
+from vllm_kvevict.engine.scheduler.reserve import Reserve
+from vllm_kvevict.engine.worker import worker
+from vllm_kvevict.engine.worker.reserve import allocate
+from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
+from vllm_kvevict.schedules.plan import Plan, needs_reserve
 
 LONGEST = 2048
 
@@ -166,8 +168,8 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
         evictor = get_runtime().evictor
         after = evictor.after_attention
 
-        def recording(layer, rows, *args):
-            after(layer, rows, *args)
+        def recording(step, rows):
+            after(step, rows)
             held = [rows.live.window, *rows.live.probe.values()]
             sizes = [x.untyped_storage().nbytes() for x in held if x is not None]
             kept.setdefault(rows.live.plan.config.policy, []).extend(sizes)

@@ -9,7 +9,8 @@ from tests.engine.loads import Load, mixed, play, staged, tight
 from tests.engine.servers import PAGE, Setup, capacities, make_request, make_scheduler, options_of
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.messages import Handshake, Report
+from vllm_kvevict.engine.messages import Handshake
+from vllm_kvevict.schedules.reports import Report
 
 ROWS = 32
 ASYNCHRONOUS = {"depth": 2, "asynchronous": True}

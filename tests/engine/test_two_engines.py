@@ -7,9 +7,10 @@ import pytest
 from vllm import LLM, EngineArgs
 
 from tests.engine.running import Ask, evicting_engine, run
-from vllm_kvevict.engine import runtime
+from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.worker import runtime
 
 SMALL = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 24}
 REFUSAL = (
@@ -80,15 +81,15 @@ def test_a_process_that_was_forked_has_none_of_its_parents_engines(model, monkey
     parent, child = Worker(vllm_config), Worker(vllm_config)
     runtime.start_runtime(parent)
     try:
-        runtime.mark_started()
+        process.mark_started()
         with pytest.raises(KVEvictionError, match=REFUSAL):
-            runtime.check_alone()
+            process.check_alone()
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: -1)
-            runtime.check_alone()
+            process.check_alone()
         # Who was refused takes nothing away when it ends.
         runtime.stop_runtime(child)
         assert runtime.get_runtime().runner is None
     finally:
         runtime.stop_runtime(parent)
-    runtime.check_alone()
+    process.check_alone()

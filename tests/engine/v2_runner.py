@@ -92,7 +92,7 @@ def _left(worker: Any) -> tuple[str, int]:
     """In the worker: where its runner's code is from, and the pages held once what finished last is closed."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_kvevict.engine.runtime import get_runtime
+    from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
     step = SchedulerOutput.make_empty()

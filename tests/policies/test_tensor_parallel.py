@@ -18,6 +18,7 @@ from vllm_kvevict.policies import (
     score_layer,
     select,
 )
+from vllm_kvevict.policies.registry import lookup
 
 from . import reference_select
 
@@ -229,8 +230,9 @@ def test_pipeline_stages_decide_like_the_whole(cfg):
 
 def test_what_a_policy_needs_from_other_layers():
     for cfg in CONFIGS:
-        assert cfg.layer_local == (cfg.policy not in reference_select.WHOLE_MODEL)
-        assert cfg.one_stage == (cfg.policy == "layer-defensivekv")
+        schedule = lookup(cfg.policy).schedule
+        assert (schedule == "whole") == (cfg.policy not in reference_select.WHOLE_MODEL)
+        assert (schedule == "by score") == (cfg.policy == "layer-defensivekv")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """The vLLM side: flags, scheduler, workers, attention. Importing this package registers the plugin."""
 
-from vllm_kvevict.engine.plugin import register
+from vllm_kvevict.engine.frontend.plugin import register
 
 register()

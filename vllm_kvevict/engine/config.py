@@ -4,7 +4,7 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 (front-end, engine core, workers) reads the same thing without sharing an object.
 """
 
-import bisect
+import functools
 import json
 import math
 import numbers
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.policies import EvictionConfig, available, needs, parameters, take
+from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.params import to_int
+from vllm_kvevict.schedules.plan import Plan, needs_reserve
+from vllm_kvevict.schedules.registry import schedule_of
 
 KEY = "kv_eviction"
 """The key of our part of ``VllmConfig.additional_config``."""
@@ -89,62 +91,10 @@ def policy_config(policy: str, budget: float, params: Mapping[str, Any] | None =
     return EvictionConfig(policy, budget=int(budget), **params)
 
 
-def needs_reserve(policy: str) -> bool:
-    """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
-    return "col_sums" in needs(policy)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What happens to one admission of one request; decided by the scheduler, carried out by every worker.
-
-    Attributes:
-        request_id: vLLM's internal request id.
-        epoch: 1 for the first admission, +1 after each preemption.
-        evict_at: number of tokens after which the request is evicted, for the last time; None when it is kept whole.
-        config: the policy and its parameters.
-        recycles: whether it is evicted layer by layer, each layer into the pages of the one before, if everything up
-            to evict_at is read in one step.
-        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
-        cuts: earlier numbers of tokens after which it is evicted, ascending: the chunk ends of ``take``.
-    """
-
-    request_id: str
-    epoch: int
-    evict_at: int | None
-    config: EvictionConfig
-    cuts: tuple[int, ...] = ()
-    recycles: bool = False
-    reserved_at: int = 0
-
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it takes until its eviction."""
-        return self.evict_at if self.evict_at is not None and needs_reserve(self.config.policy) else 0
-
-    @property
-    def probe(self) -> int:
-        """Rows that accompany the step that reaches one of ``cuts``: the prompt's last tokens, up to evict_at."""
-        if self.evict_at is None or not self.cuts or self.config.params["take_guide"] == "chunk":
-            return 0
-        return self.config.window_for(self.evict_at)
-
-    def window(self, position: int) -> slice:
-        """Tokens whose queries choose at an eviction, if they are not a probe's."""
-        assert self.evict_at is not None
-        size = self.config.window_for(self.evict_at)
-        if self.probe or not self.cuts:
-            return slice(self.evict_at - size, self.evict_at)
-        earlier = bisect.bisect_left(self.cuts, position)
-        start = self.cuts[earlier - 1] if earlier else 0
-        return slice(max(start, position - size), position)
-
-    def next_eviction(self, tokens: int) -> int | None:
-        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
-        if self.evict_at is None or tokens >= self.evict_at:
-            return None
-        later = bisect.bisect_right(self.cuts, tokens)
-        return self.cuts[later] if later < len(self.cuts) else self.evict_at
+@functools.lru_cache(maxsize=256)
+def _policy_config(policy: str, budget: float, params: str) -> EvictionConfig:
+    """:func:`policy_config` of parameters in JSON; requests choose from few configurations, again and again."""
+    return policy_config(policy, budget, json.loads(params))
 
 
 @dataclass(frozen=True)
@@ -278,7 +228,8 @@ class Options:
         if prefix_len is not None:
             prefix_len = _whole("kv_prefix_len", prefix_len)
         try:
-            config = policy_config(policy, budget, self.params if policy == self.policy else None)
+            params = self.params if policy == self.policy else {}
+            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True))
         except ValueError as error:
             named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
             raise KVEvictionError(f"{named}: {error}", named) from None
@@ -301,8 +252,8 @@ class Options:
         n = prompt_len if prefix_len is None else prefix_len
         if n < self.min_prompt or not config.evicts(n):
             return Plan(request_id, epoch, None, config)
-        cuts = [stop for _, stop in take.prompt_chunks(config, n)[:-1]] if config.chunked else []
-        return Plan(request_id, epoch, n, config, tuple(cuts))
+        earlier = schedule_of(config).positions(config, n)[:-1]
+        return Plan(request_id, epoch, n, config, earlier)
 
     def fields_in_scope(
         self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None
@@ -334,7 +285,22 @@ class Options:
 def options_of(vllm_config: Any) -> Options | None:
     """The options that vLLM's configuration carries; None when eviction is off."""
     config = vllm_config.additional_config
-    return Options.parse(config[KEY]) if isinstance(config, dict) and KEY in config else None
+    if not isinstance(config, dict) or KEY not in config:
+        return None
+    return _parse(json.dumps(config[KEY], sort_keys=True))
+
+
+def require_options(vllm_config: Any) -> Options:
+    """The same where eviction is known to be on."""
+    options = options_of(vllm_config)
+    assert options is not None
+    return options
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(options: str) -> Options:
+    """Options from their JSON; every request asks for its server's."""
+    return Options.parse(json.loads(options))
 
 
 def _flag(name: str, value: Any) -> bool:

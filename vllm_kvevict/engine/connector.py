@@ -9,28 +9,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_world_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 
-from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
-from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
-from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.engine.messages import (
-    Handshake,
-    LayerWeights,
-    Report,
-    StepPlans,
-    WorkerMessages,
-)
-from vllm_kvevict.engine.peaks import RankCapacity
-from vllm_kvevict.engine.runtime import get_runtime, mark_started
+from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.messages import Handshake, StepPlans, WorkerMessages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,43 +28,41 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.kv_eviction")
+    from vllm_kvevict.engine.scheduler.connector import SchedulerEnd
+    from vllm_kvevict.engine.worker.connector import WorkerEnd
 
 
 class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both ends of the transport: vLLM makes one in the scheduler and one in each worker."""
+    """What vLLM knows of the transport: it makes one in the scheduler and one in each worker.
+
+    Each has its own end, and imports nothing of the other's.
+    """
 
     requires_kv_delivery = False
+    worker: "WorkerEnd"
+    scheduler: "SchedulerEnd"
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.options = Options.parse(vllm_config.additional_config[KEY])
-        self.ledger: PageLedger
-        self.statistics = metrics.EvictionStats()
-        self.incomplete: dict[tuple[str, int], list[Report]] = {}
+        if role == KVConnectorRole.WORKER:
+            from vllm_kvevict.engine.worker.connector import WorkerEnd
+
+            self.worker = WorkerEnd()
+        else:
+            from vllm_kvevict.engine.scheduler.connector import SchedulerEnd
+
+            self.scheduler = SchedulerEnd(require_options(vllm_config))
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.rank = get_world_group().rank_in_group
-        get_runtime().attach(kv_caches)
+        self.worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Handshake:
-        runtime = get_runtime()
-        cache = runtime.cache
-        capacity = RankCapacity(
-            cache.pool.num_pages,
-            runtime.evictor.first_layer,
-            cache.num_layers,
-            cache.num_kv_heads,
-            runtime.evictor.num_model_layers,
-            runtime.vllm_config.model_config.get_total_num_kv_heads(),
-        )
-        return Handshake(self.rank, capacity, __version__, runtime.projections.available)
+        return self.worker.handshake()
 
     def build_connector_worker_meta(self) -> WorkerMessages | None:
-        message = get_runtime().end_step(self.rank)
-        return None if message is None else WorkerMessages({self.rank: message})
+        return self.worker.end_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """No KV is loaded."""
@@ -95,91 +81,31 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        from vllm_kvevict.engine.scheduler.ledger import PageLedger
+
         # vLLM binds its own manager first, then our scheduler binds the ledger.
         if isinstance(kv_cache_manager, PageLedger):
-            self.ledger = kv_cache_manager
+            self.scheduler.ledger = kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        shakes = [shake for shake in metadata.values() if isinstance(shake, Handshake)]
-        for shake in shakes:
-            if shake.version != __version__:
-                raise KVEvictionError(
-                    f"rank {shake.rank} has vllm-kvevict {shake.version}, the scheduler {__version__}: "
-                    "--kv-eviction needs the same version on every machine"
-                )
-        self.ledger.set_capacity({shake.rank: shake.capacity for shake in shakes})
-        self.ledger.has_w_o = all(shake.has_w_o for shake in shakes)
-        logger.info(self._start_up_line())
-        mark_started()
-
-    def _start_up_line(self) -> str:
-        options, ledger = self.options, self.ledger
-        length = ledger.max_model_len
-        config, _ = options.request_config(None)
-        kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
-        at_once = min(room.pages // (room.rows * -(-kept // options.page_size)) for room in ledger.capacity)
-        pages = ", ".join(
-            f"rank {r}: {room.pages}" for r, room in zip(ledger.ranks, ledger.capacity, strict=True)
-        )
-        budget = "" if options.policy == "full" else f", budget {options.budget:g}"
-        budget += " of what comes before the question" if options.scope == "prefix" else ""
-        return (
-            f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
-            f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
-        )
+        self.scheduler.on_handshakes([shake for shake in metadata.values() if isinstance(shake, Handshake)])
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlans:
-        plans, self.ledger.admitted = self.ledger.admitted, []
-        budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
-        most_pages = (
-            dict(zip(self.ledger.ranks, self.ledger.used, strict=True)) if self.options.check else None
-        )
-        return StepPlans(plans, budgets, most_pages=most_pages)
+        return self.scheduler.next_step()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         messages = connector_output.kv_connector_worker_meta
-        if not isinstance(messages, WorkerMessages):
-            return
-        self._share(messages)
-        for rank, message in messages.by_rank.items():
-            for request_id, report in message.reports.items():
-                self.ledger.on_report(rank, request_id, report)
-                if report.last:
-                    self._count(request_id, report)
-            if message.holdings is not None:
-                self.ledger.verify(rank, message.holdings)
-            self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)
-
-    def _share(self, messages: WorkerMessages) -> None:
-        """Join the weights of all stages, which report a request's in the same step."""
-        stages: dict[str, dict[int, LayerWeights]] = {}
-        for message in messages.by_rank.values():
-            for request_id, weights in message.weights.items():
-                stages.setdefault(request_id, {})[weights.first_layer] = weights
-        for request_id, by_layer in stages.items():
-            parts = [by_layer[first] for first in sorted(by_layer)]
-            joined = [weight for part in parts for weight in part.weights]
-            self.ledger.on_weights(request_id, LayerWeights(parts[0].epoch, 0, joined))
-
-    def _count(self, request_id: str, report: Report) -> None:
-        # Not the ledger's business: a request may have finished with the very step that evicted it.
-        reports = self.incomplete.setdefault((request_id, report.epoch), [])
-        reports.append(report)
-        if len(reports) == len(self.ledger.ranks):
-            self.statistics.on_eviction(request_id, reports)
-            del self.incomplete[request_id, report.epoch]
+        if isinstance(messages, WorkerMessages):
+            self.scheduler.on_messages(messages)
 
     def get_kv_connector_stats(self) -> metrics.EvictionStats | None:
         # vLLM asks on both sides; only the scheduler has seen every rank's reports.
-        if self.role != KVConnectorRole.SCHEDULER or self.statistics.is_empty():
-            return None
-        statistics, self.statistics = self.statistics, metrics.EvictionStats()
-        return statistics
+        return self.scheduler.take_statistics() if self.role == KVConnectorRole.SCHEDULER else None
 
     def has_pending_block_frees(self) -> bool:
-        return self.ledger.awaits_reports
+        return self.scheduler.ledger.awaits_reports
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False

@@ -6,8 +6,6 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_kvevict.policies import EvictionConfig
-
 
 @dataclass(frozen=True)
 class Device:
@@ -17,7 +15,7 @@ class Device:
         worker: path of the worker class.
         backend_slot: entry of vLLM's attention backends that ours takes.
         backend: path of our attention backend.
-        pages: path of the class that reads and writes pages, see :class:`vllm_kvevict.engine.cpu.CPUPages`.
+        pages: path of the class that reads and writes pages, see :class:`vllm_kvevict.engine.worker.pages.Pages`.
         page_multiple: what page sizes must be a multiple of.
         is_asynchronous: whether the device runs behind the host. Then to learn how many entries the heads of a layer
             keep costs a wait, which is to happen once for all layers.
@@ -43,25 +41,21 @@ class Device:
         register_backend(slot, self.backend)
         return slot
 
-    def compacts_early(self, config: EvictionConfig) -> bool:
-        """Whether a policy's layers are compacted as they are computed, before the next layer is."""
-        return config.layer_local and not (self.is_asynchronous and config.heads_compete)
-
 
 # vLLM's CPU platform knows one backend only, so that one is replaced while a worker's layers are made.
 CPU = Device(
-    worker="vllm_kvevict.engine.worker.EvictionCPUWorker",
+    worker="vllm_kvevict.engine.worker.worker.EvictionCPUWorker",
     backend_slot="CPU_ATTN",
-    backend="vllm_kvevict.engine.cpu.RaggedCPUBackend",
-    pages="vllm_kvevict.engine.cpu.CPUPages",
+    backend="vllm_kvevict.engine.worker.cpu.RaggedCPUBackend",
+    pages="vllm_kvevict.engine.worker.cpu.CPUPages",
     page_multiple=32,
     is_asynchronous=False,
 )
 CUDA = Device(
-    worker="vllm_kvevict.engine.worker.EvictionGPUWorker",
+    worker="vllm_kvevict.engine.worker.worker.EvictionGPUWorker",
     backend_slot="CUSTOM",
-    backend="vllm_kvevict.engine.cuda.RaggedCUDABackend",
-    pages="vllm_kvevict.engine.cuda.CUDAPages",
+    backend="vllm_kvevict.engine.worker.cuda.RaggedCUDABackend",
+    pages="vllm_kvevict.engine.worker.cuda.CUDAPages",
     page_multiple=16,
     is_asynchronous=True,
 )

@@ -9,8 +9,12 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvevict.engine.config import KVEvictionError, Options, Plan, options_of
-from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, last_that, most_tokens, prefill_peak
+from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
+from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import last_that, most_tokens, prefill_peak
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import bounded_policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,7 @@ class BoundedAttentionSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
         whole: int = super().max_memory_usage_bytes(vllm_config)
-        options = options_of(vllm_config)
-        assert options is not None
+        options = require_options(vllm_config)
         tokens, size = vllm_config.model_config.max_model_len, options.page_size
         plan = options.plan("", 1, tokens, None)
         pages = max(
@@ -40,8 +43,7 @@ class BoundedAttentionSpec(FullAttentionSpec):
 def rooms(vllm_config: Any) -> list[RankCapacity]:
     """One rank of every pipeline stage, with the pages that vLLM's blocks give it once these are known."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    options = options_of(vllm_config)
-    assert options is not None
+    options = require_options(vllm_config)
     layers, heads = model.get_total_num_hidden_layers(), model.get_num_kv_heads(parallel)
     pages_per_row = (cache.num_gpu_blocks or 0) * cache.block_size // options.page_size
     result = []
@@ -50,6 +52,15 @@ def rooms(vllm_config: Any) -> list[RankCapacity]:
         pages = pages_per_row * (end - first) * heads
         result.append(RankCapacity(pages, first, end - first, heads, layers, model.get_total_num_kv_heads()))
     return result
+
+
+def can_recycle(plan: Plan, num_stages: int) -> bool:
+    """Whether the request can be evicted layer by layer (see :class:`Plan`) on this machine's kind of device."""
+    device = this_device()
+    assert device is not None
+    if plan.evict_at is None:
+        return False
+    return plan.schedule.can_recycle(plan.config, num_stages, device.is_asynchronous)
 
 
 def longest_step(scheduler_config: Any) -> int:
@@ -90,10 +101,11 @@ def _too_long(
     """Says which prompts would fit, and which policy this one."""
     policy = plan.config.policy
     would = f"the longest that fits with kv_eviction={policy} has {_longest(vllm_config, options, plan, ranks)} tokens"
-    with contextlib.suppress(KVEvictionError):  # a budget that take cannot have
-        bounded = options.plan("", 1, prompt_len, _fields(plan, "take"))
-        if policy != "take" and _fits(vllm_config, bounded, prompt_len, ranks, options.page_size):
-            would += ", and kv_eviction=take would do for this one"
+    for other in bounded_policies():
+        with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have
+            bounded = options.plan("", 1, prompt_len, _fields(plan, other))
+            if policy != other and _fits(vllm_config, bounded, prompt_len, ranks, options.page_size):
+                would += f", and kv_eviction={other} would do for this one"
     return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
 
 

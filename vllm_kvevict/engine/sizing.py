@@ -10,10 +10,10 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine import checks, memory
+from vllm_kvevict.engine import memory
 from vllm_kvevict.engine.config import KEY, Options
-from vllm_kvevict.engine.ledger import PageLedger
-from vllm_kvevict.policies import take
+from vllm_kvevict.engine.frontend import checks
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
 
 if TYPE_CHECKING:
     from vllm_kvevict.sizing import Server
@@ -92,12 +92,10 @@ def reserve(server: "Server", settings: Mapping[str, Any]) -> tuple[int, list[st
 def after_eviction(plan: Any, prompt: int, room: Any, page_size: int) -> PageCount:
     """Pages of a request on a rank once its prompt is read; rows that compete are taken to end anywhere in a page."""
     config, rows, layers = plan.config, room.rows, room.num_model_layers
-    budgets = config.layer_budgets(prompt, layers) if plan.evict_at else [prompt] * layers
-    if plan.evict_at and config.chunked:
-        budgets = [take.chunk_budget(config, prompt, layer, layers, True) for layer in range(layers)]
+    budgets = plan.schedule.layer_budgets(config, prompt, layers) if plan.evict_at else [prompt] * layers
     mine = budgets[room.first_layer :][: room.num_layers]
     lengths = [budget for budget in mine for _ in range(room.num_kv_heads)]
-    if plan.evict_at and (config.heads_compete or config.weighted or config.one_stage):
+    if plan.evict_at and plan.schedule.is_ragged(config):
         spread = [(2 * row + 1) * page_size // (2 * rows) - page_size // 2 for row in range(rows)]
         lengths = [max(1, min(kept + more, prompt)) for kept, more in zip(lengths, spread, strict=True)]
     residues = [sum(kept % page_size == rest for kept in lengths) for rest in range(page_size)]

@@ -34,6 +34,7 @@ register(
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
         scores_by_mean=True,
+        heads_compete=True,
         always_kept=("window",),
     )
 )

@@ -29,6 +29,7 @@ register(
         needs=("q_window",),
         scores_by_mean=True,
         layer_budgets=pyramidkv.layer_budgets,
+        heads_compete=True,
         always_kept=("window",),
     )
 )

@@ -28,6 +28,7 @@ register(
         PARAMETERS,
         needs=("q_window",),
         scores_by_mean=True,
+        heads_compete=True,
         always_kept=("window",),
     )
 )

@@ -78,7 +78,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        budgets="weights",
+        schedule="by weight",
         always_kept=("window",),
     )
 )

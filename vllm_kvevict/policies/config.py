@@ -109,34 +109,19 @@ class EvictionConfig:
         return lookup(self.policy).scores_by_mean
 
     @property
-    def layer_local(self) -> bool:
-        """Whether `select` can be called with one layer alone."""
-        return lookup(self.policy).budgets == "local"
-
-    @property
-    def weighted(self) -> bool:
-        """Whether layers share the budget by weights that scoring finds."""
-        return lookup(self.policy).budgets == "weights"
-
-    @property
     def heads_compete(self) -> bool:
         """Whether the KV heads of a layer share its budget."""
-        return "tp_local" in self.params
+        return lookup(self.policy).heads_compete
+
+    @property
+    def guarantees_heads(self) -> bool:
+        """Whether each head is sure of a share of its layer's budget."""
+        return bool(self.params.get(lookup(self.policy).guarantee))
 
     def layer_budgets(self, n: int, num_layers: int) -> list[int]:
         """Tokens per KV head, window included, that each layer keeps of n tokens, unless data decides."""
         known = lookup(self.policy).layer_budgets
         return known(self, n, num_layers) if known else [self.budget_for(n)] * num_layers
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the prompt is evicted several times while it is read (see take)."""
-        return lookup(self.policy).budgets == "chunked"
-
-    @property
-    def one_stage(self) -> bool:
-        """Whether one process must hold the scores of all layers, so that pipeline stages cannot decide."""
-        return lookup(self.policy).budgets == "global"
 
 
 def _check_always_kept(method: Policy, tokens: int, values: Mapping[str, Any]) -> None:

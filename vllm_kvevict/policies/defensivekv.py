@@ -101,6 +101,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
+        heads_compete=True,
         always_kept=("window",),
         experimental=True,
     )

@@ -91,7 +91,8 @@ register(
         PARAMETERS,
         needs=("q_window", "values"),
         scores_by_mean=True,
-        budgets="weights",
+        schedule="by weight",
+        heads_compete=True,
         always_kept=("window",),
     )
 )

@@ -26,6 +26,7 @@ register(
         needs=("q_window", "values"),
         scores_by_mean=True,
         layer_budgets=pyramidkv.layer_budgets,
+        heads_compete=True,
         always_kept=("window",),
     )
 )

@@ -25,6 +25,7 @@ register(
         lava.PARAMETERS,
         needs=("q_window", "values"),
         scores_by_mean=True,
+        heads_compete=True,
         always_kept=("window",),
     )
 )

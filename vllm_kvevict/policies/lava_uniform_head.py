@@ -25,7 +25,7 @@ register(
         lava.SCORING,
         needs=("q_window", "values"),
         scores_by_mean=True,
-        budgets="weights",
+        schedule="by weight",
         always_kept=("window",),
     )
 )

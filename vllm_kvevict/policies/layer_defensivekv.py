@@ -41,7 +41,7 @@ register(
         select,
         defensivekv.SCORING,
         needs=("q_window", "values", "w_o"),
-        budgets="global",
+        schedule="by score",
         always_kept=("window",),
         experimental=True,
     )

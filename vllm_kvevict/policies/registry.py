@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import Parameter, ParamValue
@@ -36,10 +36,15 @@ class Policy:
     """Fields of LayerInputs, besides keys, that `score` reads."""
     scores_by_mean: bool = False
     """Whether of queries and keys `score` reads nothing but the window's mean attention (`mean_attention`)."""
-    budgets: Literal["local", "weights", "global", "chunked"] = "local"
-    """Where a layer's budget comes from. "local": known without other layers, so a layer can be compacted in
-    its own forward. "weights": from the weights of all layers. "global": from the scores of all layers, which
-    one process must therefore hold. "chunked": decided several times while the prompt is read (see take)."""
+    schedule: str = "whole"
+    """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
+    the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, with
+    the scores of all layers, which one process must therefore hold. "chunked": several times while the prompt is
+    read (see take)."""
+    heads_compete: bool = False
+    """Whether the KV heads of a layer share its budget."""
+    guarantee: str = "alpha"
+    """The parameter, where the policy has it, for the share of its budget that each head is sure of."""
     layer_budgets: "Callable[[EvictionConfig, int, int], list[int]] | None" = None
     """Of (cfg, n, num_layers): tokens per KV head that each layer keeps, where that depends on the layer but not on
     data; None where every layer gets B."""

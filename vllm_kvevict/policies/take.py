@@ -192,7 +192,7 @@ register(
         select_prompt,
         PARAMETERS,
         needs=("q_window",),
-        budgets="chunked",
+        schedule="chunked",
         always_kept=("take_probe",),
         window="take_probe",
         check=_check,

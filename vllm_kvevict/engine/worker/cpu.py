@@ -9,9 +9,9 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.attention import RaggedBuilder, RaggedImpl
-from vllm_kvevict.engine.batch import Sequences
-from vllm_kvevict.engine.calibration import Shape, time_decodes
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl
+from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.engine.worker.calibration import Shape, time_decodes
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
 from vllm_kvevict.kernels.processor import level
@@ -43,6 +43,7 @@ class CPUPages:
     """
 
     uses_triton = False
+    window_mean = None
 
     def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
         self.head_dim = storage.shape[1] // (2 * page_size)
@@ -50,16 +51,11 @@ class CPUPages:
         self.key_pages, self.value_pages = self._views(storage)
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write entries into pages of any storage.
-
-        Args:
-            keys, values: [N, head_dim].
-            slots: int64 [N], page * page_size + offset; what is negative is skipped.
-        """
+        """As of :meth:`Pages.write`."""
         self._write(*self._views(storage), keys, values, slots)
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
+        """As of :meth:`Pages.append`."""
         self._write(
             self.key_pages,
             self.value_pages,
@@ -71,12 +67,7 @@ class CPUPages:
     def attend(
         self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
     ) -> None:
-        """Causal attention of every sequence, whose queries are its last tokens.
-
-        Args:
-            queries: [N, group, head_dim], sequence after sequence.
-            output: likewise, contiguous, filled in place.
-        """
+        """As of :meth:`Pages.attend`."""
         group = queries.shape[1]
         ops.cpu_attention_with_kv_cache(
             query=queries,

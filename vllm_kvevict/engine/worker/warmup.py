@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.engine.batch import Decodes
+from vllm_kvevict.engine.worker.batch import Decodes
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
 
 if TYPE_CHECKING:
-    from vllm_kvevict.engine.runtime import Runtime
+    from vllm_kvevict.engine.worker.runtime import Runtime
 
 WINDOW = 32
 """Rows of the window where the server's policy does not say."""
@@ -26,6 +26,7 @@ def warm_up(runtime: "Runtime") -> None:
     entries = cache.storage.new_zeros(n, heads, cache.head_dim)
     pages.append(entries, entries, cache.write_slots(step)[0])
     query = cache.storage.new_zeros(window, heads * runtime.group, cache.head_dim)
+    assert pages.window_mean is not None
     mean = pages.window_mean(query, cache.table(slot, 0), n, 1.0, runtime.softcap)
     scores = mean.view(heads, -1, n - window).mean(1)
     scored = [

@@ -1,29 +1,23 @@
-"""Evictions on one worker: collect what a decision reads, decide, compact, report."""
+"""Evictions on one rank: what a request records until then, and the steps that every schedule is made of."""
 
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.config import Plan
-from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import (
-    EvictionConfig,
-    Kept,
-    LayerInputs,
-    LayerScores,
-    provisional_budgets,
-    score_layer,
-    select,
-    take,
-)
+from vllm_kvevict.policies import Kept, LayerInputs, LayerScores, score_layer, select
 from vllm_kvevict.policies.attention import add_column_sums
+from vllm_kvevict.schedules.reports import LayerBudgets, LayerWeights, Report
+
+if TYPE_CHECKING:
+    from vllm_kvevict.schedules.plan import Plan
 
 WindowMean = Callable[[Tensor, Tensor, int, float, float], Tensor]
 """Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap): fp32 [Hq, n - w]."""
@@ -46,7 +40,7 @@ class Live:
         scores: of the layers done, where the decision needs further ones.
     """
 
-    plan: Plan
+    plan: "Plan"
     slot: int
     tokens: int = 0
     window: Tensor | None = None
@@ -83,6 +77,27 @@ class QueryRows:
     evicts: bool
     probe: slice | None
 
+    @property
+    def count(self) -> int:
+        """How many there are, without the probe's."""
+        return self.rows.stop - self.rows.start
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What a layer's attention computed in a step.
+
+    Attributes:
+        layer: index among the rank's layers.
+        query: [tokens, Hq, d] of the step, after RoPE.
+        scale, softcap: of its logits; a softcap of 0 is none.
+    """
+
+    layer: int
+    query: Tensor
+    scale: float
+    softcap: float
+
 
 def query_rows(live: Live, rows: slice, probe: slice | None) -> QueryRows | None:
     """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``live.tokens``.
@@ -102,7 +117,7 @@ def query_rows(live: Live, rows: slice, probe: slice | None) -> QueryRows | None
 
 
 class Evictor:
-    """Decides and compacts for the layers of one rank.
+    """Decides and compacts for the layers of one rank, in the steps that a schedule asks for.
 
     Args:
         cache: the rank's pages.
@@ -110,7 +125,7 @@ class Evictor:
         num_model_layers: layers of the whole model.
         comm: the tensor-parallel group, None where it has one member.
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
-        compacts_early: whether a policy's layers are compacted one by one, as :meth:`Device.compacts_early` says.
+        is_asynchronous: whether the device runs behind the host.
         window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
         reserve: fp32 [tokens, local layers * Hq], memory for :attr:`Live.col_sums`; None where no policy needs it.
     """
@@ -122,7 +137,7 @@ class Evictor:
         num_model_layers: int,
         comm: TensorComm | None,
         output_projection: Callable[[int], Tensor],
-        compacts_early: Callable[[EvictionConfig], bool],
+        is_asynchronous: bool,
         window_mean: WindowMean | None,
         reserve: Tensor | None = None,
     ):
@@ -131,48 +146,28 @@ class Evictor:
         self.num_model_layers = num_model_layers
         self.comm = comm
         self.output_projection = output_projection
-        self.compacts_early = compacts_early
+        self.is_asynchronous = is_asynchronous
         self.window_mean = window_mean
         self.reserve = reserve
         self.reports: dict[str, Report] = {}
         self.weights: dict[str, LayerWeights] = {}
 
-    def after_attention(
-        self, layer: int, rows: QueryRows, query: Tensor, scale: float, softcap: float
-    ) -> None:
-        """Take from a layer what the decision will need; decide once that is all there.
-
-        Args:
-            layer: index among the rank's layers.
-            query: [tokens, Hq, d] of the step, after RoPE.
-        """
-        live, config = rows.live, rows.live.plan.config
+    def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
+        """Take from a layer what the decision will need; decide once that is all there."""
+        live = rows.live
         n = live.plan.evict_at
         assert n is not None
         live.peak_pages = max(live.peak_pages, self.cache.held(live.slot))
         started, moving = time.perf_counter(), live.compaction_seconds
-        window = self._collect(layer, rows, n, query, scale, softcap)
-        last = layer == self.cache.num_layers - 1
-        if config.chunked:
-            self._take(layer, rows, n, query[rows.probe] if rows.probe else window, scale, softcap)
-        elif rows.evicts:
-            live.scores.append(self._score(layer, live, n, window, scale, softcap))
-            complete = config.layer_local or self.cache.num_layers == self.num_model_layers
-            if self.compacts_early(config) or (last and complete):
-                self._compact(live, n)
-            elif live.plan.recycles and rows.rows.stop - rows.rows.start == n:
-                self._cascade(live, n)
-            elif last:
-                weights = torch.stack(
-                    [torch.as_tensor(x.weight, dtype=torch.float64) for x in live.scores]
-                ).tolist()
-                self.weights[live.plan.request_id] = LayerWeights(live.plan.epoch, self.first_layer, weights)
-        if rows.evicts and last and live.tokens == n:
+        window = self._collect(step, rows, n)
+        live.plan.schedule.after_layer(self, step, rows, window)
+        over = rows.evicts and self.is_last(step.layer)
+        if over and live.tokens == n:
             live.window = live.col_sums = None
             live.probe = {}
         moving = live.compaction_seconds - moving
         live.decision_seconds += time.perf_counter() - started - moving
-        if rows.evicts and last and not live.scores:
+        if over and not live.scores:
             self._report(live, live.tokens)
 
     def apply(self, live: Live, decided: LayerBudgets) -> None:
@@ -182,44 +177,36 @@ class Evictor:
             return
         started, moving = time.perf_counter(), live.compaction_seconds
         live.scores = [dataclasses.replace(x, budget=decided.budgets[x.layer]) for x in live.scores]
-        self._compact(live, n)
+        self.decide(live)
         moving = live.compaction_seconds - moving
         live.decision_seconds += time.perf_counter() - started - moving
         self._report(live, n)
 
-    def _collect(
-        self, layer: int, rows: QueryRows, n: int, query: Tensor, scale: float, softcap: float
-    ) -> Tensor | None:
-        """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
-        live, config = rows.live, rows.live.plan.config
-        count = rows.target.stop - rows.target.start
-        window = None
-        if "q_window" in config.needs and count:
-            window = query[rows.rows.stop - count : rows.rows.stop].contiguous()
-            if count < rows.window:
-                if live.window is None:
-                    shape = (self.cache.num_layers, config.window_for(n), *query.shape[1:])
-                    live.window = query.new_empty(shape)
-                live.window[layer, rows.target] = window
-                window = live.window[layer, : rows.window]
-        if "col_sums" in config.needs:
-            if live.col_sums is None:
-                assert self.reserve is not None
-                mine = self.reserve[live.plan.reserved_at :][:n]
-                live.col_sums = mine.view(self.cache.num_layers, query.shape[1], n).zero_()
-            keys = self.cache.read_keys(live.slot, layer, live.tokens)
-            add_column_sums(live.col_sums[layer], query[rows.rows].transpose(0, 1), keys, scale, softcap)
-        return window
+    # What a schedule's `after_layer` is made of.
 
-    def _score(
-        self, layer: int, live: Live, n: int, window: Tensor | None, scale: float, softcap: float
-    ) -> LayerScores:
-        config = live.plan.config
+    def is_last(self, layer: int) -> bool:
+        """Whether a layer is the rank's last."""
+        return layer == self.cache.num_layers - 1
+
+    @property
+    def has_all_layers(self) -> bool:
+        """Whether all of the model's layers are on this rank."""
+        return self.cache.num_layers == self.num_model_layers
+
+    def score(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> int:
+        """Add a layer's scores to the request's; how many tokens they are of, its window included.
+
+        Args:
+            window: queries of the window, [w, Hq, d], where the policy reads them.
+        """
+        live, n = rows.live, rows.live.plan.evict_at
+        assert n is not None
+        config, layer = live.plan.config, step.layer
         mean = None
         if self.window_mean is not None and config.scores_by_mean:
             assert window is not None
             table = self.cache.table(live.slot, layer)
-            mean = self.window_mean(window, table, n, scale, softcap)
+            mean = self.window_mean(window, table, n, step.scale, step.softcap)
             keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
         else:
             keys = self.cache.read_keys(live.slot, layer, n)
@@ -228,77 +215,89 @@ class Evictor:
             keys=keys,
             window_mean=mean,
             values=self.cache.read_values(live.slot, layer, n) if "values" in config.needs else None,
-            scale=scale,
-            logit_softcap=softcap or None,
+            scale=step.scale,
+            logit_softcap=step.softcap or None,
             col_sums=None if live.col_sums is None else live.col_sums[layer],
             w_o=self.output_projection(layer) if "w_o" in config.needs else None,
         )
-        return score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
+        scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
+        live.scores.append(scores)
+        return n
 
-    def _take(
-        self, layer: int, rows: QueryRows, n: int, now: Tensor | None, scale: float, softcap: float
-    ) -> None:
-        """Follow the probe; at the end of a chunk choose by it, for all lower layers too if they wait for this one.
-
-        Args:
-            now: the probe's or the window's queries in this step, [rows, Hq, d].
-        """
-        live, config = rows.live, rows.live.plan.config
-        index, last = self.first_layer + layer, live.tokens == n
-        leader = take.warmup_layers(config, self.num_model_layers) - 1
-        if index < leader or not rows.evicts:
-            return
-        assert now is not None
-        # A chunk's own last tokens are others in each chunk.
-        before = live.probe.get(layer) if live.plan.probe else None
-        probe = live.probe[layer] = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])
-        stored = self.cache.lengths.shortest(live.slot, layer) - live.plan.probe * (not last)
-        kept = take.select(
-            config,
-            probe,
-            self.cache.read_keys(live.slot, layer, stored),
-            index,
-            self.num_model_layers,
-            last,
-            n=n,
-            scale=scale,
-            logit_softcap=softcap or None,
-            comm=self.comm,
-        )
-        started = time.perf_counter()
-        for lower in range(layer + 1) if index == leader else (layer,):
-            live.freed_pages += self.cache.compact(live.slot, lower, kept)
-        live.compaction_seconds += time.perf_counter() - started
-
-    def _cascade(self, live: Live, n: int) -> None:
-        """Trim the layers scored so far to what they may still keep once all are (LAVa Alg. 2)."""
-        config = live.plan.config
-        budgets = provisional_budgets(config, live.scores, n)
-        layers = [dataclasses.replace(x, budget=y) for x, y in zip(live.scores, budgets, strict=True)]
-        chosen = select(config, layers, n, self.comm)
-        self._keep(live, layers, chosen)
-        live.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
-
-    def _compact(self, live: Live, n: int) -> None:
+    def decide(self, live: Live) -> None:
         """Decide for the layers scored so far and move their survivors."""
-        chosen = select(live.plan.config, live.scores, n, self.comm)
+        assert live.plan.evict_at is not None
+        chosen = select(live.plan.config, live.scores, live.plan.evict_at, self.comm)
         self._keep(live, live.scores, chosen)
         live.scores, live.stored = [], {}
 
+    def trim(self, live: Live, budgets: Sequence[int]) -> None:
+        """Compact the layers scored so far to what they may still keep once all are.
+
+        Args:
+            budgets: candidates per KV head of each of them.
+        """
+        assert live.plan.evict_at is not None
+        layers = [dataclasses.replace(x, budget=y) for x, y in zip(live.scores, budgets, strict=True)]
+        chosen = select(live.plan.config, layers, live.plan.evict_at, self.comm)
+        self._keep(live, layers, chosen)
+        live.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
+
+    def send_weights(self, live: Live) -> None:
+        """Tell the scheduler what this stage's layers are worth; it answers with budgets (:meth:`apply`)."""
+        weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in live.scores])
+        self.weights[live.plan.request_id] = LayerWeights(live.plan.epoch, self.first_layer, weights.tolist())
+
+    def compact(self, live: Live, layer: int, kept: Sequence[Tensor]) -> None:
+        """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do."""
+        started = time.perf_counter()
+        live.freed_pages += self.cache.compact(live.slot, layer, kept)
+        live.compaction_seconds += time.perf_counter() - started
+
+    def _collect(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor | None:
+        """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
+        needs, window = rows.live.plan.config.needs, None
+        if "q_window" in needs and rows.target.stop > rows.target.start:
+            window = self._collect_window(step, rows, n)
+        if "col_sums" in needs:
+            self._add_column_sums(step, rows, n)
+        return window
+
+    def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
+        """The window's queries so far, [rows, Hq, d]; kept where a step ends within the window."""
+        live, count = rows.live, rows.target.stop - rows.target.start
+        window = step.query[rows.rows.stop - count : rows.rows.stop].contiguous()
+        if count == rows.window:
+            return window
+        if live.window is None:
+            shape = (self.cache.num_layers, live.plan.config.window_for(n), *step.query.shape[1:])
+            live.window = step.query.new_empty(shape)
+        live.window[step.layer, rows.target] = window
+        return live.window[step.layer, : rows.window]
+
+    def _add_column_sums(self, step: LayerStep, rows: QueryRows, n: int) -> None:
+        """Add to what each token of the prompt received so far what it receives from the step's queries."""
+        live = rows.live
+        if live.col_sums is None:
+            assert self.reserve is not None
+            place = self.reserve[live.plan.reserved_at :][:n]
+            live.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
+        keys = self.cache.read_keys(live.slot, step.layer, live.tokens)
+        queries = step.query[rows.rows].transpose(0, 1)
+        add_column_sums(live.col_sums[step.layer], queries, keys, step.scale, step.softcap)
+
     def _keep(self, live: Live, layers: Sequence[LayerScores], chosen: Kept) -> None:
         """Compact layers to the chosen positions."""
-        started = time.perf_counter()
         if self.cache.uses_triton and not live.stored:
             # The layers scored are consecutive. On a CPU one after the other needs less memory.
             every = list(itertools.chain.from_iterable(chosen))
-            live.freed_pages += self.cache.compact(live.slot, layers[0].layer - self.first_layer, every)
-            layers, chosen = [], []
+            self.compact(live, layers[0].layer - self.first_layer, every)
+            return
         for scores, kept in zip(layers, chosen, strict=True):
             layer = scores.layer - self.first_layer
             if layer in live.stored:
                 kept = [torch.searchsorted(*pair) for pair in zip(live.stored[layer], kept, strict=True)]
-            live.freed_pages += self.cache.compact(live.slot, layer, kept)
-        live.compaction_seconds += time.perf_counter() - started
+            self.compact(live, layer, kept)
 
     def _report(self, live: Live, n: int) -> None:
         pages, residues, kept = self.cache.settle(live.slot)

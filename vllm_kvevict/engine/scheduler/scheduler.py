@@ -10,9 +10,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.config import KEY, Options, Plan
-from vllm_kvevict.engine.ledger import PageLedger
+from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.memory import longest_step
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.plan import Plan
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -44,7 +45,7 @@ class _EvictionMixin:
             hash_block_size=self.hash_block_size,  # type: ignore[attr-defined]
             enable_caching=False,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
-            options=Options.parse(vllm_config.additional_config[KEY]),
+            options=require_options(vllm_config),
             max_num_batched_tokens=self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
             longest_step=longest_step(vllm_config.scheduler_config),
             num_stages=vllm_config.parallel_config.pipeline_parallel_size,

@@ -8,9 +8,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
-from vllm_kvevict.engine.rows import forbid_decode_graphs
-from vllm_kvevict.engine.runtime import check_alone, get_runtime, start_runtime, stop_runtime
-from vllm_kvevict.engine.warmup import warm_up
+from vllm_kvevict.engine.process import check_alone
+from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
+from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
+from vllm_kvevict.engine.worker.warmup import warm_up
 
 
 class _EvictionMixin:

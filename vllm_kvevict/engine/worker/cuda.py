@@ -10,9 +10,9 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Mult
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.attention import RaggedBuilder, RaggedImpl
-from vllm_kvevict.engine.batch import Sequences
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl
+from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
@@ -87,17 +87,17 @@ class CUDAPages:
                 self.flash_attention = get_flash_attn_version(head_size=self.head_dim)
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write entries into pages of any storage; arguments as of :meth:`CPUPages.write`."""
+        """Write entries into pages of any storage; arguments as of :meth:`Pages.write`."""
         write_entries(storage, self.page_size, keys.unsqueeze(1), values.unsqueeze(1), slots)
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write a step's entries into the pool; arguments as of :meth:`CPUPages.append`."""
+        """Write a step's entries into the pool; arguments as of :meth:`Pages.append`."""
         write_entries(self.storage, self.page_size, keys, values, slots)
 
     def attend(
         self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
     ) -> None:
-        """Causal attention of every sequence; arguments as of :meth:`CPUPages.attend`."""
+        """Causal attention of every sequence; arguments as of :meth:`Pages.attend`."""
         arguments: dict[str, Any] = {
             "q": queries,
             "k": self.key_pages,
@@ -124,7 +124,7 @@ class CUDAPages:
             )
 
     def window_mean(self, query: Tensor, table: Tensor, n: int, scale: float, softcap: float) -> Tensor:
-        """Mean attention of the window, from pages; see :data:`vllm_kvevict.engine.eviction.WindowMean`."""
+        """Mean attention of the window, from pages; see :data:`vllm_kvevict.schedules.evictor.WindowMean`."""
         return window_attention(query, self.storage, self.page_size, table, n, scale, softcap)
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:

@@ -1,9 +1,6 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
-import gc
 import itertools
-import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,16 +15,18 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.batch import Batch, Decodes, lay_out, lay_out_whole
-from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
+from vllm_kvevict.engine import process
+from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.eviction import Evictor, Live, QueryRows, query_rows
 from vllm_kvevict.engine.messages import RankMessage
-from vllm_kvevict.engine.projection import OutputProjections
-from vllm_kvevict.engine.reserve import allocate
-from vllm_kvevict.engine.rows import batch_request_ids
+from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_whole
+from vllm_kvevict.engine.worker.model_runners import batch_request_ids
+from vllm_kvevict.engine.worker.pages import Pages
+from vllm_kvevict.engine.worker.projection import OutputProjections
+from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, Live, QueryRows, query_rows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -52,14 +51,12 @@ class Runtime:
     """One per worker process; see :func:`get_runtime`."""
 
     cache: PagedKVCache
+    pages: Pages
 
     def __init__(self, worker: Any):
         self.vllm_config: VllmConfig = worker.vllm_config
-        self.options = Options.parse(self.vllm_config.additional_config[KEY])
+        self.options = require_options(self.vllm_config)
         self.runner = worker.model_runner
-        self.worker = weakref.ref(worker)
-        self.process = os.getpid()
-        self.started = False
         self.live: dict[str, Live] = {}
         self.probes: dict[str, str] = {}
         self.most_pages: dict[int, int] | None = None
@@ -92,24 +89,39 @@ class Runtime:
             KVEvictionError: when layers differ in their heads or softcap, or from the model's configuration.
         """
         names = sorted(kv_caches, key=extract_layer_index)
-        layers = {name: self.vllm_config.compilation_config.static_forward_context[name] for name in names}
-        first: Attention = layers[names[0]]
-        _check_heads(self.vllm_config, list(layers.values()))
-        page_size = self.options.page_size
-        view = kv_caches[names[0]]
-        raw = view.untyped_storage()
-        page_elements = 2 * page_size * first.head_size
-        num_pages = raw.nbytes() // (page_elements * view.element_size())
-        storage = torch.empty(0, dtype=view.dtype, device=view.device)
-        storage.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
-        self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
+        context = self.vllm_config.compilation_config.static_forward_context
+        layers: list[Attention] = [context[name] for name in names]
+        _check_heads(self.vllm_config, layers)
         self.layer_index = {name: index for index, name in enumerate(names)}
+        self._make_cache(kv_caches[names[0]], layers)
+        self.projections = self._find_projections(layers)
+        first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
+            self.vllm_config.parallel_config
+        )
+        self.evictor = Evictor(
+            self.cache,
+            first_layer,
+            self.vllm_config.model_config.get_total_num_hidden_layers(),
+            self._tensor_comm(),
+            self.projections.of,
+            self.device.is_asynchronous,
+            self.pages.window_mean,
+            self.reserve,
+        )
+        self.attached = True
+
+    def _make_cache(self, view: Tensor, layers: Sequence[Attention]) -> None:
+        """Lay pages over the allocation under one of vLLM's views, and find who stores and attends there."""
+        first, page_size = layers[0], self.options.page_size
+        max_requests = self.vllm_config.scheduler_config.max_num_seqs
+        storage = _as_pages(view, 2 * page_size * first.head_size)
+        self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
         self.cache = PagedKVCache(
             storage,
-            num_layers=len(names),
+            num_layers=len(layers),
             num_kv_heads=first.num_kv_heads,
             page_size=page_size,
-            max_requests=self.vllm_config.scheduler_config.max_num_seqs,
+            max_requests=max_requests,
             write=self.pages.write,
             triton=self.pages.uses_triton,
         )
@@ -118,38 +130,29 @@ class Runtime:
         if self.options.kernels:
             self.decode_attention = self.pages.decode_attention(self.cache, self.group, self.softcap)
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
-        self.decode_slots = torch.full(
-            (self.vllm_config.scheduler_config.max_num_seqs,), -1, dtype=torch.int64, device=view.device
-        )
-        first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
-            self.vllm_config.parallel_config
-        )
-        tensor_parallel = get_tp_group()
-        comm = None
-        if tensor_parallel.world_size > 1:
-            comm = TensorComm(
-                tensor_parallel.device_group,
-                tensor_parallel.rank_in_group,
-                tensor_parallel.world_size,
-                self.vllm_config.model_config.get_total_num_kv_heads(),
-            )
-        self.projections = OutputProjections(self.runner.model, list(layers.values()))
-        if "w_o" in self.options.request_config(None)[0].needs and not self.projections.available:
+        self.decode_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=view.device)
+
+    def _find_projections(self, layers: Sequence[Attention]) -> OutputProjections:
+        """The layers' output projections, which some policies read.
+
+        Raises:
+            KVEvictionError: the server's policy is one of them, and the model has none that can be read.
+        """
+        projections = OutputProjections(self.runner.model, layers)
+        if "w_o" in self.options.request_config(None)[0].needs and not projections.available:
             raise KVEvictionError(
                 f"--kv-eviction {self.options.policy} needs each layer's output projection, unquantized, and does "
                 "not find it in this model: choose another policy"
             )
-        self.evictor = Evictor(
-            self.cache,
-            first_layer,
-            self.vllm_config.model_config.get_total_num_hidden_layers(),
-            comm,
-            self.projections.of,
-            self.device.compacts_early,
-            getattr(self.pages, "window_mean", None),
-            self.reserve,
-        )
-        self.attached = True
+        return projections
+
+    def _tensor_comm(self) -> TensorComm | None:
+        """The tensor-parallel group, None where it has one member."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return None
+        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        return TensorComm(group.device_group, group.rank_in_group, group.world_size, kv_heads)
 
     def decode(
         self,
@@ -203,30 +206,57 @@ class Runtime:
         Args:
             common: vLLM's CommonAttentionMetadata.
         """
-        # Rows of dummy runs have indices that belong to no request, or to another one.
+        # Batch rows of dummy runs have indices that belong to no request, or to another one.
         if not self.in_step:
             return self.build_dummy(common)
+        spans, probes = self._token_rows(common)
+        by_layer = {name: span for name, span in spans.items() if self.live[name].is_whole_in(span)}
+        at_once = {name: span for name, span in spans.items() if name not in by_layer}
+        reordered = bool(probes or by_layer)
+        num_tokens = max((span.stop for span in (*spans.values(), *probes.values())), default=0)
+        batch = self._take_pages(at_once, probes, num_tokens, reordered)
+        for name, span in by_layer.items():
+            batch.wholes.append(lay_out_whole(self.cache, self.live[name].slot, span))
+        prefills = []
+        for name, span in spans.items():
+            rows = query_rows(self.live[name], span, probes.get(name))
+            if rows is not None:
+                prefills.append(rows)
+        return StepState(self._replayable(batch, common.num_reqs), prefills)
+
+    def _token_rows(self, common: Any) -> tuple[dict[str, slice], dict[str, slice]]:
+        """Each request's token rows in the step, and those of its probe if it has one, by the request's id."""
         names = batch_request_ids(self.runner, common)
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
-        rows = dict(zip(names, itertools.starmap(slice, itertools.pairwise(starts)), strict=True))
-        probes = {parent: rows.pop(name) for name, parent in self.probes.items()}
-        whole = {name: mine for name, mine in rows.items() if self.live[name].is_whole_in(mine)}
-        others = {name: mine for name, mine in rows.items() if name not in whole} if whole else rows
-        slots = [self.live[name].slot for name in others]
-        lengths = [mine.stop - mine.start for mine in others.values()]
+        spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
+        probes = {}
+        for probe, name in self.probes.items():
+            probes[name] = spans.pop(probe)
+        return spans, probes
+
+    def _take_pages(
+        self, spans: dict[str, slice], probes: dict[str, slice], num_tokens: int, reordered: bool
+    ) -> Batch:
+        """Let requests grow by their tokens in the step, in all layers, and lay out how they attend.
+
+        Args:
+            spans: of the requests that grow.
+            probes: to the cache and to attention a probe is more tokens of its request; the eviction drops them again.
+            num_tokens: of the step.
+            reordered: whether the requests' token rows are not all there are, or not in the order of the batch.
+        """
+        if not spans:
+            return Batch(num_tokens, None, [], None)
+        token_rows = {name: [span] for name, span in spans.items()}
+        for name, span in probes.items():
+            token_rows[name].append(span)
+        lengths = [sum(span.stop - span.start for span in parts) for parts in token_rows.values()]
         order = None
-        if probes or whole:
-            # To the cache and to attention a probe is more tokens of its request; the eviction drops them again.
-            spans = [(mine, probes[name]) if name in probes else (mine,) for name, mine in others.items()]
-            lengths = [sum(span.stop - span.start for span in mine) for mine in spans]
-            order = np.array([row for mine in spans for span in mine for row in range(span.start, span.stop)])
-        batch = Batch(starts[-1], None, [], None)
-        if slots:
-            step = self.cache.extend(slots, lengths)
-            batch = lay_out(self.cache, step, self.decode_attention is not None, starts[-1], order)
-        batch.wholes.extend(lay_out_whole(self.cache, self.live[name].slot, whole[name]) for name in whole)
-        prefills = [query_rows(self.live[name], mine, probes.get(name)) for name, mine in rows.items()]
-        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+        if reordered:
+            parts = itertools.chain.from_iterable(token_rows.values())
+            order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
+        step = self.cache.extend([self.live[name].slot for name in spans], lengths)
+        return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
@@ -251,9 +281,10 @@ class Runtime:
     def after_attention(
         self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
     ) -> None:
-        """Evict, or prepare to; arguments as of :meth:`Evictor.after_attention`."""
+        """Evict, or prepare to; arguments as of :class:`LayerStep`."""
+        step = LayerStep(layer, query, scale, softcap)
         for rows in state.prefills:
-            self.evictor.after_attention(layer, rows, query, scale, softcap)
+            self.evictor.after_attention(step, rows)
 
     def leave_step(self) -> None:
         """The step's kernels are on their way; what vLLM runs from now on serves no request."""
@@ -280,6 +311,15 @@ class Runtime:
         return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)
 
 
+def _as_pages(view: Tensor, page_elements: int) -> Tensor:
+    """All of the allocation under a view, [pages, page_elements]; what is left at its end stays unused."""
+    raw = view.untyped_storage()
+    num_pages = raw.nbytes() // (page_elements * view.element_size())
+    pages = torch.empty(0, dtype=view.dtype, device=view.device)
+    pages.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
+    return pages
+
+
 def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
     """Refuse a model whose layers differ, or have other heads than its configuration says: the front-end checks
     requests by that."""
@@ -300,46 +340,18 @@ def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
 _runtime: Runtime | None = None
 
 
-def _runs_here() -> bool:
-    """Whether an engine of this process is up; one that is forked off has its parent's runtime, but not its engine."""
-    known = _runtime
-    return known is not None and known.started and known.process == os.getpid() and known.worker() is not None
-
-
-def check_alone() -> None:
-    """Refuse an engine beside another one: attention layers and connectors find the runtime by their process.
-
-    Raises:
-        KVEvictionError: one sentence that says what to do.
-    """
-    if _runs_here():
-        # One that was dropped without being shut down refers to itself, and vLLM hides it from the collector.
-        gc.unfreeze()
-        gc.collect()
-    if _runs_here():
-        raise KVEvictionError(
-            "--kv-eviction: another engine with KV eviction runs in this process already, so end it first or give "
-            "each a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
-        )
-
-
 def start_runtime(worker: Any) -> Runtime:
     """Make this worker process's runtime."""
     global _runtime
     _runtime = Runtime(worker)
+    process.begin(worker)
     return _runtime
-
-
-def mark_started() -> None:
-    """The scheduler has heard of all ranks: from now on the engine of this process counts as running."""
-    if _runtime is not None:
-        _runtime.started = True
 
 
 def stop_runtime(worker: Any) -> None:
     """Let go of the pool when its worker ends; its process may live on."""
     global _runtime
-    if _runtime is not None and _runtime.worker() is worker:
+    if process.end(worker):
         _runtime = None
 
 

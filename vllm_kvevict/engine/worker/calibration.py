@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvevict.engine.batch import Sequences
+from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
 
 STEP_BYTES = 8 << 20
@@ -64,7 +64,7 @@ def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> DecodeTim
 
     Args:
         shape: of the server's attention.
-        make_pages: makes a :class:`vllm_kvevict.engine.cpu.CPUPages` over a storage.
+        make_pages: makes a :class:`vllm_kvevict.engine.worker.cpu.CPUPages` over a storage.
 
     Raises:
         BuildError: the kernel cannot be compiled here.
@@ -115,7 +115,7 @@ def kernel_step(shape: Shape, storage: Tensor) -> Step:
 
 
 def op_step(shape: Shape, pages: Any) -> Step:
-    """A step by vLLM's op, over ``pages`` (:class:`vllm_kvevict.engine.cpu.CPUPages`)."""
+    """A step by vLLM's op, over ``pages`` (:class:`vllm_kvevict.engine.worker.cpu.CPUPages`)."""
 
     def run(table: Tensor) -> Tensor:
         requests, heads, width = table.shape

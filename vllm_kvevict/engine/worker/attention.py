@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
-from vllm_kvevict.engine.batch import Batch, Whole
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.runtime import StepState, get_runtime
+from vllm_kvevict.engine.worker.batch import Batch, Whole
+from vllm_kvevict.engine.worker.runtime import StepState, get_runtime
 
 
 class RaggedBuilder(AttentionMetadataBuilder[StepState]):

@@ -12,10 +12,11 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvevict.engine import chat
-from vllm_kvevict.engine.checks import check_policy
-from vllm_kvevict.engine.config import KVEvictionError, options_of
+from vllm_kvevict.engine.config import KVEvictionError, options_of, require_options
+from vllm_kvevict.engine.frontend import chat
+from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.schedules.registry import schedule_of
 
 BEAM_SEARCH = (
     "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
@@ -100,15 +101,14 @@ def _checked_fields(
     vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
 ) -> dict[str, Any] | None:
     """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
-    options = options_of(vllm_config)
-    assert options is not None
+    options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
         # A chat that mixes text with embeddings has token ids too, but only placeholders where these stand.
-        if config.chunked and embeds is not None:
+        if schedule_of(config).reads_token_ids and embeds is not None:
             raise KVEvictionError(
                 f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
             )

@@ -6,20 +6,7 @@ taken what memory was free. So a worker of a server that allows such policies ta
 ``max_model_len`` needs before vLLM measures what is left for the KV cache, and the scheduler lets no more tokens in.
 """
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from vllm_kvevict.engine.config import Plan
-
-
-def allocate(vllm_config: Any, device: torch.device) -> Tensor:
-    """A rank's reserve, fp32 [max_model_len, local layers * local query heads], every page of it written once."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    rows = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
-    # A system gives a page of memory when it is written, and vLLM counts on a CPU what was given.
-    return torch.empty(model.max_model_len, rows, dtype=torch.float32, device=device).fill_(0)
+from vllm_kvevict.schedules.plan import Plan
 
 
 class Reserve:

@@ -11,7 +11,8 @@ from vllm.version import __version__ as vllm_version
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.kernels import processor
-from vllm_kvevict.policies import EvictionConfig, take
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.schedules.registry import schedule_of
 
 TESTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals this package was tested against."""
@@ -69,68 +70,68 @@ def check_arguments(args: Any) -> None:
     Raises:
         KVEvictionError: one sentence naming the first such flag and what to do.
     """
-    slot = "eviction uses vLLM's only KV-connector slot"
-    own = "eviction brings its own"
-    one_rank = "all KV of a head must be on one rank"
-    drafts = "draft tokens would have to be taken back from pages"
-    attention, events = args.attention_config, args.kv_events_config
-    conflicts = {
-        "--enable-prefix-caching": (
-            args.enable_prefix_caching,
-            "evicted KV cannot be shared between requests",
-        ),
-        "--speculative-config": (args.speculative_config, drafts),
-        "--spec-method": (args.spec_method, drafts),
-        "--spec-model": (args.spec_model, drafts),
-        "--spec-tokens": (args.spec_tokens, drafts),
-        "--kv-transfer-config": (args.kv_transfer_config, slot),
-        "--kv-offloading-size": (args.kv_offloading_size, slot),
-        "--kv-events-config": (
-            events and getattr(events, "enable_kv_cache_events", True),
-            "there are no shared blocks to publish",
-        ),
-        "--ec-transfer-config": (args.ec_transfer_config, "only text models are supported"),
-        "--scheduler-cls": (args.scheduler_cls, own),
-        "--worker-cls": (args.worker_cls != "auto", own),
-        "--attention-backend": (args.attention_backend or attention.backend, own),
-        "--attention-config.use_non_causal": (attention.use_non_causal, "a token's KV must be final"),
-        "--enable-return-routed-experts": (
-            args.aux_output_config.enabled,
-            "vLLM keeps them with its own KV blocks",
-        ),
-        "--enable-sleep-mode": (args.enable_sleep_mode, "sleeping discards the pages that tables point to"),
-        "--enable-dbo": (
-            args.enable_dbo or args.ubatch_size > 1,
-            "micro-batches would each need page tables",
-        ),
-        "--enable-elastic-ep": (args.enable_elastic_ep, "the number of workers must stay fixed"),
-        "--enable-lora": (args.enable_lora, "the combination is not tested yet"),
-        "--data-parallel-size": (
-            args.data_parallel_size > 1,
-            "several engines in one server are not tested yet",
-        ),
-        "--decode-context-parallel-size": (args.decode_context_parallel_size > 1, one_rank),
-        "--prefill-context-parallel-size": (args.prefill_context_parallel_size > 1, one_rank),
-        f"--kv-cache-dtype {args.kv_cache_dtype}": (
-            args.kv_cache_dtype not in FLOATS,
-            "pages hold the model's own dtype",
-        ),
-        "--kv-sharing-fast-prefill": (args.kv_sharing_fast_prefill, "every layer needs KV of its own"),
-        "--distributed-executor-backend external_launcher": (
-            args.distributed_executor_backend == "external_launcher",
-            "the scheduler must hear every rank",
-        ),
-    }
     if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: that Ray executor calls the "
             "model runner behind the worker, which then never hears of an eviction, so unset the variable"
         )
-    for flag, (given, reason) in conflicts.items():
-        if given:
-            raise KVEvictionError(
-                f"--kv-eviction cannot be combined with {flag}: {reason}, so drop one of the two"
-            )
+    for reason, flags in _conflicts(args).items():
+        for flag, given in flags.items():
+            if given:
+                raise KVEvictionError(
+                    f"--kv-eviction cannot be combined with {flag}: {reason}, so drop one of the two"
+                )
+
+
+def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
+    """By the reason why eviction cannot be combined with them, flags and whether they are given."""
+    attention, events = args.attention_config, args.kv_events_config
+    publishes = events and getattr(events, "enable_kv_cache_events", True)
+    launched = args.distributed_executor_backend == "external_launcher"
+    return {
+        "evicted KV cannot be shared between requests": {
+            "--enable-prefix-caching": args.enable_prefix_caching
+        },
+        "draft tokens would have to be taken back from pages": {
+            "--speculative-config": args.speculative_config,
+            "--spec-method": args.spec_method,
+            "--spec-model": args.spec_model,
+            "--spec-tokens": args.spec_tokens,
+        },
+        "eviction uses vLLM's only KV-connector slot": {
+            "--kv-transfer-config": args.kv_transfer_config,
+            "--kv-offloading-size": args.kv_offloading_size,
+        },
+        "there are no shared blocks to publish": {"--kv-events-config": publishes},
+        "only text models are supported": {"--ec-transfer-config": args.ec_transfer_config},
+        "eviction brings its own": {
+            "--scheduler-cls": args.scheduler_cls,
+            "--worker-cls": args.worker_cls != "auto",
+            "--attention-backend": args.attention_backend or attention.backend,
+        },
+        "a token's KV must be final": {"--attention-config.use_non_causal": attention.use_non_causal},
+        "vLLM keeps them with its own KV blocks": {
+            "--enable-return-routed-experts": args.aux_output_config.enabled
+        },
+        "sleeping discards the pages that tables point to": {"--enable-sleep-mode": args.enable_sleep_mode},
+        "micro-batches would each need page tables": {
+            "--enable-dbo": args.enable_dbo or args.ubatch_size > 1
+        },
+        "the number of workers must stay fixed": {"--enable-elastic-ep": args.enable_elastic_ep},
+        "the combination is not tested yet": {"--enable-lora": args.enable_lora},
+        "several engines in one server are not tested yet": {
+            "--data-parallel-size": args.data_parallel_size > 1
+        },
+        "all KV of a head must be on one rank": {
+            "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
+            "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,
+        },
+        "pages hold the model's own dtype": {
+            f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in FLOATS
+        },
+        "every layer needs KV of its own": {"--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill},
+        "the scheduler must hear every rank": {"--distributed-executor-backend external_launcher": launched},
+    }
 
 
 def check_model(vllm_config: Any) -> None:
@@ -212,12 +213,15 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     Raises:
         KVEvictionError: one sentence naming the flags.
     """
-    if config.one_stage and vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise KVEvictionError(
-            f"{name} {config.policy} cannot be combined with --pipeline-parallel-size: it compares the scores of all "
-            "layers in one place, so choose another policy or leave that flag out",
-            name,
-        )
+    parallel = vllm_config.parallel_config
+    layers, count = vllm_config.model_config.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+    spans = [get_pp_indices(layers, stage, count) for stage in range(count)]
+    try:
+        conflict = schedule_of(config).conflict_with_stages(config, [end - first for first, end in spans])
+    except ValueError as error:
+        raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
+    if conflict is not None:
+        raise KVEvictionError(f"{name} {config.policy} {conflict}", name)
     # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
     if "w_o" in config.needs and vllm_config.quant_config is not None:
         raise KVEvictionError(
@@ -225,21 +229,6 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
             "(whether in those layers too is not looked at): choose another policy",
             name,
         )
-    if config.chunked:
-        parallel = vllm_config.parallel_config
-        layers = vllm_config.model_config.get_total_num_hidden_layers()
-        try:
-            warmup = take.warmup_layers(config, layers)
-        except ValueError as error:
-            raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
-        _, first_stage = get_pp_indices(layers, 0, parallel.pipeline_parallel_size)
-        if warmup > first_stage:
-            raise KVEvictionError(
-                f"{name} {config.policy} cannot be combined with --pipeline-parallel-size "
-                f"{parallel.pipeline_parallel_size}: its {warmup} warm-up layers must lie in the first stage, which "
-                f"has {first_stage}, so set take_warmup_layers to {first_stage} or less, or use fewer stages",
-                name,
-            )
 
 
 def _layer_types(text: Any) -> set[str]:

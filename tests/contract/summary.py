@@ -1,4 +1,4 @@
-"""After the tests: one line for each seam that does not hold."""
+"""What is said of the contract after the tests: one line for each seam that does not hold."""
 
 import re
 
@@ -16,7 +16,8 @@ def version() -> str:
     return found.group(1) if found else "of unknown version"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def report(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print it, if any of its tests ran."""
     stats = terminalreporter.stats
     mine = {
         kind: [x for x in stats.get(kind, []) if FOLDER in x.nodeid] for kind in ("passed", "failed", "error")
@@ -26,9 +27,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     failed = mine["failed"] + mine["error"]
     total = len(failed) + len(mine["passed"])
     terminalreporter.section("contract")
-    for report in failed:
-        name = report.nodeid.partition(FOLDER)[2]
-        terminalreporter.write_line(f"{name}: {report.longreprtext.strip().splitlines()[-1]}")
+    for check in failed:
+        name = check.nodeid.partition(FOLDER)[2]
+        terminalreporter.write_line(f"{name}: {check.longreprtext.strip().splitlines()[-1]}")
     found = f"vLLM {version()} ({source.root()})"
     terminalreporter.write_line(
         f"{found}: {len(failed)} of {total} checks fail" if failed else f"{found}: all hold"

@@ -18,11 +18,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.config import Options, Plan
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.memory import can_recycle
 from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
-from vllm_kvevict.engine.peaks import RankCapacity, can_recycle, last_that, prefill_peak
-from vllm_kvevict.engine.reserve import Reserve
+from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.policies import layer_budgets
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import last_that, prefill_peak
+from vllm_kvevict.schedules.plan import Plan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -89,7 +92,7 @@ class Account:
     @property
     def bounded(self) -> bool:
         """Whether it holds less during its prefill than all that was read."""
-        return self.recycles or self.plan.config.chunked
+        return self.recycles or not self.plan.schedule.holds_whole_prompt
 
     def pages_at(self, tokens: int) -> list[int]:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
@@ -200,7 +203,7 @@ class PageLedger(KVCacheManager):
     def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
         """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
         account.unreported = set(range(len(self.ranks)))
-        account.undecided = self.num_stages > 1 and account.plan.config.weighted
+        account.undecided = account.plan.schedule.decides_across_stages(self.num_stages)
         if account.bounded:
             # Until the reports come, all that is known is that rows may end anywhere in a page.
             account.counts = [

@@ -24,6 +24,7 @@ from vllm_kvevict.engine.config import (
 from vllm_kvevict.engine.devices import CPU
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.schedules.chunked import most_probe_rows
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -129,7 +130,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_kvevict.engine import checks, requests, stopping
+    from vllm_kvevict.engine.frontend import checks, requests, stopping
 
     device = checks.check_environment()
     checks.check_arguments(args)
@@ -152,7 +153,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     checks.check_model(vllm_config)
     checks.check_policy(vllm_config, options.request_config(None)[0])
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
-    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.{kind}"
+    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
     if device is not CPU:
         logger.warning(
             "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
@@ -185,10 +186,9 @@ def _warn_of_slow_dtype(dtype: Any) -> None:
 
 
 def _make_room_for_probe(args: Any, options: Options) -> None:
-    """Give workers buffers for one request more than the scheduler may fill: the probe of a prompt read by ``take``."""
-    probe = parameters("take")["take_probe"]
-    if options.policy == "take":
-        probe = options.params.get("take_probe", probe)
+    """Give workers buffers for one request more than the scheduler may fill: a probe of a prompt that is evicted in
+    chunks."""
+    probe = most_probe_rows(options.policy, options.params)
     set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
     def set_ours(*rest: Any) -> None:

@@ -1,0 +1,145 @@
+"""Who may import whom: what, where and when are answered without vLLM, and processes do not know each other's code."""
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "vllm_kvevict"
+ALLOWED = {
+    "kernels": {"kernels"},
+    "policies": {"policies", "kernels"},
+    "cache": {"cache", "kernels"},
+    "parallel": {"parallel", "policies", "kernels"},
+    "schedules": {"schedules", "cache", "parallel", "policies", "kernels"},
+}
+"""Parts of the project that each part may import; `engine` and `sizing`, its command, may import all."""
+
+APART = {
+    "scheduler": {"worker", "frontend"},
+    "worker": {"scheduler", "frontend"},
+    "frontend": {"scheduler", "worker"},
+}
+"""Folders of the engine, and those that they must not import."""
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the project, by its dotted name below the package."""
+    for folder, prefix in ((PACKAGE, ""), (ROOT / "kernels", "kernels.")):
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder)
+            if folder == ROOT / "kernels" or relative.parts[0] != "kernels":
+                yield prefix + ".".join(relative.with_suffix("").parts), path
+
+
+def imports(module: str, tree: ast.Module | None = None) -> Iterator[str]:
+    """What a module imports, by dotted names; relative ones resolved."""
+    package = ["vllm_kvevict", *module.split(".")[:-1]]
+    for node in ast.walk(tree or ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def ours(name: str) -> list[str]:
+    """The parts of a name below the package, nothing for others' modules."""
+    parts = name.split(".")
+    return parts[1:] if parts[0] == "vllm_kvevict" else []
+
+
+MODULES = dict(sources())
+
+
+def test_relative_imports_are_seen_too() -> None:
+    tree = ast.parse(
+        "import vllm.config\nfrom ..engine import config\nfrom . import take\nfrom .params import GQA"
+    )
+    package = "vllm_kvevict"
+    assert list(imports("policies.x", tree)) == [
+        "vllm.config",
+        f"{package}.engine.config",
+        f"{package}.policies.take",
+        f"{package}.policies.params.GQA",
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    part = module.split(".")[0]
+    for name in imports(module):
+        if part not in ("engine", "sizing", "__init__"):
+            assert name.split(".")[0] != "vllm", f"{module} imports {name}"
+            if target := ours(name):
+                assert target[0] in ALLOWED[part] | {"__version__"}, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("engine.")])
+def test_processes_do_not_know_each_other(module: str) -> None:
+    folder = module.split(".")[1]
+    for name in imports(module):
+        target = ours(name)
+        if len(target) > 1 and target[0] == "engine":
+            assert target[1] not in APART.get(folder, ()), f"{module} imports {name}"
+
+
+def at_start(tree: ast.Module) -> ast.Module:
+    """What runs when a module is imported: not its functions, nor what only type checkers see."""
+    kept = [
+        node
+        for node in tree.body
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    return ast.Module(kept, [])
+
+
+def module_of(name: str) -> str | None:
+    """The module that a name is in, or is."""
+    parts = ours(name)
+    for end in range(len(parts), 0, -1):
+        for module in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
+            if module in MODULES:
+                return module
+    return None
+
+
+def test_there_is_no_circle() -> None:
+    graph = {
+        module: {
+            found
+            for name in imports(module, at_start(ast.parse(path.read_text())))
+            if (found := module_of(name))
+        }
+        for module, path in MODULES.items()
+    }
+    assert graph["engine.connector"] and "policies.__init__" in graph["schedules.base"]
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+
+
+KINDS = re.compile(r"schedule (==|!=|in) |\.(layer_local|weighted|one_stage|chunked)\b(?!\.| import)")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] in ("engine", "cache")])
+def test_nobody_else_asks_what_kind_a_policy_is(module: str) -> None:
+    lines = MODULES[module].read_text().splitlines()
+    asking = [line for line in lines if KINDS.search(line) and "import" not in line]
+    assert not asking
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] != "policies"])
+def test_take_is_named_where_it_lives(module: str) -> None:
+    """In its policy and its schedule; elsewhere only in texts for users."""
+    if module == "schedules.chunked":
+        return
+    tree = ast.parse(MODULES[module].read_text())
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert "take" not in names and "take" not in constants
+    assert not any(name.endswith("policies.take") for name in imports(module))

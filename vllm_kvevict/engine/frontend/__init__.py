@@ -1,0 +1,1 @@
+"""In the process that clients talk to: flags, refusals at start-up, checks of single requests, chats, stopping."""

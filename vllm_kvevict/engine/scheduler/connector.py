@@ -1,0 +1,105 @@
+"""The scheduler's end of the transport: plans and budgets go down, reports and weights come up from all ranks."""
+
+from collections.abc import Sequence
+
+from vllm.logger import init_logger
+
+from vllm_kvevict import __version__
+from vllm_kvevict.engine import metrics
+from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepPlans, WorkerMessages
+from vllm_kvevict.engine.process import mark_started
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+
+logger = init_logger("vllm.kv_eviction")
+
+
+class SchedulerEnd:
+    """Passes what the workers say on to the ledger, and counts it."""
+
+    ledger: PageLedger
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.statistics = metrics.EvictionStats()
+        self.incomplete: dict[tuple[str, int], list[Report]] = {}
+
+    def on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
+        """Learn what the ranks can hold.
+
+        Raises:
+            KVEvictionError: a rank runs another version of this package.
+        """
+        for handshake in handshakes:
+            if handshake.version != __version__:
+                raise KVEvictionError(
+                    f"rank {handshake.rank} has vllm-kvevict {handshake.version}, the scheduler {__version__}: "
+                    "--kv-eviction needs the same version on every machine"
+                )
+        self.ledger.set_capacity({handshake.rank: handshake.capacity for handshake in handshakes})
+        self.ledger.has_w_o = all(handshake.has_w_o for handshake in handshakes)
+        logger.info(self._start_up_line())
+        mark_started()
+
+    def _start_up_line(self) -> str:
+        options, ledger = self.options, self.ledger
+        length = ledger.max_model_len
+        config, _ = options.request_config(None)
+        kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
+        at_once = min(room.pages // (room.rows * -(-kept // options.page_size)) for room in ledger.capacity)
+        pages = ", ".join(
+            f"rank {r}: {room.pages}" for r, room in zip(ledger.ranks, ledger.capacity, strict=True)
+        )
+        budget = "" if options.policy == "full" else f", budget {options.budget:g}"
+        budget += " of what comes before the question" if options.scope == "prefix" else ""
+        return (
+            f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
+            f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
+        )
+
+    def next_step(self) -> StepPlans:
+        """What the workers must know before the step that was just scheduled."""
+        plans, self.ledger.admitted = self.ledger.admitted, []
+        budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
+        most_pages = (
+            dict(zip(self.ledger.ranks, self.ledger.used, strict=True)) if self.options.check else None
+        )
+        return StepPlans(plans, budgets, most_pages=most_pages)
+
+    def on_messages(self, messages: WorkerMessages) -> None:
+        """Take over the ranks' news of a step."""
+        self._share(messages)
+        for rank, message in messages.by_rank.items():
+            for request_id, report in message.reports.items():
+                self.ledger.on_report(rank, request_id, report)
+                if report.last:
+                    self._count(request_id, report)
+            if message.holdings is not None:
+                self.ledger.verify(rank, message.holdings)
+            self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)
+
+    def _share(self, messages: WorkerMessages) -> None:
+        """Join the weights of all stages, which report a request's in the same step."""
+        stages: dict[str, dict[int, LayerWeights]] = {}
+        for message in messages.by_rank.values():
+            for request_id, weights in message.weights.items():
+                stages.setdefault(request_id, {})[weights.first_layer] = weights
+        for request_id, by_layer in stages.items():
+            parts = [by_layer[first] for first in sorted(by_layer)]
+            joined = [weight for part in parts for weight in part.weights]
+            self.ledger.on_weights(request_id, LayerWeights(parts[0].epoch, 0, joined))
+
+    def _count(self, request_id: str, report: Report) -> None:
+        # Not the ledger's business: a request may have finished with the very step that evicted it.
+        reports = self.incomplete.setdefault((request_id, report.epoch), [])
+        reports.append(report)
+        if len(reports) == len(self.ledger.ranks):
+            self.statistics.on_eviction(request_id, reports)
+            del self.incomplete[request_id, report.epoch]
+
+    def take_statistics(self) -> metrics.EvictionStats | None:
+        """What was counted since the last call; None if nothing was."""
+        if self.statistics.is_empty():
+            return None
+        statistics, self.statistics = self.statistics, metrics.EvictionStats()
+        return statistics

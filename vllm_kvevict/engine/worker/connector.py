@@ -1,0 +1,37 @@
+"""A worker's end of the transport: what the rank can hold, and what became of each step."""
+
+import torch
+from vllm.distributed import get_world_group
+
+from vllm_kvevict import __version__
+from vllm_kvevict.engine.messages import Handshake, WorkerMessages
+from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.schedules.base import RankCapacity
+
+
+class WorkerEnd:
+    """One per rank."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the KV memory, by layer name."""
+        self.rank = get_world_group().rank_in_group
+        get_runtime().attach(kv_caches)
+
+    def handshake(self) -> Handshake:
+        """What the rank can do."""
+        runtime = get_runtime()
+        cache = runtime.cache
+        capacity = RankCapacity(
+            cache.pool.num_pages,
+            runtime.evictor.first_layer,
+            cache.num_layers,
+            cache.num_kv_heads,
+            runtime.evictor.num_model_layers,
+            runtime.vllm_config.model_config.get_total_num_kv_heads(),
+        )
+        return Handshake(self.rank, capacity, __version__, runtime.projections.available)
+
+    def end_step(self) -> WorkerMessages | None:
+        """The rank's news of a step; None before it has pages."""
+        message = get_runtime().end_step(self.rank)
+        return None if message is None else WorkerMessages({self.rank: message})

@@ -1,0 +1,45 @@
+"""What a device's pages can do; :class:`CPUPages` and :class:`CUDAPages` are the two there are."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.schedules.evictor import WindowMean
+
+
+class Pages(Protocol):
+    """The pool in the order in which a device's attention reads it."""
+
+    uses_triton: bool
+    """Whether the project's Triton kernels work on the pages."""
+
+    @property
+    def window_mean(self) -> WindowMean | None:
+        """Mean attention of the window, from pages; None where policies read the keys."""
+
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write entries into pages of any storage.
+
+        Args:
+            storage: [pages, 2 * page_size * head_dim].
+            keys, values: [N, head_dim].
+            slots: int64 [N], page * page_size + offset; what is negative is skipped.
+        """
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
+
+    def attend(
+        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+    ) -> None:
+        """Causal attention of every sequence, whose queries are its last tokens.
+
+        Args:
+            queries: [N, group, head_dim], sequence after sequence.
+            output: likewise, contiguous, filled in place.
+        """
+
+    def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> Any:
+        """The project's kernel for decodes, None where :meth:`attend` serves them too."""

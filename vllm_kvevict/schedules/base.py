@@ -1,0 +1,155 @@
+"""What every way of evicting answers: when, what it records until then, how much it holds, who waits, what it does."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kvevict.policies import EvictionConfig, most_candidates
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
+
+
+@dataclass(frozen=True)
+class RankCapacity:
+    """What one rank can hold, and its share of the model.
+
+    Attributes:
+        pages: of its pool.
+        first_layer, num_layers: its layers; of the model's num_model_layers.
+        num_kv_heads: its KV heads; of the model's num_model_kv_heads.
+    """
+
+    pages: int
+    first_layer: int
+    num_layers: int
+    num_kv_heads: int
+    num_model_layers: int
+    num_model_kv_heads: int
+
+    @property
+    def rows(self) -> int:
+        """Rows (layers x KV heads) that each request has there."""
+        return self.num_layers * self.num_kv_heads
+
+
+class Schedule(ABC):
+    """One way of evicting a prompt of n tokens under a configuration; it has no state.
+
+        tokens read   0 ------ position ------ position ------ n ------------> decoding
+        in a layer      store    |               |             |  the last position
+        and attend               +---------------+-------------+--> after_layer: record, score, choose, compact
+        after the step                                              report, or wait for other ranks
+
+    Where nothing else is said, a prompt is evicted once, at n, and is held whole until then.
+    """
+
+    holds_whole_prompt = True
+    """Whether all that was read is held until the last position, unless layers recycle pages."""
+    reads_token_ids = False
+    """Whether the prompt's token ids are needed again while it is read."""
+
+    # When, known before the prompt is read.
+
+    def positions(self, config: EvictionConfig, n: int) -> tuple[int, ...]:
+        """Numbers of tokens after which the prompt is evicted, ascending; the last is n."""
+        return (n,)
+
+    def probe(self, config: EvictionConfig, n: int) -> int:
+        """Token rows that accompany the step that reaches a position before the last one."""
+        return 0
+
+    def window(self, config: EvictionConfig, n: int, position: int) -> slice:
+        """Tokens whose queries choose at a position, if they are not a probe's."""
+        return slice(n - config.window_for(n), n)
+
+    def conflict_with_stages(self, config: EvictionConfig, stages: Sequence[int]) -> str | None:
+        """Why pipeline stages of so many layers cannot serve it, None if they can; the end of a sentence.
+
+        Raises:
+            ValueError: no stages could, since the model has too few layers.
+        """
+        return None
+
+    # How much is held.
+
+    def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
+        """Whether a prompt that one step reads can be evicted layer by layer, each into the pages of the one before.
+
+        Args:
+            is_asynchronous: whether the device runs behind the host, which then waits to learn what a layer keeps.
+        """
+        return False
+
+    def layer_budgets(self, config: EvictionConfig, n: int, num_layers: int) -> list[int]:
+        """Tokens per KV head that each of the model's layers keeps, where no scores decide that."""
+        return config.layer_budgets(n, num_layers)
+
+    def is_ragged(self, config: EvictionConfig) -> bool:
+        """Whether scores decide how much a row keeps."""
+        return config.heads_compete
+
+    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, recycles: bool) -> int:
+        """The most pages that a rank holds until the prompt is evicted.
+
+        Args:
+            recycles: whether it is evicted layer by layer: one layer is whole while those below it hold what they keep.
+        """
+        whole = rank.rows * pages_for(n, page_size)
+        if not recycles:
+            return whole
+        below = self.kept_pages(config, n, 0, rank, page_size, rank.num_layers - 1)
+        return min(whole, rank.num_kv_heads * pages_for(n, page_size) + below)
+
+    def kept_pages(
+        self, config: EvictionConfig, n: int, more: int, rank: RankCapacity, page_size: int, num_layers: int
+    ) -> int:
+        """The most pages that a rank's lowest ``num_layers`` layers hold ``more`` tokens after the eviction at n.
+
+        Whatever the scores: of rows that compete any may win.
+        """
+        heads, window = rank.num_kv_heads, config.window_for(n)
+        every = self.layer_budgets(config, n, rank.num_model_layers)
+        budgets = every[rank.first_layer :][:num_layers]
+        if not config.heads_compete:
+            return sum(heads * pages_for(budget + more, page_size) for budget in budgets)
+        pages = 0
+        for budget in budgets:
+            most = most_candidates(config, budget - window, n - window, heads, rank.num_model_kv_heads)
+            pages += ragged_pages(most, heads, window + more, n + more, page_size)
+        return pages
+
+    # Who waits.
+
+    def decides_across_stages(self, num_stages: int) -> bool:
+        """Whether stages have to hear of the others before they can choose."""
+        return False
+
+    # What is done.
+
+    @abstractmethod
+    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        """Go on with a request's eviction once a layer has attended.
+
+        Args:
+            evictor: the rank's.
+            rows: the request's token rows in the step.
+            window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
+        """
+
+
+def pages_for(entries: int, page_size: int) -> int:
+    """Pages of a row with so many entries."""
+    return -(-entries // page_size)
+
+
+def ragged_pages(shared: int, rows: int, always: int, longest: int, page_size: int) -> int:
+    """The most pages of rows that share entries and end anywhere in a page.
+
+    Args:
+        shared: entries that the rows share in any way.
+        always: entries that each of them has besides.
+        longest: the most entries of one row.
+    """
+    entries = shared + rows * always
+    return min((entries + rows * (page_size - 1)) // page_size, rows * pages_for(longest, page_size))

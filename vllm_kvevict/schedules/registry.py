@@ -1,0 +1,33 @@
+"""The schedules by name; a policy says which one it has (:attr:`vllm_kvevict.policies.registry.Policy.schedule`)."""
+
+from vllm_kvevict.policies import EvictionConfig, available
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.base import Schedule
+from vllm_kvevict.schedules.chunked import Chunked
+from vllm_kvevict.schedules.shared import ByScore, ByWeight
+from vllm_kvevict.schedules.whole import Whole
+
+_schedules: dict[str, Schedule] = {}
+
+
+def register(name: str, schedule: Schedule) -> None:
+    """Make a schedule available to policies that name it. Raises ValueError if the name is taken."""
+    if name in _schedules:
+        raise ValueError(f"schedule {name} is registered already")
+    _schedules[name] = schedule
+
+
+def schedule_of(config: EvictionConfig) -> Schedule:
+    """The schedule of a policy."""
+    return _schedules[lookup(config.policy).schedule]
+
+
+def bounded_policies() -> list[str]:
+    """Policies that never hold a whole prompt, however long it is."""
+    return [name for name in available() if not _schedules[lookup(name).schedule].holds_whole_prompt]
+
+
+register("whole", Whole())
+register("by weight", ByWeight())
+register("by score", ByScore())
+register("chunked", Chunked())
