@@ -99,7 +99,7 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
     # Only the last rank has no room, so admission looks at every rank before it says no.
     accounts = ledger.accounts.values()
     full = sum(ledger._held_finally(account, ranks - 1, PROMPT + OUTPUT) for account in accounts)
-    ledger.capacity[-1] = dataclasses.replace(plenty, pages=full)
+    ledger.capacities[-1] = dataclasses.replace(plenty, pages=full)
     return ledger, statistics.median(seconds)
 
 

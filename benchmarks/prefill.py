@@ -88,9 +88,9 @@ def install(engine: Engine) -> None:
         stopwatch.watch(backend, "forward", "attention")
     report = Evictor._report
 
-    def watched(self: Evictor, live: Any, n: int) -> None:
-        _peaks[live.plan.request_id.rpartition("-")[0]] = live.peak_pages
-        report(self, live, n)
+    def watched(self: Evictor, resident: Any, n: int) -> None:
+        _peaks[resident.plan.request_id.rpartition("-")[0]] = resident.peak_pages
+        report(self, resident, n)
 
     Evictor._report = watched  # type: ignore[method-assign]
 

@@ -113,7 +113,7 @@ def sample(engine: Engine) -> Sample:
             "page tables": object_bytes(cache.tables),
             "free pages": object_bytes(cache.pool),
             "row lengths": object_bytes(cache.lengths),
-            "worker's requests": object_bytes(runtime.live),
+            "worker's requests": object_bytes(runtime.residents),
             "ledger": object_bytes(engine.probe.scheduler.kv_cache_manager.accounts),
         },
     )

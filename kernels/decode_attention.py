@@ -139,5 +139,7 @@ def reference(
             values[last] = value[token, head]
             k = keys[table].transpose(1, 2).flatten(0, 1)[:length].to(output.dtype)
             v = values[table].flatten(0, 1)[:length].to(output.dtype)
-            mine = slice(head * group, (head + 1) * group)
-            output[token, mine] = (scale * query[token, mine].to(output.dtype) @ k.T).softmax(-1) @ v
+            group_heads = slice(head * group, (head + 1) * group)
+            output[token, group_heads] = (scale * query[token, group_heads].to(output.dtype) @ k.T).softmax(
+                -1
+            ) @ v

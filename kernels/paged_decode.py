@@ -78,6 +78,51 @@ def _store(
     tl.store(entry + PAGE_SIZE * HEAD_DIM, new_value, mask=mask)
 
 
+@triton.jit
+def _attend_to_part(
+    pages,
+    table,
+    begin,
+    end,
+    q,
+    scale,
+    softcap,
+    BLOCK_G: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Largest logit, total of the weights relative to it, and sums of the values by them, of entries begin to end."""
+    dim = tl.arange(0, BLOCK_D)
+    # The first block holds an entry, so the maximum is finite from then on.
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for block in range(begin, end, BLOCK_N):
+        entry = block + tl.arange(0, BLOCK_N)
+        page = tl.load(table + entry // PAGE_SIZE, mask=entry < end, other=0).to(tl.int64)
+        place = page * (2 * PAGE_SIZE * HEAD_DIM) + entry % PAGE_SIZE * HEAD_DIM
+        keys = pages + place[:, None] + dim[None, :]
+        # What lies behind the last entry may be NaN, which a weight of 0 would not undo.
+        mask = (entry < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(keys, mask=mask, other=0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            logits = softcap - 2 * softcap / (1 + tl.exp(2 * logits / softcap))
+        logits = tl.where((entry < end)[None, :], logits * _LOG2E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        top = new_top
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(keys + PAGE_SIZE * HEAD_DIM, mask=mask, other=0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+    return top, total, sums
+
+
 @triton.jit(do_not_specialize=["first"])
 def _attend(
     pages,
@@ -122,32 +167,11 @@ def _attend(
         query + _token(tokens, request) * query_token + q_heads[:, None] + dim[None, :], mask=q_mask, other=0
     )
     for part in range(tl.program_id(2), tl.cdiv(length, part_length), tl.num_programs(2)):
-        begin = part * part_length
-        end = tl.minimum(begin + part_length, length)
-        # The first block holds an entry, so the maximum is finite from then on.
-        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
-        sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for block in range(begin, end, BLOCK_N):
-            entry = block + tl.arange(0, BLOCK_N)
-            page = tl.load(table + entry // PAGE_SIZE, mask=entry < end, other=0).to(tl.int64)
-            place = page * (2 * PAGE_SIZE * HEAD_DIM) + entry % PAGE_SIZE * HEAD_DIM
-            keys = pages + place[:, None] + dim[None, :]
-            # What lies behind the last entry may be NaN, which a weight of 0 would not undo.
-            mask = (entry < end)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(keys, mask=mask, other=0)
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (1 + exp(2 x))
-                logits = softcap - 2 * softcap / (1 + tl.exp(2 * logits / softcap))
-            logits = tl.where((entry < end)[None, :], logits * _LOG2E, float("-inf"))
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.exp2(logits - new_top[:, None])
-            fade = tl.exp2(top - new_top)
-            top = new_top
-            total = total * fade + tl.sum(weights, 1)
-            v = tl.load(keys + PAGE_SIZE * HEAD_DIM, mask=mask, other=0)
-            sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+        end = tl.minimum((part + 1) * part_length, length)
+        top, total, sums = _attend_to_part(
+            pages, table, part * part_length, end, q, scale, softcap,
+            BLOCK_G, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP,
+        )  # fmt: skip
         # [R, Hq, PARTS], and as many entries.
         place = ((request * tl.num_programs(1) + head) * GROUP + member) * PARTS + part
         tl.store(log_sums + place, top + tl.log2(total), mask=member < GROUP)
@@ -272,7 +296,17 @@ class PagedDecode:
             ValueError: more than max_requests requests, other numbers of heads than announced, or an entry whose
                 elements lie apart.
         """
-        requests, kv_heads, heads = rows.slots.numel(), self.num_kv_heads, self.num_kv_heads * self.group
+        requests = rows.slots.numel()
+        self._check(requests, query, key, value, output)
+        if not requests:
+            return
+        where = (rows.lengths, rows.lengths.shape[1], rows.slots, rows.first, tokens)
+        self._store(key, value, rows, where)
+        self._attend(query, rows, where, scale)
+        self._combine(output, where)
+
+    def _check(self, requests: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        kv_heads, heads = self.num_kv_heads, self.num_kv_heads * self.group
         if requests > self.max_requests:
             raise ValueError(f"{requests} requests, but there is a workspace for {self.max_requests}")
         for matrix, expected in ((query, heads), (key, kv_heads), (value, kv_heads), (output, heads)):
@@ -281,11 +315,10 @@ class PagedDecode:
                     f"expected [tokens, {expected}, {self.head_dim}] with elements side by side, got shape "
                     f"{list(matrix.shape)}, strides {matrix.stride()}"
                 )
-        if not requests:
-            return
-        by_address = rows.arena.dtype == torch.int64
-        lengths = (rows.lengths, rows.lengths.shape[1], rows.slots, rows.first, tokens)
-        _store[requests, kv_heads](
+
+    def _store(self, key: Tensor, value: Tensor, rows: Rows, where: tuple) -> None:
+        """Store the new entries; ``where`` says of each request which rows it has and which token is new."""
+        _store[rows.slots.numel(), self.num_kv_heads](
             self.pages,
             key,
             key.stride(0),
@@ -295,14 +328,18 @@ class PagedDecode:
             value.stride(1),
             rows.arena,
             rows.starts,
-            *lengths,
+            *where,
             PAGE_SIZE=self.page_size,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
-            BY_ADDRESS=by_address,
+            BY_ADDRESS=rows.arena.dtype == torch.int64,
             num_warps=1,
         )
-        _attend[requests, kv_heads, self._programs(requests)](
+
+    def _attend(self, query: Tensor, rows: Rows, where: tuple, scale: float) -> None:
+        """Attend to every part of the rows, into the workspace."""
+        requests = rows.slots.numel()
+        _attend[requests, self.num_kv_heads, self._programs(requests)](
             self.pages,
             query,
             query.stride(0),
@@ -311,7 +348,7 @@ class PagedDecode:
             self._log_sums,
             rows.arena,
             rows.starts,
-            *lengths,
+            *where,
             scale,
             self.softcap,
             GROUP=self.group,
@@ -322,17 +359,20 @@ class PagedDecode:
             BLOCK_N=self.block_n,
             PARTS=self.parts,
             SOFTCAP=self.softcap > 0,
-            BY_ADDRESS=by_address,
+            BY_ADDRESS=rows.arena.dtype == torch.int64,
             # Page ids, then keys and values: with fewer stages no block would be on its way while one is attended to.
             num_stages=5,
         )
-        _combine[requests, heads](
+
+    def _combine(self, output: Tensor, where: tuple) -> None:
+        """Combine the parts of the workspace into the output."""
+        _combine[where[2].numel(), self.num_kv_heads * self.group](
             output,
             output.stride(0),
             output.stride(1),
             self._partial,
             self._log_sums,
-            *lengths,
+            *where,
             GROUP=self.group,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
@@ -386,8 +426,8 @@ def reference(
             last = table[-1], (length - 1) % page_size
             keys[last], values[last] = key[token, head], value[token, head]
             k, v = (x[table].flatten(0, 1)[:length].float() for x in (keys, values))
-            mine = slice(head * group, (head + 1) * group)
-            logits = scale * query[token, mine].float() @ k.T
+            group_heads = slice(head * group, (head + 1) * group)
+            logits = scale * query[token, group_heads].float() @ k.T
             if softcap:
                 logits = softcap * (logits / softcap).tanh()
-            output[token, mine] = (logits.softmax(-1) @ v).to(output.dtype)
+            output[token, group_heads] = (logits.softmax(-1) @ v).to(output.dtype)

@@ -67,8 +67,8 @@ def read_model(name: str) -> dict[str, int]:
             config = AutoConfig.from_pretrained(name).to_dict()
         config = config.get("text_config") or config
         heads = config["num_attention_heads"]
-        others = {*(config.get("layer_types") or ())} - {"attention", "full_attention"}
-        if others or config.get("kv_lora_rank"):
+        unlike = {*(config.get("layer_types") or ())} - {"attention", "full_attention"}
+        if unlike or config.get("kv_lora_rank"):
             raise NotImplementedError
         return {
             "layers": config["num_hidden_layers"],

@@ -137,30 +137,30 @@ def _record(worker: Any) -> None:
 
     def recording_score(step, rows, *args):
         result = score(step, rows, *args)
-        scores = rows.live.scores[-1].scores
-        scored[rows.live.slot, step.layer] = None if scores is None else scores.clone()
+        scores = rows.resident.scores[-1].scores
+        scored[rows.resident.slot, step.layer] = None if scores is None else scores.clone()
         return result
 
     def recording_compact(slot, layer, kept):
-        live = next(live for live in runtime.live.values() if live.slot == slot)
+        resident = next(resident for resident in runtime.residents.values() if resident.slot == slot)
         heads = runtime.cache.num_kv_heads
         for first in range(0, len(kept), heads):
-            key = live.plan.request_id, live.plan.epoch, layer + first // heads
+            key = resident.plan.request_id, resident.plan.epoch, layer + first // heads
             since, positions = stored.get(key, (0, [[]] * heads))
-            positions = [[*before, *range(since, live.tokens)] for before in positions]
+            positions = [[*before, *range(since, resident.tokens)] for before in positions]
             mine = zip(positions, kept[first : first + heads], strict=True)
-            stored[key] = live.tokens, [[p[i] for i in entries] for p, entries in mine]
+            stored[key] = resident.tokens, [[p[i] for i in entries] for p, entries in mine]
         return compact(slot, layer, kept)
 
-    def recording_report(live, n):
+    def recording_report(resident, n):
         head = evictor.comm.local_heads.start if evictor.comm else 0
         for layer in range(runtime.cache.num_layers):
-            _, positions = stored[live.plan.request_id, live.plan.epoch, layer]
-            scores = scored.pop((live.slot, layer), None)
+            _, positions = stored[resident.plan.request_id, resident.plan.epoch, layer]
+            scores = scored.pop((resident.slot, layer), None)
             runtime.decisions.append(
-                (live.plan.request_id, evictor.first_layer + layer, head, positions, scores)
+                (resident.plan.request_id, evictor.first_layer + layer, head, positions, scores)
             )
-        report(live, n)
+        report(resident, n)
 
     runtime.cache.compact = recording_compact
     evictor.score, evictor._report = recording_score, recording_report

@@ -25,9 +25,9 @@ def _watch_peaks(worker: Any) -> None:
     runtime = get_runtime()
     runtime.peaks, report = {}, runtime.evictor._report
 
-    def watched(live, n):
-        report(live, n)
-        runtime.peaks[live.plan.request_id] = live.peak_pages
+    def watched(resident, n):
+        report(resident, n)
+        runtime.peaks[resident.plan.request_id] = resident.peak_pages
 
     runtime.evictor._report = watched
 

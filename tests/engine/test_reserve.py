@@ -170,9 +170,9 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
 
         def recording(step, rows):
             after(step, rows)
-            held = [rows.live.window, *rows.live.probe.values()]
+            held = [rows.resident.window, *rows.resident.probe.values()]
             sizes = [x.untyped_storage().nbytes() for x in held if x is not None]
-            kept.setdefault(rows.live.plan.config.policy, []).extend(sizes)
+            kept.setdefault(rows.resident.plan.config.policy, []).extend(sizes)
 
         evictor.after_attention = recording
 

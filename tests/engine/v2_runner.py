@@ -96,7 +96,7 @@ def _left(worker: Any) -> tuple[str, int]:
 
     runtime = get_runtime()
     step = SchedulerOutput.make_empty()
-    step.finished_req_ids = set(runtime.live)
+    step.finished_req_ids = set(runtime.residents)
     runtime.begin_step(step)
     pool = runtime.cache.pool
     return type(worker.model_runner).__mro__[1].__module__, pool.num_pages - pool.num_free

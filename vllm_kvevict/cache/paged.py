@@ -189,8 +189,8 @@ class PagedKVCache:
             at = to_device((first[decodes, None] + np.arange(heads)).ravel(), self.device)
             result[:, at] = self._new_entries(step.slots[to_device(decodes, self.device)], 1).flatten(1)
         for i in np.flatnonzero(tokens > 1):
-            mine = self._new_entries(step.slots[i : i + 1], int(tokens[i]))
-            result[:, first[i] : first[i] + int(tokens[i]) * heads] = mine.flatten(1)
+            slots = self._new_entries(step.slots[i : i + 1], int(tokens[i]))
+            result[:, first[i] : first[i] + int(tokens[i]) * heads] = slots.flatten(1)
         return result
 
     def block_tables(self, slots: torch.Tensor, width: int) -> torch.Tensor:

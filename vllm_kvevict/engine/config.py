@@ -144,37 +144,9 @@ class Options:
                 f"--kv-eviction: unknown policy {policy!r} (choose from {', '.join(available())})"
             )
         budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
-        check = _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1"))
-        kernels = _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"]))
-        policies = _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"]))
-        scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
-        if scope not in SCOPES:
-            raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
-        engine = {
-            name: _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), int(name != "min_prompt"))
-            for name, default in ENGINE_DEFAULTS.items()
-            if name not in ("scope", "kernels", "policies")
-        }
-        device = this_device()
-        if device is not None and engine["page_size"] % device.page_multiple:
-            raise KVEvictionError(
-                f"--kv-eviction-config.page_size must be a multiple of {device.page_multiple}, got "
-                f"{engine['page_size']}"
-            )
-        known = parameters(policy)
-        for name in raw:
-            if name not in known:
-                valid = ", ".join([*known, *ENGINE_DEFAULTS])
-                raise KVEvictionError(
-                    f"--kv-eviction-config.{name} does not apply to policy {policy} (valid: {valid})"
-                )
-        try:
-            policy_config(policy, budget, raw)
-        except ValueError as error:
-            raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
-        return cls(
-            policy, budget, raw, **engine, scope=scope, kernels=kernels, policies=policies, check=check
-        )
+        engine = _take_engine_options(raw)
+        _check_parameters(policy, budget, raw)
+        return cls(policy, budget, raw, **engine)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that :meth:`parse` reads back."""
@@ -211,6 +183,21 @@ class Options:
             if name.startswith("kv_") and name not in (*REQUEST_FIELDS, *OTHERS_FIELDS):
                 raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
         policy = fields.get("kv_eviction", self.policy)
+        self._check_allowed(policy)
+        budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
+        prefix_len = fields.get("kv_prefix_len")
+        if prefix_len is not None:
+            prefix_len = _whole("kv_prefix_len", prefix_len)
+        try:
+            params = self.params if policy == self.policy else {}
+            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True))
+        except ValueError as error:
+            named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
+            raise KVEvictionError(f"{named}: {error}", named) from None
+        return config, prefix_len
+
+    def _check_allowed(self, policy: Any) -> None:
+        """Refuse a policy that there is not, or that requests may not name."""
         if policy not in available():
             raise KVEvictionError(
                 f"kv_eviction: unknown policy {policy!r} (choose from {', '.join(available())})",
@@ -223,17 +210,6 @@ class Options:
                 "that names it",
                 "kv_eviction",
             )
-        budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
-        prefix_len = fields.get("kv_prefix_len")
-        if prefix_len is not None:
-            prefix_len = _whole("kv_prefix_len", prefix_len)
-        try:
-            params = self.params if policy == self.policy else {}
-            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True))
-        except ValueError as error:
-            named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
-            raise KVEvictionError(f"{named}: {error}", named) from None
-        return config, prefix_len
 
     def plan(
         self, request_id: str, epoch: int, prompt_len: int, extra_args: Mapping[str, Any] | None
@@ -301,6 +277,44 @@ def require_options(vllm_config: Any) -> Options:
 def _parse(options: str) -> Options:
     """Options from their JSON; every request asks for its server's."""
     return Options.parse(json.loads(options))
+
+
+def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take the engine's options out of those that were given; what is left are the policy's parameters."""
+    scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
+    if scope not in SCOPES:
+        raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
+    engine = {
+        "scope": scope,
+        "check": _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
+        "kernels": _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
+        "policies": _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
+    }
+    for name, default in ENGINE_DEFAULTS.items():
+        if name not in engine:
+            least = 0 if name == "min_prompt" else 1
+            engine[name] = _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), least)
+    device = this_device()
+    if device is not None and engine["page_size"] % device.page_multiple:
+        raise KVEvictionError(
+            f"--kv-eviction-config.page_size must be a multiple of {device.page_multiple}, got {engine['page_size']}"
+        )
+    return engine
+
+
+def _check_parameters(policy: str, budget: float, params: Mapping[str, Any]) -> None:
+    """Refuse parameters that the policy does not have, or values that it cannot take."""
+    known = parameters(policy)
+    for name in params:
+        if name not in known:
+            valid = ", ".join([*known, *ENGINE_DEFAULTS])
+            raise KVEvictionError(
+                f"--kv-eviction-config.{name} does not apply to policy {policy} (valid: {valid})"
+            )
+    try:
+        policy_config(policy, budget, params)
+    except ValueError as error:
+        raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
 
 
 def _flag(name: str, value: Any) -> bool:

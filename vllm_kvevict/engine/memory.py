@@ -35,12 +35,13 @@ class BoundedAttentionSpec(FullAttentionSpec):
         tokens, size = vllm_config.model_config.max_model_len, options.page_size
         plan = options.plan("", 1, tokens, None)
         pages = max(
-            cdiv(_peak(vllm_config, plan, tokens, room, size), room.num_layers) for room in rooms(vllm_config)
+            cdiv(_peak(vllm_config, plan, tokens, capacity, size), capacity.num_layers)
+            for capacity in capacities(vllm_config)
         )
         return min(whole, pages * self.page_size_bytes * size // (self.block_size * self.num_kv_heads))
 
 
-def rooms(vllm_config: Any) -> list[RankCapacity]:
+def capacities(vllm_config: Any) -> list[RankCapacity]:
     """One rank of every pipeline stage, with the pages that vLLM's blocks give it once these are known."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     options = require_options(vllm_config)
@@ -80,13 +81,13 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
             would.
     """
     size, longest = options.page_size, vllm_config.model_config.max_model_len
-    ranks = rooms(vllm_config)
-    if all(room.rows * cdiv(longest, size) <= room.pages or not room.pages for room in ranks):
+    ranks = capacities(vllm_config)
+    if all(capacity.rows * cdiv(longest, size) <= capacity.pages or not capacity.pages for capacity in ranks):
         return
     if not _fits(vllm_config, plan, prompt_len, ranks, size):
         raise KVEvictionError(_too_long(vllm_config, options, plan, prompt_len, ranks), "prompt")
     # The last token of an answer is not stored.
-    most = 1 + min(most_tokens(plan, prompt_len, longest, room, size) for room in ranks) - prompt_len
+    most = 1 + min(most_tokens(plan, prompt_len, longest, capacity, size) for capacity in ranks) - prompt_len
     if min_tokens > most:
         raise KVEvictionError(
             f"min_tokens is {min_tokens}, but after this prompt only {most} tokens of an answer are sure to fit the KV "
@@ -110,13 +111,13 @@ def _too_long(
 
 
 def _fits(vllm_config: Any, plan: Plan, tokens: int, ranks: list[RankCapacity], page_size: int) -> bool:
-    return all(_peak(vllm_config, plan, tokens, room, page_size) <= room.pages for room in ranks)
+    return all(_peak(vllm_config, plan, tokens, capacity, page_size) <= capacity.pages for capacity in ranks)
 
 
-def _peak(vllm_config: Any, plan: Plan, tokens: int, room: RankCapacity, page_size: int) -> int:
+def _peak(vllm_config: Any, plan: Plan, tokens: int, capacity: RankCapacity, page_size: int) -> int:
     at_once = (plan.evict_at or tokens) <= longest_step(vllm_config.scheduler_config)
     recycles = at_once and can_recycle(plan, vllm_config.parallel_config.pipeline_parallel_size)
-    return prefill_peak(plan, tokens, room, page_size, recycles)
+    return prefill_peak(plan, tokens, capacity, page_size, recycles)
 
 
 def _longest(vllm_config: Any, options: Options, plan: Plan, ranks: list[RankCapacity]) -> int:

@@ -88,8 +88,8 @@ class EvictionStats(KVConnectorStats):
             if name == "ranks":
                 merged.data[name] = {**merged.data.get(name, {}), **value}
             elif name == "evictions":
-                mine = merged.data.get(name, {})
-                merged.data[name] = {p: mine.get(p, 0) + value.get(p, 0) for p in {**mine, **value}}
+                known = merged.data.get(name, {})
+                merged.data[name] = {p: known.get(p, 0) + value.get(p, 0) for p in {**known, **value}}
             else:  # counters add up, lists of observations join
                 merged.data[name] = merged.data[name] + value if name in merged.data else value
         return merged

@@ -40,21 +40,23 @@ def size(server: "Server", settings: Mapping[str, Any], prompt: int, output: int
     options = Options.parse({"page_size": server.page_size, **settings})
     vllm_config = _vllm_config(server, options)
     checks.check_policy(vllm_config, options.request_config(None)[0], "--policy")
-    ranks, step = memory.rooms(vllm_config), server.max_num_batched_tokens
+    ranks, step = memory.capacities(vllm_config), server.max_num_batched_tokens
     ledger = _ledger(server, options, ranks)
     request: Any = SimpleNamespace(request_id="", num_preemptions=0, sampling_params=None, max_tokens=output)
     request.num_tokens = request.num_prompt_tokens = prompt
     plan = ledger.plan(request)
     steps = max(-(-prompt // step), len(plan.cuts) + 1)
-    counts = [after_eviction(plan, prompt, room, server.page_size) for room in ranks]
+    counts = [after_eviction(plan, prompt, capacity, server.page_size) for capacity in ranks]
     alone = ledger._open(request, min(prompt, step))
 
-    def admits(others: int) -> bool:
+    def admits(running: int) -> bool:
         """Whether one more is admitted beside others whose prompts were read one after the other, the last just now."""
-        tokens = [prompt + min(steps * i, output - 1) for i in range(others)]
+        tokens = [prompt + min(steps * i, output - 1) for i in range(running)]
         ledger.accounts = {str(i): replace(alone, counts=counts, tokens=n) for i, n in enumerate(tokens)}
-        new = ledger._open(request, min(prompt, step - others))
-        peaks = any(new.peak[r] + ledger._held_soon(r, steps) > room.pages for r, room in enumerate(ranks))
+        new = ledger._open(request, min(prompt, step - running))
+        peaks = any(
+            new.peak[r] + ledger._held_soon(r, steps) > capacity.pages for r, capacity in enumerate(ranks)
+        )
         limits.append("reading prompts" if peaks else "answers")
         return ledger.fits(plan, prompt, new.recycles) and ledger._admits(new)
 
@@ -75,7 +77,7 @@ def size(server: "Server", settings: Mapping[str, Any], prompt: int, output: int
         "evicted": evicted,
         "end": end,
         "at once": low,
-        "at end": min(room.pages // pages for room, pages in zip(ranks, ends, strict=True)),
+        "at end": min(capacity.pages // pages for capacity, pages in zip(ranks, ends, strict=True)),
         "longest": memory._longest(vllm_config, options, plan, ranks),
         "layered": "yes" if alone.recycles else "no",
         "limit": limits[-1] if low < step else "tokens of a step",
@@ -89,12 +91,12 @@ def reserve(server: "Server", settings: Mapping[str, Any]) -> tuple[int, list[st
     return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
 
 
-def after_eviction(plan: Any, prompt: int, room: Any, page_size: int) -> PageCount:
+def after_eviction(plan: Any, prompt: int, capacity: Any, page_size: int) -> PageCount:
     """Pages of a request on a rank once its prompt is read; rows that compete are taken to end anywhere in a page."""
-    config, rows, layers = plan.config, room.rows, room.num_model_layers
+    config, rows, layers = plan.config, capacity.rows, capacity.num_model_layers
     budgets = plan.schedule.layer_budgets(config, prompt, layers) if plan.evict_at else [prompt] * layers
-    mine = budgets[room.first_layer :][: room.num_layers]
-    lengths = [budget for budget in mine for _ in range(room.num_kv_heads)]
+    on_rank = budgets[capacity.first_layer :][: capacity.num_layers]
+    lengths = [budget for budget in on_rank for _ in range(capacity.num_kv_heads)]
     if plan.evict_at and plan.schedule.is_ragged(config):
         spread = [(2 * row + 1) * page_size // (2 * rows) - page_size // 2 for row in range(rows)]
         lengths = [max(1, min(kept + more, prompt)) for kept, more in zip(lengths, spread, strict=True)]
@@ -126,5 +128,5 @@ def _ledger(server: "Server", options: Options, ranks: Sequence[Any]) -> PageLed
     idle = KVCacheConfig(2, [], [KVCacheGroupSpec(["layer"], spec)])
     ours: dict[str, Any] = {"max_num_batched_tokens": step, "longest_step": step, "num_stages": stages}
     ledger = PageLedger(idle, server.max_len, block, block, enable_caching=False, options=options, **ours)
-    ledger.ranks, ledger.capacity = list(range(len(ranks))), list(ranks)
+    ledger.ranks, ledger.capacities = list(range(len(ranks))), list(ranks)
     return ledger

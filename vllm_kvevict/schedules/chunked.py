@@ -69,24 +69,23 @@ class Chunked(Schedule):
 
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         """Follow the probe; at the end of a chunk choose by it, for all lower layers too if they wait for this one."""
-        live, config = rows.live, rows.live.plan.config
-        n, index = live.plan.evict_at, evictor.first_layer + step.layer
+        resident, config, n = rows.resident, rows.resident.plan.config, rows.resident.plan.evict_at
         assert n is not None
-        last = live.tokens == n
+        index, last = evictor.first_layer + step.layer, resident.tokens == n
         leader = take.warmup_layers(config, evictor.num_model_layers) - 1
         if index < leader or not rows.evicts:
             return
         now = step.query[rows.probe] if rows.probe else window
         assert now is not None
         # A chunk's own last tokens are others in each chunk.
-        before = live.probe.get(step.layer) if live.plan.probe else None
+        before = resident.probe.get(step.layer) if resident.plan.probe else None
         probe = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])
-        live.probe[step.layer] = probe
-        stored = evictor.cache.lengths.shortest(live.slot, step.layer) - live.plan.probe * (not last)
+        resident.probe[step.layer] = probe
+        stored = evictor.cache.lengths.shortest(resident.slot, step.layer) - resident.plan.probe * (not last)
         kept = take.select(
             config,
             probe,
-            evictor.cache.read_keys(live.slot, step.layer, stored),
+            evictor.cache.read_keys(resident.slot, step.layer, stored),
             index,
             evictor.num_model_layers,
             last,
@@ -96,7 +95,7 @@ class Chunked(Schedule):
             comm=evictor.comm,
         )
         for layer in range(step.layer + 1) if index == leader else (step.layer,):
-            evictor.compact(live, layer, kept)
+            evictor.compact(resident, layer, kept)
 
 
 def most_probe_rows(policy: str, params: Mapping[str, Any]) -> int:

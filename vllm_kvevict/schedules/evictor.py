@@ -24,7 +24,7 @@ WindowMean = Callable[[Tensor, Tensor, int, float, float], Tensor]
 
 
 @dataclass
-class Live:
+class ResidentRequest:
     """A request that holds pages here.
 
     Attributes:
@@ -53,7 +53,7 @@ class Live:
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
 
-    def is_whole_in(self, rows: slice) -> bool:
+    def recycles_in(self, rows: slice) -> bool:
         """Whether all that is stored until the eviction comes with these rows, so that layers recycle pages."""
         return self.plan.recycles and not self.tokens and rows.stop - rows.start == self.plan.evict_at
 
@@ -64,13 +64,13 @@ class QueryRows:
 
     Attributes:
         rows: its rows in the batch.
-        target: where those of them that belong to the window go in :attr:`Live.window`; they are the last ones.
+        target: where the last of them, which belong to the window, go in :attr:`ResidentRequest.window`.
         window: how many rows the window has.
         evicts: whether the step ends at an eviction position.
         probe: rows in the batch of the request's probe, which come with the end of a chunk that is not the last.
     """
 
-    live: Live
+    resident: ResidentRequest
     rows: slice
     target: slice
     window: int
@@ -99,21 +99,21 @@ class LayerStep:
     softcap: float
 
 
-def query_rows(live: Live, rows: slice, probe: slice | None) -> QueryRows | None:
-    """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``live.tokens``.
+def query_rows(resident: ResidentRequest, rows: slice, probe: slice | None) -> QueryRows | None:
+    """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``resident.tokens``.
 
     Args:
         rows, probe: of the batch.
     """
-    before, live.tokens = live.tokens, live.tokens + rows.stop - rows.start
-    position = live.plan.next_eviction(before)
+    before, resident.tokens = resident.tokens, resident.tokens + rows.stop - rows.start
+    position = resident.plan.next_eviction(before)
     if position is None:
         return None
     # The window may straddle steps: its queries are kept as they come.
-    window = live.plan.window(position)
+    window = resident.plan.window(position)
     first = window.start
-    target = slice(max(before, first) - first, max(live.tokens, first) - first)
-    return QueryRows(live, rows, target, window.stop - first, live.tokens == position, probe)
+    target = slice(max(before, first) - first, max(resident.tokens, first) - first)
+    return QueryRows(resident, rows, target, window.stop - first, resident.tokens == position, probe)
 
 
 class Evictor:
@@ -127,7 +127,7 @@ class Evictor:
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
         is_asynchronous: whether the device runs behind the host.
         window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
-        reserve: fp32 [tokens, local layers * Hq], memory for :attr:`Live.col_sums`; None where no policy needs it.
+        reserve: fp32 [tokens, local layers * Hq], for :attr:`ResidentRequest.col_sums`; None where no policy needs it.
     """
 
     def __init__(
@@ -154,33 +154,33 @@ class Evictor:
 
     def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
         """Take from a layer what the decision will need; decide once that is all there."""
-        live = rows.live
-        n = live.plan.evict_at
+        resident = rows.resident
+        n = resident.plan.evict_at
         assert n is not None
-        live.peak_pages = max(live.peak_pages, self.cache.held(live.slot))
-        started, moving = time.perf_counter(), live.compaction_seconds
+        resident.peak_pages = max(resident.peak_pages, self.cache.held(resident.slot))
+        started, moving = time.perf_counter(), resident.compaction_seconds
         window = self._collect(step, rows, n)
-        live.plan.schedule.after_layer(self, step, rows, window)
+        resident.plan.schedule.after_layer(self, step, rows, window)
         over = rows.evicts and self.is_last(step.layer)
-        if over and live.tokens == n:
-            live.window = live.col_sums = None
-            live.probe = {}
-        moving = live.compaction_seconds - moving
-        live.decision_seconds += time.perf_counter() - started - moving
-        if over and not live.scores:
-            self._report(live, live.tokens)
+        if over and resident.tokens == n:
+            resident.window = resident.col_sums = None
+            resident.probe = {}
+        moving = resident.compaction_seconds - moving
+        resident.decision_seconds += time.perf_counter() - started - moving
+        if over and not resident.scores:
+            self._report(resident, resident.tokens)
 
-    def apply(self, live: Live, decided: LayerBudgets) -> None:
+    def apply(self, resident: ResidentRequest, decided: LayerBudgets) -> None:
         """Compact what waits for the budgets of all pipeline stages; of an older admission there is nothing."""
-        n = live.plan.evict_at
-        if decided.epoch != live.plan.epoch or n is None:
+        n = resident.plan.evict_at
+        if decided.epoch != resident.plan.epoch or n is None:
             return
-        started, moving = time.perf_counter(), live.compaction_seconds
-        live.scores = [dataclasses.replace(x, budget=decided.budgets[x.layer]) for x in live.scores]
-        self.decide(live)
-        moving = live.compaction_seconds - moving
-        live.decision_seconds += time.perf_counter() - started - moving
-        self._report(live, n)
+        started, moving = time.perf_counter(), resident.compaction_seconds
+        resident.scores = [dataclasses.replace(x, budget=decided.budgets[x.layer]) for x in resident.scores]
+        self.decide(resident)
+        moving = resident.compaction_seconds - moving
+        resident.decision_seconds += time.perf_counter() - started - moving
+        self._report(resident, n)
 
     # What a schedule's `after_layer` is made of.
 
@@ -199,64 +199,65 @@ class Evictor:
         Args:
             window: queries of the window, [w, Hq, d], where the policy reads them.
         """
-        live, n = rows.live, rows.live.plan.evict_at
+        resident, n = rows.resident, rows.resident.plan.evict_at
         assert n is not None
-        config, layer = live.plan.config, step.layer
-        mean = None
+        config, layer, mean = resident.plan.config, step.layer, None
         if self.window_mean is not None and config.scores_by_mean:
             assert window is not None
-            table = self.cache.table(live.slot, layer)
+            table = self.cache.table(resident.slot, layer)
             mean = self.window_mean(window, table, n, step.scale, step.softcap)
             keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
         else:
-            keys = self.cache.read_keys(live.slot, layer, n)
+            keys = self.cache.read_keys(resident.slot, layer, n)
         inputs = LayerInputs(
             q_window=None if window is None else window.transpose(0, 1),
             keys=keys,
             window_mean=mean,
-            values=self.cache.read_values(live.slot, layer, n) if "values" in config.needs else None,
+            values=self.cache.read_values(resident.slot, layer, n) if "values" in config.needs else None,
             scale=step.scale,
             logit_softcap=step.softcap or None,
-            col_sums=None if live.col_sums is None else live.col_sums[layer],
+            col_sums=None if resident.col_sums is None else resident.col_sums[layer],
             w_o=self.output_projection(layer) if "w_o" in config.needs else None,
         )
         scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
-        live.scores.append(scores)
+        resident.scores.append(scores)
         return n
 
-    def decide(self, live: Live) -> None:
+    def decide(self, resident: ResidentRequest) -> None:
         """Decide for the layers scored so far and move their survivors."""
-        assert live.plan.evict_at is not None
-        chosen = select(live.plan.config, live.scores, live.plan.evict_at, self.comm)
-        self._keep(live, live.scores, chosen)
-        live.scores, live.stored = [], {}
+        assert resident.plan.evict_at is not None
+        chosen = select(resident.plan.config, resident.scores, resident.plan.evict_at, self.comm)
+        self._keep(resident, resident.scores, chosen)
+        resident.scores, resident.stored = [], {}
 
-    def trim(self, live: Live, budgets: Sequence[int]) -> None:
+    def trim(self, resident: ResidentRequest, budgets: Sequence[int]) -> None:
         """Compact the layers scored so far to what they may still keep once all are.
 
         Args:
             budgets: candidates per KV head of each of them.
         """
-        assert live.plan.evict_at is not None
-        layers = [dataclasses.replace(x, budget=y) for x, y in zip(live.scores, budgets, strict=True)]
-        chosen = select(live.plan.config, layers, live.plan.evict_at, self.comm)
-        self._keep(live, layers, chosen)
-        live.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
+        assert resident.plan.evict_at is not None
+        layers = [dataclasses.replace(x, budget=y) for x, y in zip(resident.scores, budgets, strict=True)]
+        chosen = select(resident.plan.config, layers, resident.plan.evict_at, self.comm)
+        self._keep(resident, layers, chosen)
+        resident.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
 
-    def send_weights(self, live: Live) -> None:
+    def send_weights(self, resident: ResidentRequest) -> None:
         """Tell the scheduler what this stage's layers are worth; it answers with budgets (:meth:`apply`)."""
-        weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in live.scores])
-        self.weights[live.plan.request_id] = LayerWeights(live.plan.epoch, self.first_layer, weights.tolist())
+        weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in resident.scores])
+        self.weights[resident.plan.request_id] = LayerWeights(
+            resident.plan.epoch, self.first_layer, weights.tolist()
+        )
 
-    def compact(self, live: Live, layer: int, kept: Sequence[Tensor]) -> None:
+    def compact(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
         """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do."""
         started = time.perf_counter()
-        live.freed_pages += self.cache.compact(live.slot, layer, kept)
-        live.compaction_seconds += time.perf_counter() - started
+        resident.freed_pages += self.cache.compact(resident.slot, layer, kept)
+        resident.compaction_seconds += time.perf_counter() - started
 
     def _collect(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor | None:
         """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
-        needs, window = rows.live.plan.config.needs, None
+        needs, window = rows.resident.plan.config.needs, None
         if "q_window" in needs and rows.target.stop > rows.target.start:
             window = self._collect_window(step, rows, n)
         if "col_sums" in needs:
@@ -265,56 +266,56 @@ class Evictor:
 
     def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
         """The window's queries so far, [rows, Hq, d]; kept where a step ends within the window."""
-        live, count = rows.live, rows.target.stop - rows.target.start
+        resident, count = rows.resident, rows.target.stop - rows.target.start
         window = step.query[rows.rows.stop - count : rows.rows.stop].contiguous()
         if count == rows.window:
             return window
-        if live.window is None:
-            shape = (self.cache.num_layers, live.plan.config.window_for(n), *step.query.shape[1:])
-            live.window = step.query.new_empty(shape)
-        live.window[step.layer, rows.target] = window
-        return live.window[step.layer, : rows.window]
+        if resident.window is None:
+            shape = (self.cache.num_layers, resident.plan.config.window_for(n), *step.query.shape[1:])
+            resident.window = step.query.new_empty(shape)
+        resident.window[step.layer, rows.target] = window
+        return resident.window[step.layer, : rows.window]
 
     def _add_column_sums(self, step: LayerStep, rows: QueryRows, n: int) -> None:
         """Add to what each token of the prompt received so far what it receives from the step's queries."""
-        live = rows.live
-        if live.col_sums is None:
+        resident = rows.resident
+        if resident.col_sums is None:
             assert self.reserve is not None
-            place = self.reserve[live.plan.reserved_at :][:n]
-            live.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
-        keys = self.cache.read_keys(live.slot, step.layer, live.tokens)
+            place = self.reserve[resident.plan.reserved_at :][:n]
+            resident.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
+        keys = self.cache.read_keys(resident.slot, step.layer, resident.tokens)
         queries = step.query[rows.rows].transpose(0, 1)
-        add_column_sums(live.col_sums[step.layer], queries, keys, step.scale, step.softcap)
+        add_column_sums(resident.col_sums[step.layer], queries, keys, step.scale, step.softcap)
 
-    def _keep(self, live: Live, layers: Sequence[LayerScores], chosen: Kept) -> None:
+    def _keep(self, resident: ResidentRequest, layers: Sequence[LayerScores], chosen: Kept) -> None:
         """Compact layers to the chosen positions."""
-        if self.cache.uses_triton and not live.stored:
+        if self.cache.uses_triton and not resident.stored:
             # The layers scored are consecutive. On a CPU one after the other needs less memory.
             every = list(itertools.chain.from_iterable(chosen))
-            self.compact(live, layers[0].layer - self.first_layer, every)
+            self.compact(resident, layers[0].layer - self.first_layer, every)
             return
         for scores, kept in zip(layers, chosen, strict=True):
             layer = scores.layer - self.first_layer
-            if layer in live.stored:
-                kept = [torch.searchsorted(*pair) for pair in zip(live.stored[layer], kept, strict=True)]
-            self.compact(live, layer, kept)
+            if layer in resident.stored:
+                kept = [torch.searchsorted(*pair) for pair in zip(resident.stored[layer], kept, strict=True)]
+            self.compact(resident, layer, kept)
 
-    def _report(self, live: Live, n: int) -> None:
-        pages, residues, kept = self.cache.settle(live.slot)
-        self.reports[live.plan.request_id] = Report(
-            policy=live.plan.config.label,
-            epoch=live.plan.epoch,
+    def _report(self, resident: ResidentRequest, n: int) -> None:
+        pages, residues, kept = self.cache.settle(resident.slot)
+        self.reports[resident.plan.request_id] = Report(
+            policy=resident.plan.config.label,
+            epoch=resident.plan.epoch,
             tokens=n,
-            last=n == live.plan.evict_at,
+            last=n == resident.plan.evict_at,
             pages=pages,
-            freed_pages=live.freed_pages,
-            peak_pages=live.peak_pages,
+            freed_pages=resident.freed_pages,
+            peak_pages=resident.peak_pages,
             residues=residues.tolist(),
             first_layer=self.first_layer,
             first_head=self.comm.local_heads.start if self.comm else 0,
             kept=kept.tolist(),
-            decision_seconds=live.decision_seconds,
-            compaction_seconds=live.compaction_seconds,
+            decision_seconds=resident.decision_seconds,
+            compaction_seconds=resident.compaction_seconds,
         )
 
     def take_news(self) -> tuple[dict[str, Report], dict[str, LayerWeights]]:

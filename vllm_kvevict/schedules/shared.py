@@ -49,15 +49,15 @@ class ByWeight(Schedule):
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
-        live = rows.live
+        resident = rows.resident
         n = evictor.score(step, rows, window)
         last = evictor.is_last(step.layer)
         if last and evictor.has_all_layers:
-            evictor.decide(live)
-        elif live.plan.recycles and rows.count == n:
-            evictor.trim(live, provisional_budgets(live.plan.config, live.scores, n))
+            evictor.decide(resident)
+        elif resident.plan.recycles and rows.count == n:
+            evictor.trim(resident, provisional_budgets(resident.plan.config, resident.scores, n))
         elif last:
-            evictor.send_weights(live)
+            evictor.send_weights(resident)
 
 
 class ByScore(Schedule):
@@ -88,4 +88,4 @@ class ByScore(Schedule):
             return
         evictor.score(step, rows, window)
         if evictor.is_last(step.layer):
-            evictor.decide(rows.live)
+            evictor.decide(rows.resident)

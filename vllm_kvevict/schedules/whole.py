@@ -21,6 +21,6 @@ class Whole(Schedule):
         if not rows.evicts:
             return
         evictor.score(step, rows, window)
-        early = self.can_recycle(rows.live.plan.config, 1, evictor.is_asynchronous)
+        early = self.can_recycle(rows.resident.plan.config, 1, evictor.is_asynchronous)
         if early or evictor.is_last(step.layer):
-            evictor.decide(rows.live)
+            evictor.decide(rows.resident)

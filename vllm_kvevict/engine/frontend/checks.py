@@ -144,8 +144,26 @@ def check_model(vllm_config: Any) -> None:
         KVEvictionError: one sentence naming the kind of model or the flag.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    for kind, found in _unsupported_kinds(vllm_config).items():
+        if found:
+            raise KVEvictionError(
+                f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
+                "full attention and KV of its own, so leave the flag out"
+            )
+    _check_kv_dtype(vllm_config)
+    page_size = vllm_config.additional_config[KEY]["page_size"]
+    if cache.block_size % page_size:
+        raise KVEvictionError(
+            f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
+            "or --block-size"
+        )
+
+
+def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
+    """Kinds of models that eviction cannot serve, and whether this is one."""
+    model = vllm_config.model_config
     text = model.hf_text_config
-    kinds = {
+    return {
         "pooling models": model.runner_type == "pooling",
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion models": model.is_diffusion,
@@ -165,19 +183,6 @@ def check_model(vllm_config: Any) -> None:
         "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,
         "checkpoints that bring a draft model": vllm_config.speculative_config is not None,
     }
-    for kind, found in kinds.items():
-        if found:
-            raise KVEvictionError(
-                f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
-                "full attention and KV of its own, so leave the flag out"
-            )
-    _check_kv_dtype(vllm_config)
-    page_size = vllm_config.additional_config[KEY]["page_size"]
-    if cache.block_size % page_size:
-        raise KVEvictionError(
-            f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
-            "or --block-size"
-        )
 
 
 def _check_kv_dtype(vllm_config: Any) -> None:

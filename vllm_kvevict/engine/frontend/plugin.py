@@ -21,7 +21,7 @@ from vllm_kvevict.engine.config import (
     Options,
     parse_budget,
 )
-from vllm_kvevict.engine.devices import CPU
+from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.schedules.chunked import most_probe_rows
@@ -109,15 +109,9 @@ def requested_options(args: Any) -> Options | None:
                 f"additional_config.{KEY} must be an object with a policy, got {settings!r}"
             )
         raw.update(settings)
-    config = args.kv_eviction_config
-    if config is not None:
-        if not isinstance(config, dict):
-            raise KVEvictionError(f"--kv-eviction-config must be a JSON object, got {config!r}")
-        reserved = {"policy": "--kv-eviction", "budget": "--kv-budget"}
-        for name, flag in reserved.items():
-            if name in config:
-                raise KVEvictionError(f"--kv-eviction-config.{name} is not valid: use {flag}")
-        raw.update(config)
+    if args.kv_eviction_config is not None:
+        _check_config(args.kv_eviction_config)
+        raw.update(args.kv_eviction_config)
     if args.kv_eviction is not None:
         raw["policy"] = args.kv_eviction
     if args.kv_budget is not None:
@@ -125,16 +119,41 @@ def requested_options(args: Any) -> Options | None:
     return Options.parse(raw) if raw else None
 
 
+def _check_config(config: Any) -> None:
+    """Refuse a ``--kv-eviction-config`` that is no object, or holds what has a flag of its own."""
+    if not isinstance(config, dict):
+        raise KVEvictionError(f"--kv-eviction-config must be a JSON object, got {config!r}")
+    for name, flag in {"policy": "--kv-eviction", "budget": "--kv-budget"}.items():
+        if name in config:
+            raise KVEvictionError(f"--kv-eviction-config.{name} is not valid: use {flag}")
+
+
 def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, **kwargs: Any) -> Any:
     """Make the engine's configuration with our scheduler, worker and transport in it."""
-    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from vllm_kvevict.engine.frontend import checks, requests, stopping
 
     device = checks.check_environment()
     checks.check_arguments(args)
-    # vLLM may configure the same arguments again, and must then find what the user gave.
+    ours = _our_arguments(args, options, device)
+    vllm_config = create_engine_config(ours, *rest, **kwargs)
+    checks.check_model(vllm_config)
+    checks.check_policy(vllm_config, options.request_config(None)[0])
+    kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
+    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
+    requests.install()
+    if isinstance(args, AsyncEngineArgs):
+        requests.install_in_server()
+        stopping.install()
+    _warn(args, vllm_config, device)
+    return vllm_config
+
+
+def _our_arguments(args: Any, options: Options, device: Device) -> Any:
+    """A copy of the arguments: vLLM may configure the same ones again, and must then find what the user gave."""
+    from vllm.config import KVTransferConfig
+
     ours = copy.copy(args)
     ours.enable_prefix_caching = False
     ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
@@ -149,29 +168,23 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
         kv_connector_module_path="vllm_kvevict.engine.connector",
     )
     _make_room_for_probe(ours, options)
-    vllm_config = create_engine_config(ours, *rest, **kwargs)
-    checks.check_model(vllm_config)
-    checks.check_policy(vllm_config, options.request_config(None)[0])
-    kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
-    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
+    return ours
+
+
+def _warn(args: Any, vllm_config: Any, device: Device) -> None:
+    """Say what is turned off, slow or unproven."""
     if device is not CPU:
         logger.warning(
             "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
             "sm_80, sm_90 and sm_100, but no run on a card is on record"
         )
-    requests.install()
-    if isinstance(args, AsyncEngineArgs):
-        requests.install_in_server()
-        stopping.install()
     # Several API servers repeat what the process that starts them has said.
-    if args._api_process_count == 1 or args._api_process_rank < 0:
-        if args.enable_prefix_caching is None:
-            logger.warning(
-                "KV eviction turns prefix caching off: evicted KV cannot be shared between requests"
-            )
-        if device is CPU:
-            _warn_of_slow_dtype(vllm_config.model_config.dtype)
-    return vllm_config
+    if args._api_process_count > 1 and args._api_process_rank >= 0:
+        return
+    if args.enable_prefix_caching is None:
+        logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
+    if device is CPU:
+        _warn_of_slow_dtype(vllm_config.model_config.dtype)
 
 
 def _warn_of_slow_dtype(dtype: Any) -> None:

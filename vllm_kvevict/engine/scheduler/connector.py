@@ -46,9 +46,12 @@ class SchedulerEnd:
         length = ledger.max_model_len
         config, _ = options.request_config(None)
         kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
-        at_once = min(room.pages // (room.rows * -(-kept // options.page_size)) for room in ledger.capacity)
+        at_once = min(
+            capacity.pages // (capacity.rows * -(-kept // options.page_size))
+            for capacity in ledger.capacities
+        )
         pages = ", ".join(
-            f"rank {r}: {room.pages}" for r, room in zip(ledger.ranks, ledger.capacity, strict=True)
+            f"rank {r}: {capacity.pages}" for r, capacity in zip(ledger.ranks, ledger.capacities, strict=True)
         )
         budget = "" if options.policy == "full" else f", budget {options.budget:g}"
         budget += " of what comes before the question" if options.scope == "prefix" else ""

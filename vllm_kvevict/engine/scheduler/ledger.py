@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kv_eviction")
 
 
-def _holds(count: PageCount, room: RankCapacity, tokens: int) -> bool:
+def _holds(count: PageCount, capacity: RankCapacity, tokens: int) -> bool:
     """Whether a rank can hold so many tokens of a request, if it holds nothing else."""
-    return count.at(tokens) <= room.pages
+    return count.at(tokens) <= capacity.pages
 
 
 class NoBlocks(KVCacheBlocks):
@@ -128,7 +128,7 @@ class PageLedger(KVCacheManager):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
-        self.capacity: list[RankCapacity] = []
+        self.capacities: list[RankCapacity] = []
         self.used: list[int] = []
         self.promised: list[int] = []
         self.accounts: dict[str, Account] = {}
@@ -143,14 +143,14 @@ class PageLedger(KVCacheManager):
         self.layer_budgets: dict[str, LayerBudgets] = {}
         """Budgets decided since the last step, drained likewise."""
 
-    def set_capacity(self, capacity: Mapping[int, RankCapacity]) -> None:
+    def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request.
 
         Raises:
             ValueError: when a prompt of ``max_model_len`` tokens does not fit.
         """
-        self.ranks = sorted(capacity)
-        self.capacity = [capacity[rank] for rank in self.ranks]
+        self.ranks = sorted(capacities)
+        self.capacities = [capacities[rank] for rank in self.ranks]
         self.used = [0] * len(self.ranks)
         self.promised = [0] * len(self.ranks)
         plan = self.options.plan("", 1, self.max_model_len, None)
@@ -158,8 +158,8 @@ class PageLedger(KVCacheManager):
         if not self.fits(plan, self.max_model_len, at_once and can_recycle(plan, self.num_stages)):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} does not fit the pool of "
-                f"{min(room.pages for room in self.capacity)} pages: lower --max-model-len or give the KV cache "
-                "more memory"
+                f"{min(capacity.pages for capacity in self.capacities)} pages: lower --max-model-len or give the KV "
+                "cache more memory"
             )
 
     # Admission and growth.
@@ -207,14 +207,14 @@ class PageLedger(KVCacheManager):
         if account.bounded:
             # Until the reports come, all that is known is that rows may end anywhere in a page.
             account.counts = [
-                PageCount.from_residues(pages, tokens, [room.rows] + [0] * (self.options.page_size - 1))
-                for pages, room in zip(held, self.capacity, strict=True)
+                PageCount.from_residues(pages, tokens, [capacity.rows] + [0] * (self.options.page_size - 1))
+                for pages, capacity in zip(held, self.capacities, strict=True)
             ]
 
     def _can_fit(self, account: Account) -> bool:
         """Whether empty pools could hold the request until it is read; if not, it ends instead of waiting for ever."""
         request = account.request
-        if all(peak <= room.pages for peak, room in zip(account.peak, self.capacity, strict=True)):
+        if all(peak <= capacity.pages for peak, capacity in zip(account.peak, self.capacities, strict=True)):
             return True
         if not account.recycles and account.plan.recycles and self._fits_layer_by_layer(account):
             return True
@@ -229,7 +229,9 @@ class PageLedger(KVCacheManager):
         """Whether the request would fit if all that is evicted of it were read in one step."""
         at_once = account.plan.evict_at is not None and account.plan.evict_at <= self.longest_step
         peaks = self._peaks(account.request, account.plan, recycles=True)
-        return at_once and all(peak <= room.pages for peak, room in zip(peaks, self.capacity, strict=True))
+        return at_once and all(
+            peak <= capacity.pages for peak, capacity in zip(peaks, self.capacities, strict=True)
+        )
 
     def _limit_answer(self, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
@@ -240,9 +242,9 @@ class PageLedger(KVCacheManager):
             return
         request, last = account.request, min(account.last_token, self.max_model_len)
         most = last
-        for count, room in zip(account.counts, self.capacity, strict=True):
-            if count.at(max(last, count.tokens)) > room.pages:
-                most = min(most, last_that(partial(_holds, count, room), count.tokens, last))
+        for count, capacity in zip(account.counts, self.capacities, strict=True):
+            if count.at(max(last, count.tokens)) > capacity.pages:
+                most = min(most, last_that(partial(_holds, count, capacity), count.tokens, last))
         if most < last:
             # vLLM looks at the limit when a token comes: there must be one more.
             request.max_tokens = max(request.num_output_tokens + 1, most - request.num_prompt_tokens + 1)
@@ -265,13 +267,16 @@ class PageLedger(KVCacheManager):
 
     def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
         """Whether every rank has room for the account to hold and be promised this much."""
-        for rank, room in enumerate(self.capacity):
+        for rank, capacity in enumerate(self.capacities):
             used = self.used[rank] + held[rank] - account.held[rank]
             # A rank that kept more than its share of a replay is promised more than there was room for.
-            if used > room.pages:
+            if used > capacity.pages:
                 return False
             more = held[rank] + promise[rank] - account.held[rank] - account.promise[rank]
-            if more > 0 and used + self.promised[rank] + promise[rank] - account.promise[rank] > room.pages:
+            if (
+                more > 0
+                and used + self.promised[rank] + promise[rank] - account.promise[rank] > capacity.pages
+            ):
                 return False
         return True
 
@@ -304,7 +309,10 @@ class PageLedger(KVCacheManager):
     def fits(self, plan: Plan, tokens: int, recycles: bool) -> bool:
         """Whether the pools, if empty, could hold what ``tokens`` tokens need until they are read."""
         size = self.options.page_size
-        return all(prefill_peak(plan, tokens, room, size, recycles) <= room.pages for room in self.capacity)
+        return all(
+            prefill_peak(plan, tokens, capacity, size, recycles) <= capacity.pages
+            for capacity in self.capacities
+        )
 
     def _open(self, request: "Request", num_new_tokens: int) -> Account:
         plan = self.plan(request)
@@ -314,7 +322,7 @@ class PageLedger(KVCacheManager):
             request,
             recycles,
             prefill_len=request.num_tokens,
-            counts=[PageCount.start(room.rows, self.options.page_size) for room in self.capacity],
+            counts=[PageCount.start(capacity.rows, self.options.page_size) for capacity in self.capacities],
             held=[0] * len(self.ranks),
             promise=[0] * len(self.ranks),
             peak=self._peaks(request, plan, recycles),
@@ -325,9 +333,9 @@ class PageLedger(KVCacheManager):
         size, tokens = self.options.page_size, request.num_tokens
         kept = self.kept.get(request.request_id)
         if kept is None or plan.evict_at is None:
-            return [prefill_peak(plan, tokens, room, size, recycles) for room in self.capacity]
+            return [prefill_peak(plan, tokens, capacity, size, recycles) for capacity in self.capacities]
         # What a replay holds after its eviction is no guess.
-        until = [prefill_peak(plan, plan.evict_at, room, size, recycles) for room in self.capacity]
+        until = [prefill_peak(plan, plan.evict_at, capacity, size, recycles) for capacity in self.capacities]
         return [
             max(peak, count.at(max(tokens, count.tokens))) for peak, count in zip(until, kept, strict=True)
         ]
@@ -343,10 +351,10 @@ class PageLedger(KVCacheManager):
         everyone = [*self.accounts.values(), new]
         patient = new.request.num_preemptions >= PATIENCE
         ends = [self._expected_end(account, patient) for account in everyone]
-        for rank, room in enumerate(self.capacity):
-            if new.peak[rank] + self._held_soon(rank, steps) > room.pages:
+        for rank, capacity in enumerate(self.capacities):
+            if new.peak[rank] + self._held_soon(rank, steps) > capacity.pages:
                 return False
-            if sum(map(self._held_finally, everyone, repeat(rank), ends)) > room.pages:
+            if sum(map(self._held_finally, everyone, repeat(rank), ends)) > capacity.pages:
                 return False
         return True
 
@@ -466,7 +474,7 @@ class PageLedger(KVCacheManager):
     @property
     def usage(self) -> float:
         """Share of the pool in use on the fullest rank."""
-        shares = (used / room.pages for used, room in zip(self.used, self.capacity, strict=True))
+        shares = (used / capacity.pages for used, capacity in zip(self.used, self.capacities, strict=True))
         return max(shares, default=0.0)
 
     def free(self, request: "Request") -> None:

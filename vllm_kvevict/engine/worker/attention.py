@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.worker.batch import Batch, Whole
+from vllm_kvevict.engine.worker.batch import Batch, ByLayer
 from vllm_kvevict.engine.worker.runtime import StepState, get_runtime
 
 
@@ -22,6 +22,13 @@ class RaggedBuilder(AttentionMetadataBuilder[StepState]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepState:
         return get_runtime().build_dummy(common_attn_metadata)
+
+
+def _refuse(kinds: dict[str, bool]) -> None:
+    """Refuse layers with any of these kinds of attention."""
+    for name, present in kinds.items():
+        if present:
+            raise KVEvictionError(f"--kv-eviction does not support models with {name}: leave the flag out")
 
 
 class RaggedImpl(AttentionImpl):
@@ -41,18 +48,15 @@ class RaggedImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ):
-        unsupported = {
-            "ALiBi": alibi_slopes is not None,
-            "sliding-window attention": sliding_window is not None,
-            "KV shared between layers": kv_sharing_target_layer_name is not None,
-            "attention sinks": sinks is not None,
-            "attention that is not a decoder's": attn_type != AttentionType.DECODER,
-        }
-        for name, present in unsupported.items():
-            if present:
-                raise KVEvictionError(
-                    f"--kv-eviction does not support models with {name}: leave the flag out"
-                )
+        _refuse(
+            {
+                "ALiBi": alibi_slopes is not None,
+                "sliding-window attention": sliding_window is not None,
+                "KV shared between layers": kv_sharing_target_layer_name is not None,
+                "attention sinks": sinks is not None,
+                "attention that is not a decoder's": attn_type != AttentionType.DECODER,
+            }
+        )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -86,8 +90,8 @@ class RaggedImpl(AttentionImpl):
             runtime.decode(index, batch.decodes, query, key, value, output, self.scale)
         if batch.write_slots is not None:
             self._serve(index, batch, query, key, value, output)
-        for whole in batch.wholes:
-            self._serve_whole(index, whole, query, key, value, output)
+        for request in batch.by_layer:
+            self._serve_by_layer(index, request, query, key, value, output)
         if attn_metadata.prefills:
             runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output
@@ -107,21 +111,21 @@ class RaggedImpl(AttentionImpl):
             if call.gather is None:
                 pages.attend(queries, result, sequences, self.scale, self.softcap)
             else:
-                mine = queries.index_select(0, call.gather)
-                part = torch.empty_like(mine)
-                pages.attend(mine, part, sequences, self.scale, self.softcap)
+                gathered = queries.index_select(0, call.gather)
+                part = torch.empty_like(gathered)
+                pages.attend(gathered, part, sequences, self.scale, self.softcap)
                 result.index_copy_(0, call.gather, part)
 
-    def _serve_whole(
-        self, layer: int, whole: Whole, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    def _serve_by_layer(
+        self, layer: int, request: ByLayer, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
         """The same for a request that takes the layer's pages only now."""
-        runtime, rows, heads = get_runtime(), whole.rows, self.num_kv_heads
+        runtime, rows, heads = get_runtime(), request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
-        slots, table = runtime.cache.fill(whole.slot, layer, tokens)
+        slots, table = runtime.cache.fill(request.slot, layer, tokens)
         runtime.pages.append(key[rows], value[rows], slots)
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)
-        runtime.pages.attend(queries, part, whole.sequences(table), self.scale, self.softcap)
+        runtime.pages.attend(queries, part, request.sequences(table), self.scale, self.softcap)
         output[rows].view(tokens, heads, -1).copy_(part.view(heads, tokens, -1).transpose(0, 1))

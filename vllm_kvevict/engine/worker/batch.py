@@ -76,7 +76,7 @@ class Decodes:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ByLayer:
     """A request whose pages each layer takes for itself, since all it has is in this step. T tokens, H KV heads.
 
     Attributes:
@@ -104,25 +104,25 @@ class Batch:
     Attributes:
         num_tokens: T, the step's tokens.
         write_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
-            out the few of decodes would cost more, but -1 for those of ``wholes``; None when there is nothing else.
+            out the few of decodes would cost more, but -1 for those of ``by_layer``; None when there is nothing else.
         calls: one call of paged attention each.
         decodes: what our kernel serves.
-        wholes: what each layer makes room for.
+        by_layer: what each layer makes room for.
     """
 
     num_tokens: int
     write_slots: Tensor | None
     calls: list[Call]
     decodes: Decodes | None
-    wholes: list[Whole] = field(default_factory=list)
+    by_layer: list[ByLayer] = field(default_factory=list)
 
 
-def lay_out_whole(cache: PagedKVCache, slot: int, rows: slice) -> Whole:
+def lay_out_by_layer(cache: PagedKVCache, slot: int, rows: slice) -> ByLayer:
     """Lay out a request whose layers make room for its tokens one by one; its slot must be empty."""
     tokens, heads = rows.stop - rows.start, cache.num_kv_heads
     cache.announce(slot, tokens)
     starts = torch.arange(heads + 1, dtype=torch.int32, device=cache.device) * tokens
-    return Whole(slot, rows, starts.diff(), starts)
+    return ByLayer(slot, rows, starts.diff(), starts)
 
 
 def lay_out(
@@ -141,50 +141,58 @@ def lay_out(
         num_tokens: tokens of the batch; None when they are the step's.
         order: where in the batch the step's tokens are, request by request; None when they are in this order.
     """
-    tokens = step.tokens
-    max_lens = np.asarray(step.max_lens, np.int64)
-    widths = -(-max_lens // cache.page_size)
-    total = int(tokens.sum())
-    decodes = None
-    served = np.zeros(len(tokens), bool)
-    if kernel and (tokens == 1).any():
-        served = tokens == 1
-        if served.all():
-            places = None if order is None else to_device(order, step.slots.device)
-            return Batch(num_tokens or total, None, [], Decodes(step.slots, places))
-        ours = to_device(np.flatnonzero(served), step.slots.device)
-        first = (tokens.cumsum() - tokens)[served]
-        if order is not None:
-            first = order[first]
-        decodes = Decodes(step.slots[ours], to_device(first, step.slots.device))
+    total = num_tokens or int(step.tokens.sum())
+    served = (step.tokens == 1) if kernel else np.zeros(len(step.tokens), bool)
+    decodes = _decodes(step, served, order) if served.any() else None
+    if served.all():
+        return Batch(total, None, [], decodes)
+    widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
     calls = []
-    for requests in _calls(tokens, widths, np.flatnonzero(~served)):
-        slots = step.slots
-        if len(requests) < len(tokens):
-            slots = slots[to_device(requests, slots.device)]
-        query_start_loc, gather = _query_order(tokens, requests, cache.num_kv_heads)
-        if order is not None:
-            in_step = np.arange(total * cache.num_kv_heads) if gather is None else gather
-            token, head = np.divmod(in_step, cache.num_kv_heads)
-            gather = order[token] * cache.num_kv_heads + head
-        calls.append(
-            Call(
-                seq_lens=cache.seq_lens(slots),
-                block_tables=cache.block_tables(slots, int(widths[requests].max())),
-                query_start_loc=to_device(query_start_loc, slots.device),
-                longest=int(max_lens[requests].max()),
-                longest_query=int(tokens[requests].max()),
-                gather=None if gather is None else to_device(gather, slots.device),
-            )
-        )
-    write_slots = cache.write_slots(step)
+    for requests in _calls(step.tokens, widths, np.flatnonzero(~served)):
+        calls.append(_call(cache, step, requests, int(widths[requests].max()), order))
+    return Batch(total, _write_slots(cache, step, total, order), calls, decodes)
+
+
+def _decodes(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Decodes:
+    """Those of the step's requests that our kernel serves."""
+    device = step.slots.device
+    if served.all():
+        return Decodes(step.slots, None if order is None else to_device(order, device))
+    first = (step.tokens.cumsum() - step.tokens)[served]
     if order is not None:
-        layers, heads = cache.num_layers, cache.num_kv_heads
-        places = to_device(order, write_slots.device)
-        all_slots = write_slots.new_full((layers, num_tokens or total, heads), -1)
-        all_slots.index_copy_(1, places, write_slots.view(layers, total, heads))
-        write_slots = all_slots.flatten(1)
-    return Batch(num_tokens or total, write_slots, calls, decodes)
+        first = order[first]
+    return Decodes(step.slots[to_device(np.flatnonzero(served), device)], to_device(first, device))
+
+
+def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order: IntArray | None) -> Call:
+    """A call of paged attention that serves some of the step's requests, whose widest table has so many pages."""
+    tokens, slots, heads = step.tokens, step.slots, cache.num_kv_heads
+    if len(requests) < len(tokens):
+        slots = slots[to_device(requests, slots.device)]
+    query_start_loc, gather = _query_order(tokens, requests, heads)
+    if order is not None:
+        in_step = np.arange(int(tokens.sum()) * heads) if gather is None else gather
+        token, head = np.divmod(in_step, heads)
+        gather = order[token] * heads + head
+    return Call(
+        seq_lens=cache.seq_lens(slots),
+        block_tables=cache.block_tables(slots, width),
+        query_start_loc=to_device(query_start_loc, slots.device),
+        longest=int(np.asarray(step.max_lens, np.int64)[requests].max()),
+        longest_query=int(tokens[requests].max()),
+        gather=None if gather is None else to_device(gather, slots.device),
+    )
+
+
+def _write_slots(cache: PagedKVCache, step: Step, num_tokens: int, order: IntArray | None) -> Tensor:
+    """Where the batch's new entries go, as of :attr:`Batch.write_slots`."""
+    slots = cache.write_slots(step)
+    if order is None:
+        return slots
+    layers, heads = cache.num_layers, cache.num_kv_heads
+    in_batch = slots.new_full((layers, num_tokens, heads), -1)
+    in_batch.index_copy_(1, to_device(order, slots.device), slots.view(layers, len(order), heads))
+    return in_batch.flatten(1)
 
 
 def _query_order(

@@ -19,14 +19,14 @@ from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.messages import RankMessage
-from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_whole
+from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
 from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, Live, QueryRows, query_rows
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest, query_rows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,7 +57,7 @@ class Runtime:
         self.vllm_config: VllmConfig = worker.vllm_config
         self.options = require_options(self.vllm_config)
         self.runner = worker.model_runner
-        self.live: dict[str, Live] = {}
+        self.residents: dict[str, ResidentRequest] = {}
         self.probes: dict[str, str] = {}
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
@@ -95,13 +95,12 @@ class Runtime:
         self.layer_index = {name: index for index, name in enumerate(names)}
         self._make_cache(kv_caches[names[0]], layers)
         self.projections = self._find_projections(layers)
-        first_layer, _ = self.vllm_config.model_config.get_layers_start_end_indices(
-            self.vllm_config.parallel_config
-        )
+        model = self.vllm_config.model_config
+        first_layer, _ = model.get_layers_start_end_indices(self.vllm_config.parallel_config)
         self.evictor = Evictor(
             self.cache,
             first_layer,
-            self.vllm_config.model_config.get_total_num_hidden_layers(),
+            model.get_total_num_hidden_layers(),
             self._tensor_comm(),
             self.projections.of,
             self.device.is_asynchronous,
@@ -182,23 +181,23 @@ class Runtime:
         self.probes = getattr(scheduler_output.kv_connector_metadata, "probes", {})
         self.most_pages = getattr(scheduler_output.kv_connector_metadata, "most_pages", None)
         gone += [plan.request_id for plan in plans]
-        closed = [self.live.pop(name) for name in dict.fromkeys(gone) if name in self.live]
+        closed = [self.residents.pop(name) for name in dict.fromkeys(gone) if name in self.residents]
         if closed:
-            self.cache.close([live.slot for live in closed])
+            self.cache.close([resident.slot for resident in closed])
         self.cache.pool.fewest_free = self.cache.num_free
         for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
-            if name in self.live:
-                self.evictor.apply(self.live[name], budgets)
+            if name in self.residents:
+                self.evictor.apply(self.residents[name], budgets)
         for plan in plans:
-            self.live[plan.request_id] = Live(plan, self.cache.open())
+            self.residents[plan.request_id] = ResidentRequest(plan, self.cache.open())
         # vLLM warms up with steps that no scheduler made, of requests that have no plan.
         self.in_step = scheduler_output.kv_connector_metadata is not None
         self.scheduled = scheduler_output.num_scheduled_tokens
 
     def reads_prompts(self) -> bool:
         """Whether the running step has tokens before an eviction position."""
-        rows = (self.live.get(name) for name in self.scheduled) if self.in_step else ()
-        return any(live and live.plan.next_eviction(live.tokens) is not None for live in rows)
+        rows = (self.residents.get(name) for name in self.scheduled) if self.in_step else ()
+        return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
 
     def build(self, common: Any) -> StepState:
         """Take the step's pages and lay out its batch.
@@ -210,16 +209,16 @@ class Runtime:
         if not self.in_step:
             return self.build_dummy(common)
         spans, probes = self._token_rows(common)
-        by_layer = {name: span for name, span in spans.items() if self.live[name].is_whole_in(span)}
+        by_layer = {name: span for name, span in spans.items() if self.residents[name].recycles_in(span)}
         at_once = {name: span for name, span in spans.items() if name not in by_layer}
         reordered = bool(probes or by_layer)
         num_tokens = max((span.stop for span in (*spans.values(), *probes.values())), default=0)
         batch = self._take_pages(at_once, probes, num_tokens, reordered)
         for name, span in by_layer.items():
-            batch.wholes.append(lay_out_whole(self.cache, self.live[name].slot, span))
+            batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].slot, span))
         prefills = []
         for name, span in spans.items():
-            rows = query_rows(self.live[name], span, probes.get(name))
+            rows = query_rows(self.residents[name], span, probes.get(name))
             if rows is not None:
                 prefills.append(rows)
         return StepState(self._replayable(batch, common.num_reqs), prefills)
@@ -255,7 +254,7 @@ class Runtime:
         if reordered:
             parts = itertools.chain.from_iterable(token_rows.values())
             order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        step = self.cache.extend([self.live[name].slot for name in spans], lengths)
+        step = self.cache.extend([self.residents[name].slot for name in spans], lengths)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
 
     def build_dummy(self, common: Any) -> StepState:
@@ -305,8 +304,8 @@ class Runtime:
                     f"{self.most_pages[rank]}"
                 )
             holdings = {
-                name: (live.plan.epoch, live.tokens, self.cache.held(live.slot))
-                for name, live in self.live.items()
+                name: (resident.plan.epoch, resident.tokens, self.cache.held(resident.slot))
+                for name, resident in self.residents.items()
             }
         return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)
 

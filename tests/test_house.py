@@ -1,4 +1,4 @@
-"""Who may import whom: what, where and when are answered without vLLM, and processes do not know each other's code."""
+"""The house: who may import whom, who may know what kind a policy is, and how long a function may be."""
 
 import ast
 import graphlib
@@ -143,3 +143,14 @@ def test_take_is_named_where_it_lives(module: str) -> None:
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     assert "take" not in names and "take" not in constants
     assert not any(name.endswith("policies.take") for name in imports(module))
+
+
+def test_functions_are_short() -> None:
+    lengths = [
+        ((node.end_lineno or 0) - node.lineno + 1, f"{module}.{node.name}")
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert not [name for lines, name in lengths if lines > 60]
+    assert sum(lines < 30 for lines, _ in lengths) >= 0.95 * len(lengths)
