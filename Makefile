@@ -4,9 +4,10 @@
 .PHONY: help install demo test test-fast lint types format clean
 
 BIN := .venv/bin
-# Two processes; each runs whole files, so that the tests of a file share their engines and servers.
+# Two processes; each runs whole files, so that the tests of a file share their engines and servers. In the order of the
+# folders, which ends with many short files: the processes then end together.
 WORKERS := 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
 # Nothing that runs from here reports usage statistics.

@@ -8,71 +8,25 @@ it calls, so the parts add up to the step. The timers take about a microsecond a
 import argparse
 import os
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import admit, drop, prefill
-from benchmarks.measure import RESULTS, record, record_name, save, warn_if_busy
-from benchmarks.options import add_counts, add_dtype, budget, whole
-from benchmarks.scenarios import BLOCK, STOCK, model, token_bytes
-from benchmarks.sides import Engine, Side, Workload, running
+from benchmarks.harness.measure import RESULTS, record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_counts, add_dtype, budget, whole
+from benchmarks.harness.scenarios import BLOCK, STOCK, model, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.steps import Parts, admit, drop, prefill, stopwatch
 from vllm_kvevict.policies import available
 
 DECODE, PREFILL = "decode step", "prefill with eviction"
-REST = "engine, API and the rest"
-Parts = dict[str, float]
-"""Seconds of a step by part."""
 
 
 # What the engines' processes do.
-
-
-@dataclass
-class Stopwatch:
-    """Times functions exclusively: while one that it calls is at work, the caller's time stands still."""
-
-    parts: Parts = field(default_factory=lambda: defaultdict(float))
-    _open: list[str] = field(default_factory=lambda: [REST])
-    _since: float = 0.0
-
-    def watch(self, owner: Any, name: str, part: str) -> None:
-        """Count a function's time for a part."""
-        function = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._open.append(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._switch()
-                self._open.pop()
-
-        setattr(owner, name, timed)
-
-    def _switch(self) -> None:
-        now = time.perf_counter()
-        self.parts[self._open[-1]] += now - self._since
-        self._since = now
-
-    def run(self, work: Callable[[], Any]) -> Parts:
-        """Run something and say where its time went."""
-        self.parts.clear()
-        self._since = time.perf_counter()
-        work()
-        self._switch()
-        return dict(self.parts)
-
-
-stopwatch = Stopwatch()
 
 
 def install(engine: Engine) -> None:

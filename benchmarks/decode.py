@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import (
+from benchmarks.harness.measure import (
     RESULTS,
     USUAL,
     Estimate,
@@ -29,16 +29,15 @@ from benchmarks.measure import (
     save,
     warn_if_busy,
 )
-from benchmarks.options import add_dtype, budget, whole
-from benchmarks.scenarios import BLOCK, LAYERS, Target, model, show_targets, token_bytes
-from benchmarks.sides import Engine, Side, Workload, running
+from benchmarks.harness.options import add_dtype, budget, whole
+from benchmarks.harness.scenarios import BLOCK, LAYERS, Target, model, show_targets, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.steps import CHUNK, admit, drop, output_len, prefill
 from vllm_kvevict.policies import available
 
 BATCH, CONTEXT, BUDGET, POLICY = 16, 16384, 0.2, "ada-snapkv"
 TARGETS = {USUAL: 3.5}
 """How much faster the low end of the interval should be, at the sizes above, by level and dtype."""
-CHUNK = 2048
-"""Tokens of a step at most, on both sides."""
 PIECE = 2.0
 """Seconds after which an engine that reads prompts says how far it is."""
 WARM_UP = 2
@@ -49,40 +48,6 @@ Block = tuple[float, float]
 
 
 # What the engines' processes do.
-
-
-def admit(engine: Engine, workload: Workload, policy: str | None = None) -> int:
-    """Hand the requests to the engine.
-
-    Args:
-        policy: of these requests, None for the engine's own.
-
-    Returns:
-        Prompt tokens in all.
-    """
-    from vllm import SamplingParams
-
-    extra = {"kv_eviction": policy} if policy else None
-    params = SamplingParams(
-        max_tokens=workload.output_len, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
-    )
-    for index, prompt in enumerate(workload.prompts()):
-        engine.llm.llm_engine.add_request(f"{workload.seed}-{index}", {"prompt_token_ids": prompt}, params)
-    return workload.requests * workload.input_len
-
-
-def prefill(engine: Engine, seconds: float) -> int:
-    """Work on the prompts for about that long.
-
-    Returns:
-        Prompt tokens read so far; all of them when every request decodes.
-    """
-    started = time.perf_counter()
-    while (done := prompt_tokens(engine)) < sum(r.num_prompt_tokens for r in requests(engine)):
-        if time.perf_counter() - started > seconds:
-            break
-        engine.llm.llm_engine.step()
-    return done
 
 
 def decode(engine: Engine, steps: int, batch: int) -> Block:
@@ -110,21 +75,6 @@ def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) 
             )
     if len(seen) != steps:
         raise RuntimeError(f"{len(seen)} steps ran where {steps} were timed")
-
-
-def drop(engine: Engine) -> None:
-    """Abort all requests."""
-    engine.llm.llm_engine.abort_request([r.request_id for r in requests(engine)], internal=True)
-
-
-def requests(engine: Engine) -> list[Any]:
-    """vLLM's requests that are not finished."""
-    return list(engine.probe.scheduler.requests.values())
-
-
-def prompt_tokens(engine: Engine) -> int:
-    """Prompt tokens read so far."""
-    return sum(min(r.num_computed_tokens, r.num_prompt_tokens) for r in requests(engine))
 
 
 # What the parent does.
@@ -162,13 +112,6 @@ class Cell:
             "wall_ratio": asdict(self.ratio(0)),
             "cpu_ratio": asdict(self.ratio(1)),
         }
-
-
-def output_len(batch: int, context: int, steps: int) -> int:
-    """Tokens that the first request writes until the last block is done, ``steps`` after the last prompt is read."""
-    # A step reads at most CHUNK tokens, of which decoding requests take one each; a prompt's end may cut it short.
-    reading = -(-batch * context // (CHUNK - batch)) + batch
-    return reading + steps + 1
 
 
 def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:

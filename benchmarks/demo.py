@@ -15,13 +15,13 @@ from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.answers import Question, answers_table, ask, make_questions
-from benchmarks.kept import Run, comparison_table, kept_table, parse_evictions
-from benchmarks.load import NUMBER_BYTES
-from benchmarks.options import add_dtype
+from benchmarks.harness.answers import Question, answers_table, ask, make_questions
+from benchmarks.harness.kept import Run, comparison_table, kept_table, parse_evictions
+from benchmarks.harness.load import NUMBER_BYTES
+from benchmarks.harness.options import add_dtype
+from benchmarks.harness.server import Server, ServerError, Snapshot, tail
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
-from benchmarks.server import Server, ServerError, Snapshot, tail
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import USUAL, estimate, kind, paired_ratio, record, record_name, save
-from benchmarks.options import add_dtype
-from benchmarks.scenarios import model, token_bytes
-from benchmarks.sides import Outcome, Side, Workload, running
+from benchmarks.harness.measure import USUAL, estimate, kind, paired_ratio, record, record_name, save
+from benchmarks.harness.options import add_dtype
+from benchmarks.harness.scenarios import model, token_bytes
+from benchmarks.harness.sides import Outcome, Side, Workload, running
 from vllm_kvevict.policies import available
 
 TARGETS, TARGET_LENGTH = {USUAL: 0.03}, 8192

@@ -27,11 +27,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import RESULTS, Estimate, paired_ratio, record, save, warn_if_busy
-from benchmarks.models import make_model
-from benchmarks.options import whole
-from benchmarks.server import Server, cpu_environment, run_benchmark
-from benchmarks.traffic import ENDPOINTS, random_words
+from benchmarks.harness.measure import RESULTS, Estimate, paired_ratio, record, save, warn_if_busy
+from benchmarks.harness.models import make_model
+from benchmarks.harness.options import whole
+from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.traffic import ENDPOINTS, random_words
 
 SCRATCH = Path(__file__).parent / "out" / "hostile"
 HIDDEN, LAYERS, MAX_LEN, BLOCK = 64, 4, 1024, 32

@@ -15,12 +15,12 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import PERCENTILES
-from benchmarks.measure import RESULTS, Estimate, record, record_name, save, warn_if_busy
-from benchmarks.options import add_options, changed, positive, require_room
-from benchmarks.scenarios import STOCK, Round, Scenario, compare
-from benchmarks.server import run_benchmark
-from benchmarks.throughput import WIDTH, Bench, as_record, estimates
+from benchmarks.harness.bench import WIDTH, Bench, as_record, estimates
+from benchmarks.harness.load import PERCENTILES
+from benchmarks.harness.measure import RESULTS, Estimate, record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_options, changed, positive, require_room
+from benchmarks.harness.scenarios import STOCK, Round, Scenario, compare
+from benchmarks.harness.server import run_benchmark
 
 BASE = Scenario("Poisson arrivals, memory for 4 requests", *(24, 1024, 128), pool=4, spread=0.3, rounds=3)
 RATES = (0.25, 0.5, 0.75, 1.0)

@@ -20,8 +20,9 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from benchmarks import ledger
-from benchmarks.attention import (
+from benchmarks.harness import managers
+from benchmarks.harness.floors import Machine, Operation, Timing, Work, measure, nbytes
+from benchmarks.harness.holding import (
     GROUP,
     HEAD_DIM,
     KERNEL,
@@ -32,10 +33,9 @@ from benchmarks.attention import (
     QUERY_HEADS,
     Holding,
 )
-from benchmarks.floors import Machine, Operation, Timing, Work, measure, nbytes
-from benchmarks.load import entry_bytes
-from benchmarks.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
-from benchmarks.options import add_counts, add_dtype, positive
+from benchmarks.harness.load import entry_bytes
+from benchmarks.harness.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_counts, add_dtype, positive
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
@@ -219,13 +219,13 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
 
 def ledger_operation(batch: int) -> Operation:
     """The scheduler's account of one request and step; Python without tensors, so it has no floor."""
-    requests = ledger.make_requests(batch, ledger.PROMPT)
-    manager, _ = ledger.make_ledger(requests[:-1], 1, seed=0)
+    requests = managers.make_requests(batch, managers.PROMPT)
+    manager, _ = managers.make_ledger(requests[:-1], 1, seed=0)
     for request in requests[:-1]:
-        request.num_computed_tokens = ledger.PROMPT
+        request.num_computed_tokens = managers.PROMPT
     return Operation(
         "ledger, one request and step",
-        lambda: ledger.decode_round(manager, requests[:-1], requests[-1]),
+        lambda: managers.decode_round(manager, requests[:-1], requests[-1]),
         times_itself=True,
     )
 
@@ -277,7 +277,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_dtype(parser)
     arguments = parser.parse_args(argv)
-    if (most := ledger.OUTPUT // ledger.STEPS - 1) < arguments.rounds:
+    if (most := managers.OUTPUT // managers.STEPS - 1) < arguments.rounds:
         parser.error(f"--rounds must be at most {most}, for the ledger's sake")
     if arguments.context < 256:
         parser.error("--context must be at least 256")

@@ -22,10 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.breakdown import stopwatch
-from benchmarks.decode import admit, drop, requests
-from benchmarks.load import page_bytes
-from benchmarks.measure import (
+from benchmarks.harness.load import page_bytes
+from benchmarks.harness.measure import (
     RESULTS,
     USUAL,
     estimate,
@@ -36,9 +34,10 @@ from benchmarks.measure import (
     save,
     warn_if_busy,
 )
-from benchmarks.options import add_counts, add_dtype, budget, whole
-from benchmarks.scenarios import BLOCK, LAYERS, STOCK, Target, model, show_targets, token_bytes
-from benchmarks.sides import Engine, Side, Workload, running
+from benchmarks.harness.options import add_counts, add_dtype, budget, whole
+from benchmarks.harness.scenarios import BLOCK, LAYERS, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.steps import admit, drop, requests, stopwatch
 from vllm_kvevict.policies import available
 
 CHUNK, BUDGET, WARMUP = 2048, 512, 2048

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import RESULTS, record, save, warn_if_busy
-from benchmarks.models import make_model
-from benchmarks.options import positive, whole
-from benchmarks.server import Server, cpu_environment, run_benchmark
-from benchmarks.traffic import (
+from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
+from benchmarks.harness.models import make_model
+from benchmarks.harness.options import positive, whole
+from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.traffic import (
     BROKEN,
     EXPECTED,
     HUNG,

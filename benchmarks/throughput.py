@@ -8,19 +8,18 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.load import Run, drive
-from benchmarks.measure import Estimate, record, record_name, save, warn_if_busy
-from benchmarks.options import add_options, budget, changed, require_room, whole
-from benchmarks.scenarios import (
+from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record
+from benchmarks.harness.load import Run
+from benchmarks.harness.measure import record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_options, budget, changed, require_room, whole
+from benchmarks.harness.scenarios import (
     KV_HEADS,
     LAYERS,
     PER_CPU,
@@ -29,12 +28,11 @@ from benchmarks.scenarios import (
     STOCK,
     Round,
     Scenario,
-    make_server,
     ratios,
     show_targets,
     targets,
 )
-from benchmarks.server import Server, run_benchmark
+from benchmarks.harness.server import run_benchmark
 
 SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3, rounds=3)
 SWEEPS: dict[str, tuple[str, ...]] = {
@@ -46,10 +44,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
 """What can be varied, and its values: full requests in the KV memory, budgets, prompt tokens, TPxPP."""
 SWEPT = {"pool": "pool", "budget": "budgets", "context": "input_len"}
 """The scenario's field that a sweep sets; parallel sets two."""
-WIDTH = 130
 """Of the tables, in characters."""
-LEAST_ROUNDS = 3
-"""Fewer give no interval that a target could be held against."""
 
 
 def vary(base: Scenario, what: str, value: str) -> Scenario:
@@ -108,60 +103,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             parser.error(f"--values {value}: {error}")
         require_room(parser, scenarios[value])
     return arguments, scenarios
-
-
-class Bench:
-    """A progress bar and the servers of one comparison at a time.
-
-    Args:
-        threads: OpenMP threads of each rank.
-        runs: how many runs the whole invocation has.
-    """
-
-    def __init__(self, threads: int, runs: int):
-        self.threads = threads
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Not on stdout: that is redirected while vLLM's client is at work.
-        self.bar = Progress(*columns, console=Console(stderr=True))
-        self.task: TaskID = self.bar.add_task("starting", total=runs)
-
-    def say(self, text: str) -> None:
-        """Show what is going on."""
-        self.bar.update(self.task, description=text)
-
-    async def start(self, stack: AsyncExitStack, scenario: Scenario, prefix: str = "") -> dict[str, Server]:
-        """Start the sides' servers and warm them up; the stack ends them."""
-        servers = {}
-        for side in scenario.sides:
-            self.say(f"{prefix}{side}: starting")
-            servers[side] = await stack.enter_async_context(make_server(scenario, side, self.threads))
-        for side, server in servers.items():
-            self.say(f"{prefix}{side}: warming up")
-            load = replace(scenario.load(scenario.input_len, 4, seed=0), requests=2, rate=None)
-            await drive(server, load, scenario.kv_bytes(), scenario.dtype)
-        return servers
-
-    async def round(
-        self, scenario: Scenario, servers: dict[str, Server], number: int, prefix: str = ""
-    ) -> Round:
-        """Let the sides take their turns; the number decides on the prompts, which are the same for all sides."""
-        runs = {}
-        for turn in scenario.turns():
-            self.say(f"{prefix}round {number}, {turn.name}")
-            load = scenario.load(turn.input_len, turn.output_len, seed=number)
-            server = servers[turn.side]
-            runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
-            self.bar.advance(self.task)
-        return runs
-
-    async def run(self, scenario: Scenario, prefix: str = "") -> list[Round]:
-        """All rounds of a scenario, on servers of its own."""
-        async with AsyncExitStack() as stack:
-            servers = await self.start(stack, scenario, prefix)
-            return [
-                await self.round(scenario, servers, number, prefix)
-                for number in range(1, scenario.rounds + 1)
-            ]
 
 
 def runs_table(title: str, rounds: Sequence[Round]) -> Table:
@@ -227,23 +168,6 @@ def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> 
                 *(_span([run.peak_running for run in of]) for of in (runs, stock)),
             )
     return table
-
-
-def as_record(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Everything about one comparison: the raw runs and their ratios."""
-    return {
-        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
-        "rounds": [{turn: run.summary() for turn, run in runs.items()} for runs in rounds],
-        "ratios": estimates(ratios(scenario, rounds)),
-    }
-
-
-def estimates(nested: dict[str, Any]) -> dict[str, Any]:
-    """Nested estimates as nested dictionaries."""
-    return {
-        name: asdict(value) if isinstance(value, Estimate) else estimates(value)
-        for name, value in nested.items()
-    }
 
 
 async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:

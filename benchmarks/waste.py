@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decode import CHUNK, admit, drop, output_len, prefill, requests
-from benchmarks.measure import record, record_name, save
-from benchmarks.options import add_counts, add_dtype
-from benchmarks.scenarios import BLOCK, KV_HEADS, LAYERS, Target, model, show_targets, token_bytes
-from benchmarks.sides import Engine, Side, Workload, running
+from benchmarks.harness.measure import record, record_name, save
+from benchmarks.harness.options import add_counts, add_dtype
+from benchmarks.harness.scenarios import BLOCK, KV_HEADS, LAYERS, Target, model, show_targets, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.steps import CHUNK, admit, drop, output_len, prefill, requests
 from vllm_kvevict.policies import available
 
 LIVE, METADATA = 0.95, 0.03

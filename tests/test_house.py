@@ -145,6 +145,19 @@ def test_take_is_named_where_it_lives(module: str) -> None:
     assert not any(name.endswith("policies.take") for name in imports(module))
 
 
+COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_benchmark_imports_another(command: str) -> None:
+    """What several of them need is in `benchmarks/harness`, or in a package of its own."""
+    tree = ast.parse((ROOT / "benchmarks" / f"{command}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "benchmarks":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            assert not {name.split(".")[1] for name in names} & set(COMMANDS), f"{command} imports {names}"
+
+
 def test_functions_are_short() -> None:
     lengths = [
         ((node.end_lineno or 0) - node.lineno + 1, f"{module}.{node.name}")

@@ -32,9 +32,9 @@ from benchmarks.gpu.common import (
     Timer,
     Times,
 )
-from benchmarks.measure import Estimate, paired_ratio
-from benchmarks.options import budget, whole
-from benchmarks.scenarios import Target, show_targets
+from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.options import budget, whole
+from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 

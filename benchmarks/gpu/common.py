@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.measure import RESULTS, Estimate, cpu_model, estimate, save
-from benchmarks.options import add_counts
+from benchmarks.harness.measure import RESULTS, Estimate, cpu_model, estimate, save
+from benchmarks.harness.options import add_counts
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -35,9 +35,9 @@ from benchmarks.gpu.common import (
     Times,
     WrongResult,
 )
-from benchmarks.measure import Estimate, estimate
-from benchmarks.options import add_counts, budget, whole
-from benchmarks.scenarios import Target, show_targets
+from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.options import add_counts, budget, whole
+from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import policy_config
 from vllm_kvevict.engine.devices import CUDA

@@ -28,9 +28,9 @@ from benchmarks.gpu.common import (
     Contender,
     Times,
 )
-from benchmarks.measure import Estimate, estimate
-from benchmarks.options import add_counts
-from benchmarks.scenarios import Target, show_targets
+from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.options import add_counts
+from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict.kernels import append_pages, compact_rows, radix_select, window_attention, write_entries
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 

@@ -16,9 +16,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.gpu import common
-from benchmarks.measure import Estimate, estimate, paired_ratio
-from benchmarks.options import add_counts, budget, positive, whole
-from benchmarks.sides import LOGS, Outcome, Side, Workload, running
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio
+from benchmarks.harness.options import add_counts, budget, positive, whole
+from benchmarks.harness.sides import LOGS, Outcome, Side, Workload, running
 from vllm_kvevict.policies import available
 
 STOCK, OURS = "gpu stock", "gpu eviction"

@@ -19,17 +19,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.harness.bench import LEAST_ROUNDS
+from benchmarks.harness.load import page_bytes
+from benchmarks.harness.measure import (
+    USUAL,
+    Estimate,
+    kind,
+    paired_ratio,
+    record,
+    record_name,
+    save,
+    warn_if_busy,
+)
+from benchmarks.harness.options import add_counts, add_dtype, positive
+from benchmarks.harness.scenarios import Scenario, Target, model, show_targets
+from benchmarks.harness.server import ended_by_sigterm
+from benchmarks.harness.sides import Side, Workload, running
 from benchmarks.kvpress.check import check, describe
 from benchmarks.kvpress.environment import kvpress_python
 from benchmarks.kvpress.opponent import Opponent
 from benchmarks.kvpress.runs import Round, Run, from_outcome, opponent_side, run_batches
-from benchmarks.load import page_bytes
-from benchmarks.measure import USUAL, Estimate, kind, paired_ratio, record, record_name, save, warn_if_busy
-from benchmarks.options import add_counts, add_dtype, positive
-from benchmarks.scenarios import Scenario, Target, model, show_targets
-from benchmarks.server import ended_by_sigterm
-from benchmarks.sides import Side, Workload, running
-from benchmarks.throughput import LEAST_ROUNDS
 
 POLICIES = ("snapkv", "ada-snapkv")
 """What both have; the parameters are ours by default, but kvpress pools by average."""

@@ -8,10 +8,10 @@ bf16 part early; that our first token is among the five most likely of 512 is wh
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.harness.load import entry_bytes
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS
+from benchmarks.harness.sides import Engine, Side, Workload
 from benchmarks.kvpress.opponent import Opponent
-from benchmarks.load import entry_bytes
-from benchmarks.scenarios import KV_HEADS, LAYERS
-from benchmarks.sides import Engine, Side, Workload
 
 
 def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:

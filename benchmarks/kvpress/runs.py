@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.harness.sides import Outcome
 from benchmarks.kvpress.opponent import Opponent
-from benchmarks.sides import Outcome
 
 
 @dataclass

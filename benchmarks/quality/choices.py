@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.kept import Eviction, parse_evictions
+from benchmarks.harness.kept import Eviction, parse_evictions
 from benchmarks.quality.results import Column, Result
 
 

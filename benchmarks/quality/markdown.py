@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.markdown import picture, table
-from benchmarks.measure import SAMPLES
+from benchmarks.harness.markdown import picture, table
+from benchmarks.harness.measure import SAMPLES
 from benchmarks.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
 from benchmarks.quality.plots import SCOPE_TITLES
 from benchmarks.quality.results import Column

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import record
+from benchmarks.harness.measure import record
 from benchmarks.quality import markdown, plots
 from benchmarks.quality.choices import kept_shares, read_log
 from benchmarks.quality.findings import check_claims, pick

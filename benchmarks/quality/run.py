@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.measure import record
+from benchmarks.harness.measure import record
 from benchmarks.quality.cases import Case, Generated, fingerprints
 from benchmarks.quality.endpoint import Endpoint, EndpointError, RefusedError, Reply
 from benchmarks.quality.results import FULL, Column, Result, Sample, Settings, Store, write_settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import SAMPLES
+from benchmarks.harness.measure import SAMPLES
 from benchmarks.quality.results import FULL, Column, Result, Sample
 
 SCOPES = ("prompt", "prefix")

@@ -1,6 +1,6 @@
 """Runs of the serving benchmarks with made-up figures."""
 
-from benchmarks.load import Run
+from benchmarks.harness.load import Run
 
 
 def run_of(

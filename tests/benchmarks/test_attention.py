@@ -7,8 +7,9 @@ import torch
 from vllm.platforms import current_platform
 
 from benchmarks import attention
-from benchmarks.attention import KERNEL, OP, Cell, compare, parse_arguments, plot, show, targets
-from benchmarks.measure import USUAL
+from benchmarks.attention import Cell, compare, parse_arguments, plot, show, targets
+from benchmarks.harness.holding import KERNEL, OP
+from benchmarks.harness.measure import USUAL
 
 
 def cell(share: float, ratios=(9.0, 9.0, 9.0), context: int = 8192, way: str = KERNEL) -> Cell:

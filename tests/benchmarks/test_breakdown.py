@@ -8,14 +8,16 @@ import pytest
 from rich.console import Console
 
 from benchmarks import breakdown
-from benchmarks.breakdown import DECODE, PREFILL, REST, Cell, Stopwatch, parse_arguments
+from benchmarks.breakdown import DECODE, PREFILL, Cell, parse_arguments
+from benchmarks.harness import steps
+from benchmarks.harness.steps import REST, Stopwatch
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that moves only when it is told to."""
     now = SimpleNamespace(time=100.0)
-    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: now.time)
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now.time)
     return now
 
 

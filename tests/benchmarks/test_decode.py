@@ -7,8 +7,9 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks import decode
-from benchmarks.decode import Cell, check_steps, output_len, parse_arguments
-from benchmarks.sides import Engine
+from benchmarks.decode import Cell, check_steps, parse_arguments
+from benchmarks.harness.sides import Engine, Workload
+from benchmarks.harness.steps import CHUNK, admit, output_len, prefill, requests
 
 
 class FakeRequest:
@@ -40,7 +41,7 @@ class FakeLLM:
             del self.requests[name]
 
     def step(self) -> None:
-        room, scheduled, prompt = decode.CHUNK, 0, 0
+        room, scheduled, prompt = CHUNK, 0, 0
         for request in list(self.requests.values()):
             left = request.num_prompt_tokens - request.num_computed_tokens
             tokens = min(room, max(left, 1))
@@ -81,7 +82,7 @@ def test_sides_take_turns_once_all_prompts_are_read():
     cell = decode.measure(arguments, 8, 3000, sides, Progress(disable=True))
     assert turns == ["stock", "ours", "stock", "ours", "ours", "stock", "stock", "ours"]
     assert len(cell.stock) == len(cell.ours) == 3
-    assert not any(decode.requests(side.engine) for side in sides)  # so that the next context starts afresh
+    assert not any(requests(side.engine) for side in sides)  # so that the next context starts afresh
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 100), (3, 3000), (16, 2048), (64, 700)])
@@ -90,17 +91,17 @@ def test_no_request_ends_before_the_last_block(batch, context):
     engine = Engine(llm, llm)
     steps = 20
     tokens = output_len(batch, context, steps)
-    total = decode.admit(engine, decode.Workload(batch, context, tokens))
-    assert decode.prefill(engine, float("inf")) == total == batch * context
+    total = admit(engine, Workload(batch, context, tokens))
+    assert prefill(engine, float("inf")) == total == batch * context
     decode.decode(engine, steps, batch)
-    assert len(decode.requests(engine)) == batch
+    assert len(requests(engine)) == batch
 
 
 def test_reading_prompts_stops_when_its_time_is_over():
     llm = FakeLLM()
     engine = Engine(llm, llm)
-    decode.admit(engine, decode.Workload(4, 4096, 100))
-    assert decode.prefill(engine, 0.0) < 4 * 4096
+    admit(engine, Workload(4, 4096, 100))
+    assert prefill(engine, 0.0) < 4 * 4096
 
 
 def test_timed_steps_must_be_pure_decode():

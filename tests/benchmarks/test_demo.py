@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import demo
-from benchmarks.answers import answers_table, make_questions
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
-from benchmarks.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
-from benchmarks.server import Server, ServerError, Snapshot, end, tail
+from benchmarks.harness.answers import answers_table, make_questions
+from benchmarks.harness.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
+from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
 from vllm_kvevict.engine.metrics import EvictionStats
 from vllm_kvevict.schedules.reports import Report
 

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu import attention, common, eviction, kernels, throughput
 from benchmarks.gpu.common import Contender, Times, WrongResult
-from benchmarks.measure import Estimate
-from benchmarks.sides import Outcome, Workload
+from benchmarks.harness.measure import Estimate
+from benchmarks.harness.sides import Outcome, Workload
 from tests.interpreting import interpreted
 from vllm_kvevict.kernels import compact_rows
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import hostile
+from benchmarks.harness.measure import estimate
 from benchmarks.hostile import DONE, HUNG, LEFT, REFUSED, WRONG, Ask, Phase, met, run_phase, send, table
-from benchmarks.measure import estimate
 from vllm_kvevict.policies import available
 
 

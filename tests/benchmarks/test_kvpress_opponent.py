@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS
+from benchmarks.harness.sides import Outcome, Workload
 from benchmarks.kvpress import environment
 from benchmarks.kvpress.__main__ import (
     FULL,
@@ -27,8 +29,6 @@ from benchmarks.kvpress.check import check, describe, leading
 from benchmarks.kvpress.environment import InstallError, kvpress_python
 from benchmarks.kvpress.opponent import Opponent, OpponentError
 from benchmarks.kvpress.runs import Run, from_outcome, opponent_side, run_batches
-from benchmarks.scenarios import KV_HEADS, LAYERS
-from benchmarks.sides import Outcome, Workload
 
 WORKER = """
 import json, os, sys

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from benchmarks import throughput
+from benchmarks.harness import bench
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.load import Run
 from benchmarks.latency import BASE, RATES, AtRate, latency_table, parse_arguments, plot, run_rates
-from benchmarks.load import Run
-from benchmarks.throughput import Bench
 
 
 def run_of(seconds: float, wall: float = 2.0, names=("ttft", "tpot", "itl", "e2e")) -> Run:
@@ -56,7 +56,7 @@ def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
     async def start(self, stack, scenario, prefix=""):
         return {side: side for side in scenario.sides}
 
-    monkeypatch.setattr(throughput, "drive", drive)
+    monkeypatch.setattr(bench, "drive", drive)
     monkeypatch.setattr(Bench, "start", start)
     scenario = replace(BASE, rounds=2)
     saturation, results = asyncio.run(run_rates(Bench(1, 10), scenario, (0.5, 1.0)))

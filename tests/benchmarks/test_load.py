@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import load, server
-from benchmarks.load import Load, drive, entry_bytes, longest, page_bytes, summarise
-from benchmarks.server import LOGGING, Server, ServerError, Snapshot, cpu_environment, run_benchmark
+from benchmarks.harness import load, server
+from benchmarks.harness.load import Load, drive, entry_bytes, longest, page_bytes, summarise
+from benchmarks.harness.server import LOGGING, Server, ServerError, Snapshot, cpu_environment, run_benchmark
 
 KV_BYTES = 1_000_000
 METRICS = """\

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.measure import estimate, paired_ratio, record, save
+from benchmarks.harness.measure import estimate, paired_ratio, record, save
 from vllm_kvevict.kernels import processor
 
 

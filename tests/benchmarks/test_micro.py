@@ -6,9 +6,10 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from benchmarks import floors, micro
-from benchmarks.floors import Operation, Rates, Timing, Work
-from benchmarks.measure import Estimate
+from benchmarks import micro
+from benchmarks.harness import floors
+from benchmarks.harness.floors import Operation, Rates, Timing, Work
+from benchmarks.harness.measure import Estimate
 
 RATES = Rates(memory=100.0, arithmetic=1000.0)
 

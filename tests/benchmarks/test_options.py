@@ -4,17 +4,17 @@ import importlib
 
 import pytest
 
-from benchmarks import measure
 from benchmarks.demo import pool_bytes
-from benchmarks.load import NUMBER_BYTES, entry_bytes, page_bytes
-from benchmarks.measure import full_name, record_name
-from benchmarks.scenarios import LAYERS, SCENARIOS, token_bytes
+from benchmarks.harness import measure
+from benchmarks.harness.load import NUMBER_BYTES, entry_bytes, page_bytes
+from benchmarks.harness.measure import full_name, record_name
+from benchmarks.harness.scenarios import LAYERS, SCENARIOS, token_bytes
 
 FOLDER = measure.RESULTS.parent
 MODULES = sorted(
     {path.stem for path in FOLDER.glob("*.py") if "def parse_arguments" in path.read_text()}
-    # The soak measures no speed: its server always computes in fp32.
-    - {"soak"}
+    # These compare no speeds of sides: their servers always compute in fp32.
+    - {"soak", "hostile"}
     | {"kvpress.__main__"}
 )
 

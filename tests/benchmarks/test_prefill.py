@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import prefill
+from benchmarks.harness.scenarios import STOCK
 from benchmarks.prefill import (
     IN_ONE_STEP,
     IN_STEPS,
@@ -16,7 +17,6 @@ from benchmarks.prefill import (
     show,
     targets,
 )
-from benchmarks.scenarios import STOCK
 
 
 def cell(context: int, sides: dict[str, tuple[float, float, int]]) -> Cell:

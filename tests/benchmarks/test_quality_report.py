@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.kept import parse_evictions
-from benchmarks.markdown import table
+from benchmarks.harness.kept import parse_evictions
+from benchmarks.harness.markdown import table
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.choices import kept_shares, read_log
 from benchmarks.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict

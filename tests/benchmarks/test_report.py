@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measure import full_name, record, record_name, save
-from benchmarks.scenarios import SCENARIOS, STOCK, Scenario
-from benchmarks.throughput import as_record, show_scenario
+from benchmarks.harness.bench import as_record
+from benchmarks.harness.measure import full_name, record, record_name, save
+from benchmarks.harness.scenarios import SCENARIOS, STOCK, Scenario
+from benchmarks.throughput import show_scenario
 from tests.benchmarks.runs import ours, run_of
 
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from benchmarks import traffic
+from benchmarks.harness import traffic
+from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Ask, Outcome, Traffic, send
 from benchmarks.soak import (
     BURST,
     Requirement,
@@ -20,7 +21,6 @@ from benchmarks.soak import (
     growth,
     parse_arguments,
 )
-from benchmarks.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Ask, Outcome, Traffic, send
 from tests.engine.serving import command
 from vllm_kvevict.policies import available
 

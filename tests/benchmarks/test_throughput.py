@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from benchmarks import scenarios, throughput
-from benchmarks.load import Run
-from benchmarks.measure import Estimate
-from benchmarks.scenarios import (
+from benchmarks import throughput
+from benchmarks.harness import scenarios
+from benchmarks.harness.bench import as_record
+from benchmarks.harness.load import Run
+from benchmarks.harness.measure import Estimate
+from benchmarks.harness.scenarios import (
     BLOCK,
     DECODING,
     PER_CPU,
@@ -29,7 +31,6 @@ from benchmarks.scenarios import (
 from benchmarks.throughput import (
     SWEEP_BASE,
     SWEEPS,
-    as_record,
     parse_arguments,
     runs_table,
     show_scenario,

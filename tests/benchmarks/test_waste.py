@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import waste
-from benchmarks.scenarios import BLOCK, token_bytes
+from benchmarks.harness.scenarios import BLOCK, token_bytes
 from benchmarks.waste import Sample, object_bytes, parse_arguments, summary, targets
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.cache.lengths import RowLengths

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.models import make_model
+from benchmarks.harness.models import make_model
 from tests.engine.clients import eventually, words
 from tests.engine.serving import ROOT, VLLM, Server
 

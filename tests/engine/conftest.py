@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import make_model
+from benchmarks.harness.models import make_model
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.models import make_model
+from benchmarks.harness.models import make_model
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options

@@ -19,7 +19,7 @@ from vllm.tokenizers.mistral import MistralTokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
-from benchmarks.models import make_model
+from benchmarks.harness.models import make_model
 from vllm_kvevict.engine import config
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend import chat

@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.load import HEAD_DIM, Load, Run, entry_bytes, longest
-from benchmarks.measure import Estimate, Kind, kind, paired_ratio
-from benchmarks.server import Server, cpu_environment
+from benchmarks.harness.load import HEAD_DIM, Load, Run, entry_bytes, longest
+from benchmarks.harness.measure import Estimate, Kind, kind, paired_ratio
+from benchmarks.harness.server import Server, cpu_environment
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 8, 8, 4, 512
 BLOCK = 128
 """vLLM's block size on CPU."""
-SCRATCH = Path(__file__).parent / "out"
+SCRATCH = Path(__file__).parents[1] / "out"
 STOCK = "stock"
 
 Round = dict[str, Run]
@@ -272,7 +272,7 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from benchmarks.models import make_model
+    from benchmarks.harness.models import make_model
 
     disable_progress_bar()
     return make_model(

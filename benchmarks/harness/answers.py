@@ -8,8 +8,8 @@ from openai import AsyncOpenAI
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.harness.server import Server
 from benchmarks.quality.tasks import Sample, make, score
-from benchmarks.server import Server
 
 
 @dataclass(frozen=True)

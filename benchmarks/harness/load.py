@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server import Server, ServerError, Snapshot, tail
-from benchmarks.sides import FIRST_WORD, VOCAB
+from benchmarks.harness.server import Server, ServerError, Snapshot, tail
+from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 HEAD_DIM = 64
 """Of the benchmark models."""

@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import replace
 
-from benchmarks.load import NUMBER_BYTES
-from benchmarks.scenarios import Scenario
+from benchmarks.harness.load import NUMBER_BYTES
+from benchmarks.harness.scenarios import Scenario
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 

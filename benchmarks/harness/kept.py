@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.server import Snapshot
+from benchmarks.harness.server import Snapshot
 
 _LINE = re.compile(
     r"KV eviction: request (?P<request>\S+) at (?P<tokens>\d+) tokens by (?P<policy>[^:]+): "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 512
-LOGS = Path(__file__).parent / "out"
+LOGS = Path(__file__).parents[1] / "out"
 FIRST_WORD = 8
 """Ids below are special tokens of the benchmark models."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from benchmarks.measure import Estimate, estimate, paired_ratio
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 
 READ_BYTES = 256 << 20
 """Read to measure the memory: well beyond any last-level cache that a core or two can fill."""

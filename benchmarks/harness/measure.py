@@ -18,7 +18,7 @@ from rich.console import Console
 
 from vllm_kvevict.kernels import processor
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SAMPLES = 10_000
 Kind = tuple[str, str]
 """What figures are figures of: the processor's level and the dtype."""

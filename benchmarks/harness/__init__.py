@@ -1,0 +1,1 @@
+"""What the benchmarks share: servers, engines, loads, scenarios, statistics, records. No commands."""
