@@ -87,6 +87,7 @@ def test_backend_takes_its_slot_and_leaves_it(slot: str) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         entry = AttentionBackendEnum[slot]
+        entry.clear_override()
         before = entry.get_path() if slot == "CPU_ATTN" else None
         register_backend(entry, "package.module.Backend")
         registered = entry.get_path()

@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import embeds_input
 from vllm.model_executor.models import registry
 from vllm.sampling_params import BeamSearchParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
@@ -331,6 +332,8 @@ def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
         )
     sentence = str(error.value)
     assert "a-model" in sentence and "gives each rank 2 KV heads and its layers have 4" in sentence
+    # The next engine of this process gets vLLM's backend.
+    assert AttentionBackendEnum.CPU_ATTN.get_path() == AttentionBackendEnum.CPU_ATTN.value
 
 
 def test_a_decoder_run_for_pooling(model):

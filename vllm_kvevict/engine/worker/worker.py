@@ -1,5 +1,7 @@
 """vLLM's workers with pages of their own."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,16 @@ from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
 from vllm_kvevict.engine.worker.warmup import warm_up
+
+
+@contextlib.contextmanager
+def _backend_given_back_on_failure() -> Iterator[None]:
+    """Where the engine does not come up, the next one of this process must find vLLM's backend, too."""
+    try:
+        yield
+    except BaseException:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        raise
 
 
 class _EvictionMixin:
@@ -34,12 +46,14 @@ class _EvictionMixin:
     def determine_available_memory(self) -> int:
         # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the
         # reserve comes on top, or the server does not start.
-        get_runtime().take_reserve()
-        available: int = super().determine_available_memory()  # type: ignore[misc]
+        with _backend_given_back_on_failure():
+            get_runtime().take_reserve()
+            available: int = super().determine_available_memory()  # type: ignore[misc]
         return available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        with _backend_given_back_on_failure():
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         # Without worker processes of their own, further engines of this process must find vLLM's backend again.
         AttentionBackendEnum.CPU_ATTN.clear_override()
         # An eager CPU worker skips the dummy run, the only place where vLLM makes this buffer; later pipeline
