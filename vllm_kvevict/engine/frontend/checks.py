@@ -218,11 +218,8 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     Raises:
         KVEvictionError: one sentence naming the flags.
     """
-    parallel = vllm_config.parallel_config
-    layers, count = vllm_config.model_config.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
-    spans = [get_pp_indices(layers, stage, count) for stage in range(count)]
     try:
-        conflict = schedule_of(config).conflict_with_stages(config, [end - first for first, end in spans])
+        conflict = schedule_of(config).conflict_with_stages(config, _stage_layers(vllm_config))
     except ValueError as error:
         raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
     if conflict is not None:
@@ -234,6 +231,16 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
             "(whether in those layers too is not looked at): choose another policy",
             name,
         )
+
+
+def _stage_layers(vllm_config: Any) -> list[int]:
+    """How many layers each pipeline stage has."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return [layers]
+    spans = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    return [end - first for first, end in spans]
 
 
 def _layer_types(text: Any) -> set[str]:
