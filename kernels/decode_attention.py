@@ -140,6 +140,5 @@ def reference(
             k = keys[table].transpose(1, 2).flatten(0, 1)[:length].to(output.dtype)
             v = values[table].flatten(0, 1)[:length].to(output.dtype)
             group_heads = slice(head * group, (head + 1) * group)
-            output[token, group_heads] = (scale * query[token, group_heads].to(output.dtype) @ k.T).softmax(
-                -1
-            ) @ v
+            logits = scale * query[token, group_heads].to(output.dtype) @ k.T
+            output[token, group_heads] = logits.softmax(-1) @ v
