@@ -88,7 +88,7 @@ def install(engine: Engine) -> None:
     report = Evictor._report
 
     def watched(self: Evictor, resident: Any, n: int) -> None:
-        _peaks[resident.plan.request_id.rpartition("-")[0]] = resident.peak_pages
+        _peaks[resident.admission.request_id.rpartition("-")[0]] = resident.peak_pages
         report(self, resident, n)
 
     Evictor._report = watched  # type: ignore[method-assign]

@@ -123,7 +123,28 @@ def test_there_is_no_circle() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
 
 
-KINDS = re.compile(r"schedule (==|!=|in) |\.(layer_local|weighted|one_stage|chunked)\b(?!\.| import)")
+KINDS = re.compile(
+    r"schedule (==|!=|in) "
+    r"|\.(layer_local|weighted|one_stage|chunked|recycles|cuts)\b(?!\.| import)"
+    r"|\b(plan|config|policy)\.probe\b"
+)
+"""Questions about the kind of a policy: they belong to schedules and to the registry of policies."""
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ('if lookup(policy).schedule == "chunked":', True),
+        ("if account.plan.recycles:", True),
+        ("if position in plan.cuts:", True),
+        ("rows = request.plan.probe", True),
+        ("left = plan.next_eviction(tokens)", False),
+        ("from vllm_kvevict.schedules.chunked import most_probe_rows", False),
+        ("layout = PageLayout.probe(write)", False),
+    ],
+)
+def test_a_question_about_the_kind_is_seen(line: str, asks: bool) -> None:
+    assert bool(KINDS.search(line)) == asks
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] in ("engine", "cache")])

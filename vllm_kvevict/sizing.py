@@ -8,11 +8,12 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.policies import available
+from vllm_kvevict.server import Server
 
 DTYPES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 FLAGS = {"--kv-eviction-config": "--config", "--kv-eviction": "--policy", "--kv-budget": "--budget"}
@@ -22,34 +23,6 @@ kept: entries per KV head. reading, evicted, end: MiB of a request on its fulles
 read, after its eviction, at its last token. at once: how many run when many arrive together, and what limits it; at
 end: how many fit if all are at their last token (if fewer, some may be preempted). longest: prompt that fits alone.
 layered: whether it is evicted layer by layer as it is read. Heads that compete are taken to share ranks evenly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A model and what ``vllm serve`` makes of it; ``memory`` in bytes per rank, sizes of pages and steps in tokens."""
-
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    max_len: int
-    memory: int
-    dtype_size: int
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    page_size: int = 32
-    block_size: int = 128
-    max_num_batched_tokens: int = 2048
-
-    @property
-    def entry(self) -> int:
-        """Bytes of one token in one KV head of one layer."""
-        return 2 * self.head_dim * self.dtype_size
-
-    @property
-    def heads(self) -> int:
-        """KV heads of one rank."""
-        return max(1, self.kv_heads // self.tensor_parallel_size)
 
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}

@@ -45,7 +45,7 @@ from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Admission, plan_of
 from vllm_kvevict.schedules.registry import schedule_of
 
 TARGET, TARGET_LENGTH = 0.02, 32768
@@ -111,7 +111,7 @@ class Prompt:
     def evict(self, config: EvictionConfig) -> None:
         """What the engine does at the end of the last step of a prefill, layer by layer."""
         window = config.window_for(self.tokens)
-        resident = ResidentRequest(Plan("", 1, self.tokens, config), self.slot, self.tokens)
+        resident = ResidentRequest(Admission("", 1, plan_of(config, self.tokens)), self.slot, self.tokens)
         rows = QueryRows(resident, slice(0, window), slice(0, window), window, True, None)
         for layer in range(self.layers):
             self.evictor.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)

@@ -14,8 +14,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.reports import Report
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
@@ -54,9 +56,7 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
         PAGE,
         enable_caching=False,
         options=options,
-        max_num_batched_tokens=8192,
-        longest_step=8192,
-        num_stages=1,
+        control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, PROMPT + OUTPUT),
     )
     heads = KV_HEADS // ranks
     rows = LAYERS * heads
@@ -79,8 +79,10 @@ def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[Pag
             seconds.append(time.perf_counter() - started)
     # Only the last rank has no room, so admission looks at every rank before it says no.
     accounts = ledger.accounts.values()
-    full = sum(ledger._held_finally(account, ranks - 1, PROMPT + OUTPUT) for account in accounts)
-    ledger.capacities[-1] = dataclasses.replace(plenty, pages=full)
+    full = sum(ledger.control.expected_pages(account, ranks - 1, PROMPT + OUTPUT) for account in accounts)
+    capacities = [*[plenty] * (ranks - 1), dataclasses.replace(plenty, pages=full)]
+    bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
+    ledger.control = dataclasses.replace(ledger.control, bounds=bounds)
     return ledger, statistics.median(seconds)
 
 

@@ -66,7 +66,6 @@ NAMES = {
     "vllm.v1.engine.async_llm:AsyncLLM": "streams with bad fields begin with status 200",
     "vllm.v1.engine.exceptions:EngineDeadError": "who waits when a server is stopped is told nothing",
     "vllm.v1.engine.input_processor:InputProcessor": "requests are not checked before they reach the engine",
-    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "the sizing calculator cannot make a ledger",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "vLLM asks for more KV memory than eviction needs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "the connector cannot be built",
     "vllm.v1.outputs:KVConnectorOutput": "reports cannot be read",

@@ -13,7 +13,7 @@ from vllm_kvevict.policies import EvictionConfig, layer_budgets
 from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_budgets, safeguard
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Admission
 
 GREEDS = ("none", "random", "rank", "layer", "head", "row")
 """What takes all it can get: nothing; a random share; a rank (under pipeline parallelism a stage's); a layer; a head of
@@ -53,28 +53,28 @@ class Choices:
         shape = 100.0 if greed in ("none", "head") else 0.3
         return list(random.gamma(shape, size=self.num_layers) + 1e-9)
 
-    def lengths(self, plan: Plan, budgets: Sequence[int] | None = None) -> list[np.ndarray]:
+    def lengths(self, admission: Admission, budgets: Sequence[int] | None = None) -> list[np.ndarray]:
         """Entries that each rank's rows keep at the request's last eviction, [layers, KV heads].
 
         Args:
             budgets: candidates per KV head of the model's layers, or of the first of them; None: what the policy
                 gives them.
         """
-        n, config = plan.evict_at, plan.config
+        n, config = admission.plan.evict_at, admission.plan.config
         assert n is not None
         window = config.window_for(n)
         if budgets is None:
-            budgets = self._budgets(plan.request_id, config, n)
-        counts = [window + row for row in self._candidates(plan.request_id, config, n - window, budgets)]
+            budgets = self._budgets(admission.request_id, config, n)
+        counts = [window + row for row in self._candidates(admission.request_id, config, n - window, budgets)]
         return self._by_rank(counts)
 
-    def provisional(self, plan: Plan, seen: int) -> list[np.ndarray]:
+    def provisional(self, admission: Admission, seen: int) -> list[np.ndarray]:
         """The same of the model's first layers, while the weights of the others are not known."""
-        n, config = plan.evict_at, plan.config
+        n, config = admission.plan.evict_at, admission.plan.config
         assert n is not None
-        window, weights = config.window_for(n), self.weights(plan.request_id)[:seen]
+        window, weights = config.window_for(n), self.weights(admission.request_id)[:seen]
         most = config.budget_for(n) - window
-        return self.lengths(plan, provisional_layer_budgets(weights, most, n - window, self.num_layers))
+        return self.lengths(admission, provisional_layer_budgets(weights, most, n - window, self.num_layers))
 
     def _budgets(self, request_id: str, config: EvictionConfig, n: int) -> list[int]:
         """Candidates per KV head of each layer."""

@@ -232,7 +232,7 @@ def check(setup: Setup, ask: Ask) -> Request:
     """
     config, options = make_config(setup), options_of(setup)
     check_policy(config, options.request_config(ask.extra_args)[0], "kv_eviction")
-    plan = options.plan("", 1, ask.prompt, ask.extra_args)
+    plan = options.plan(ask.prompt, ask.extra_args)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
     return make_request(ask.name, ask.prompt, ask.output, ask.extra_args, ask.priority, ask.arrival)
 
@@ -360,7 +360,7 @@ class Watch:
     def _describe(self, name: str) -> str:
         """A request in a few words."""
         request, ledger = self.requests[name], self.simulation.ledger
-        plan = options_of(self.load.setup).plan(name, 1, request.num_prompt_tokens, self._extra(name))
+        plan = options_of(self.load.setup).plan(request.num_prompt_tokens, self._extra(name))
         account = ledger.accounts.get(name)
         held = f", holds {account.held}" if account else ""
         return (

@@ -145,7 +145,7 @@ def _record(worker: Any) -> None:
         resident = next(resident for resident in runtime.residents.values() if resident.slot == slot)
         heads = runtime.cache.num_kv_heads
         for first in range(0, len(kept), heads):
-            key = resident.plan.request_id, resident.plan.epoch, layer + first // heads
+            key = resident.admission.request_id, resident.admission.epoch, layer + first // heads
             since, positions = stored.get(key, (0, [[]] * heads))
             positions = [[*before, *range(since, resident.tokens)] for before in positions]
             mine = zip(positions, kept[first : first + heads], strict=True)
@@ -155,10 +155,10 @@ def _record(worker: Any) -> None:
     def recording_report(resident, n):
         head = evictor.comm.local_heads.start if evictor.comm else 0
         for layer in range(runtime.cache.num_layers):
-            _, positions = stored[resident.plan.request_id, resident.plan.epoch, layer]
+            _, positions = stored[resident.admission.request_id, resident.admission.epoch, layer]
             scores = scored.pop((resident.slot, layer), None)
             runtime.decisions.append(
-                (resident.plan.request_id, evictor.first_layer + layer, head, positions, scores)
+                (resident.admission.request_id, evictor.first_layer + layer, head, positions, scores)
             )
         report(resident, n)
 

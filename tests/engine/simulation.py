@@ -19,7 +19,7 @@ from vllm_kvevict.engine.messages import RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.registry import lookup
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.reports import LayerWeights, Report
 
 
@@ -27,11 +27,15 @@ from vllm_kvevict.schedules.reports import LayerWeights, Report
 class Resident:
     """A request on the workers: its admission, the length of each of its rows by rank, whether it waits for budgets."""
 
-    plan: Plan
+    admission: Admission
     kv_len: list[np.ndarray]
     tokens: int = 0
     waits: bool = False
     kept: list[np.ndarray] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.admission.plan
 
 
 def schedule(resident: Resident) -> str:
@@ -73,24 +77,26 @@ class Workers:
         Returns:
             What every rank reports of it.
         """
-        plans, probes = output.kv_connector_metadata.plans, output.kv_connector_metadata.probes
+        message = output.kv_connector_metadata
+        probes = message.probes
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
         trimmed: list[Resident] = []
-        for name, decided in output.kv_connector_metadata.layer_budgets.items():
+        for name, decided in message.layer_budgets.items():
             resident = self.live.get(name)
-            if resident is not None and resident.plan.epoch == decided.epoch:
+            if resident is not None and resident.admission.epoch == decided.epoch:
                 assert resident.waits
                 resident.waits = False
                 trimmed.append(resident)
         reports = [
-            self._trim(resident, output.kv_connector_metadata.layer_budgets[resident.plan.request_id].budgets)
+            self._trim(resident, message.layer_budgets[resident.admission.request_id].budgets)
             for resident in trimmed
         ]
-        for plan in plans:
-            assert plan.request_id not in self.live, f"{plan.request_id} was admitted while it was running"
+        for admission in message.admissions:
+            name = admission.request_id
+            assert name not in self.live, f"{name} was admitted while it was running"
             rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
-            self.live[plan.request_id] = Resident(plan, rows)
+            self.live[name] = Resident(admission, rows)
         self._check_reserve(output)
         leaving: list[Resident] = []
         # Pages that are held for a part of the step only.
@@ -98,7 +104,8 @@ class Workers:
         for name, count in output.num_scheduled_tokens.items():
             if name in probes:
                 resident = self.live[probes[name]]
-                assert resident.tokens in resident.plan.cuts and count == resident.plan.probe
+                assert resident.tokens in resident.plan.positions[:-1]
+                assert count == resident.plan.extra_tokens(resident.tokens) > 0
                 for rank, rows in enumerate(resident.kv_len):
                     passing[rank] += self.pages(rows + count) - self.pages(rows)
                 continue
@@ -113,9 +120,9 @@ class Workers:
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
             if resident.tokens == position:
                 leaving.append(resident)
-                wants_probe = position in resident.plan.cuts and resident.plan.probe > 0
-                assert wants_probe == (name in probes.values())
-            if resident.plan.recycles and count == position:
+                assert (resident.plan.extra_tokens(position) > 0) == (name in probes.values())
+            if resident.admission.by_layer:
+                assert (before, resident.tokens) == (0, position) == (0, resident.plan.evict_at)
                 resident.kept = self._choose(resident)
                 for rank, peak in enumerate(self._recycled_peak(resident)):
                     passing[rank] += peak - self.pages(resident.kv_len[rank])
@@ -123,7 +130,7 @@ class Workers:
         for rank, pages in enumerate(self.setup.pages):
             held = self.held(rank) + passing[rank]
             assert held <= pages, f"rank {rank} would hold {held} of {pages} pages"
-            most = output.kv_connector_metadata.most_pages
+            most = message.most_pages
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
         waiting = [r for r in leaving if self.setup.pipeline and schedule(r) == "by weight"]
@@ -135,14 +142,14 @@ class Workers:
             {
                 rank: RankMessage(
                     {
-                        resident.plan.request_id: self.tamper(by_rank[rank])
+                        resident.admission.request_id: self.tamper(by_rank[rank])
                         for resident, by_rank in zip(trimmed + leaving, reports, strict=True)
                     },
-                    {resident.plan.request_id: self._weights(resident, rank) for resident in waiting},
+                    {resident.admission.request_id: self._weights(resident, rank) for resident in waiting},
                     physical_pages=self.held(rank),
                     logical_tokens=sum(int(r.kv_len[rank].sum()) for r in self.live.values()),
                     holdings={
-                        name: (r.plan.epoch, r.tokens, self.pages(r.kv_len[rank]))
+                        name: (r.admission.epoch, r.tokens, self.pages(r.kv_len[rank]))
                         for name, r in self.live.items()
                     },
                 )
@@ -153,7 +160,7 @@ class Workers:
     def _check_reserve(self, output: SchedulerOutput) -> None:
         """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
         spans = sorted(
-            (resident.plan.reserved_at, resident.plan.evict_at)
+            (resident.admission.reserved_at, resident.plan.evict_at)
             for name, resident in self.live.items()
             if name in output.num_scheduled_tokens or resident.tokens
             if resident.plan.evict_at and "col_sums" in resident.plan.config.needs
@@ -169,9 +176,9 @@ class Workers:
     def _weights(self, resident: Resident, rank: int) -> LayerWeights:
         """What a rank says of its layers."""
         room = self.ranks[rank]
-        weights = self.choices.weights(resident.plan.request_id)
+        weights = self.choices.weights(resident.admission.request_id)
         mine = weights[room.first_layer : room.first_layer + room.num_layers]
-        return LayerWeights(resident.plan.epoch, room.first_layer, mine)
+        return LayerWeights(resident.admission.epoch, room.first_layer, mine)
 
     def _evict(self, resident: Resident) -> list[Report]:
         """Keep what the policy may."""
@@ -184,7 +191,7 @@ class Workers:
         config, n = resident.plan.config, resident.plan.evict_at
         assert n is not None
         if schedule(resident) != "chunked":
-            return self.choices.lengths(resident.plan)
+            return self.choices.lengths(resident.admission)
         parts = []
         for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
             layers, last = range(rank.first_layer, rank.first_layer + rank.num_layers), resident.tokens == n
@@ -199,7 +206,7 @@ class Workers:
         for layer in range(max(room.num_layers for room in self.ranks)):
             below = resident.kept
             if schedule(resident) == "by weight":
-                below = self.choices.provisional(resident.plan, layer)
+                below = self.choices.provisional(resident.admission, layer)
             for rank, (whole, kept) in enumerate(zip(resident.kv_len, below, strict=True)):
                 if layer < len(whole):
                     peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
@@ -212,12 +219,13 @@ class Workers:
         window = plan.config.window_for(plan.evict_at)
         past = plan.config.budget_for(plan.evict_at) - window
         assert sum(budgets) == self.ranks[0].num_model_layers * past
-        return self._keep(resident, self.choices.lengths(plan, budgets))
+        return self._keep(resident, self.choices.lengths(resident.admission, budgets))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""
         plan = resident.plan
-        self.evictions.append((plan.request_id, plan.epoch, resident.tokens))
+        admission = resident.admission
+        self.evictions.append((admission.request_id, admission.epoch, resident.tokens))
         reports = []
         for rank, part in enumerate(parts):
             rows = resident.kv_len[rank]
@@ -227,7 +235,7 @@ class Workers:
             reports.append(
                 Report(
                     policy=plan.config.label,
-                    epoch=plan.epoch,
+                    epoch=admission.epoch,
                     tokens=resident.tokens,
                     last=resident.tokens == plan.evict_at,
                     pages=pages,

@@ -173,8 +173,8 @@ def test_full_needs_no_budget():
 
 def test_a_server_that_evicts_on_request_only():
     server = Options.parse({"policy": "full", "budget": 0.5, "min_prompt": 0})
-    assert server.plan("r", 1, 1000, None).evict_at is None
-    plan = server.plan("r", 1, 1000, {"kv_eviction": "snapkv"})
+    assert server.plan(1000, None).evict_at is None
+    plan = server.plan(1000, {"kv_eviction": "snapkv"})
     assert (plan.evict_at, plan.config.budget_for(1000)) == (1000, 500)
 
 
@@ -206,7 +206,7 @@ def test_a_server_that_evicts_on_request_only():
 )
 def test_bad_fields(fields, named):
     with pytest.raises(KVEvictionError) as error:
-        SERVER.plan("r", 1, 1000, fields)
+        SERVER.plan(1000, fields)
     assert one_sentence(error).startswith(named)
     assert error.value.field_name == named
 
@@ -221,21 +221,21 @@ def test_the_servers_budget_may_not_fit_the_requests_policy():
 
 @pytest.mark.parametrize("length, evict_at", [(99, None), (100, 100), (1000, 1000)])
 def test_short_prompts_are_kept_whole(length, evict_at):
-    assert SERVER.plan("r", 1, length, None).evict_at == evict_at
+    assert SERVER.plan(length, None).evict_at == evict_at
 
 
 @pytest.mark.parametrize("prefix_len, evict_at", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
 def test_a_prefix_is_evicted_at_its_end(prefix_len, evict_at):
-    plan = SERVER.plan("r", 2, 1000, {"kv_prefix_len": prefix_len})
-    assert (plan.request_id, plan.epoch, plan.evict_at) == ("r", 2, evict_at)
+    plan = SERVER.plan(1000, {"kv_prefix_len": prefix_len})
+    assert plan.evict_at == evict_at
     assert plan.evict_at is None or isinstance(plan.evict_at, int)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_prompt_within_the_budget_is_not_evicted(policy):
     server = Options.parse({"policy": policy, "budget": 200, "min_prompt": 0})
-    assert server.plan("r", 1, 200, None).evict_at is None
-    assert server.plan("r", 1, 201, None).evict_at == 201
+    assert server.plan(200, None).evict_at is None
+    assert server.plan(201, None).evict_at == 201
 
 
 # The scope of the server.
@@ -254,14 +254,14 @@ def test_a_chat_is_evicted_before_its_question(prefix_len, evict_at):
     for fields in (None, {}, {"kv_budget": 0.5, "somebody_elses": 1}):
         before = copy.deepcopy(fields)
         in_scope = PREFIXES.fields_in_scope(1000, prefix_len, fields)
-        assert PREFIXES.plan("r", 1, 1000, in_scope).evict_at == evict_at
+        assert PREFIXES.plan(1000, in_scope).evict_at == evict_at
         assert fields == before and (fields or {}).items() <= in_scope.items()
 
 
 def test_the_requests_own_prefix_wins():
     for prefix_len in (None, 0, 200):
         fields = PREFIXES.fields_in_scope(1000, prefix_len, {"kv_prefix_len": 300})
-        assert PREFIXES.plan("r", 1, 1000, fields).evict_at == 300
+        assert PREFIXES.plan(1000, fields).evict_at == 300
 
 
 def test_a_prompt_that_does_not_say_where_its_prefix_ends():
@@ -315,7 +315,7 @@ def test_any_options_are_taken_or_refused_in_a_sentence(raw):
 @given(st.dictionaries(names | text, values, max_size=4), st.integers(1, 5000))
 def test_any_fields_are_taken_or_refused_in_a_sentence(fields, length):
     try:
-        plan = SERVER.plan("r", 1, length, fields)
+        plan = SERVER.plan(length, fields)
     except KVEvictionError as error:
         assert error.field_name in fields
         assert str(error).startswith(error.field_name)

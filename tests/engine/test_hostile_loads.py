@@ -19,7 +19,7 @@ from tests.engine.servers import PAGE, Setup, capacities
 from tests.engine.simulation import Workers
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Admission, plan_of
 
 LAYERS, HEADS = 3, 4
 STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
@@ -61,9 +61,9 @@ def test_choices_are_those_of_the_policy(policy: str) -> None:
         if "window" in parameters(policy):
             params |= WINDOW
         config = EvictionConfig(policy, keep_ratio=choose.choice((0.1, 0.4, 0.8)), **params)
-        plan = Plan(f"r{index}", 1, n, config)
-        (lengths,) = choices.lengths(plan)
-        assert lengths.tolist() == chosen(config, n, choices, plan.request_id).tolist()
+        admission = Admission(f"r{index}", 1, plan_of(config, n))
+        (lengths,) = choices.lengths(admission)
+        assert lengths.tolist() == chosen(config, n, choices, admission.request_id).tolist()
 
 
 def test_every_admission_and_every_replica_chooses_alike() -> None:
@@ -71,8 +71,8 @@ def test_every_admission_and_every_replica_chooses_alike() -> None:
     config = EvictionConfig("ada-snapkv", budget=100)
     seen = set()
     for index in range(30):
-        parts = Workers(setup).choices.lengths(Plan(f"r{index}", 1, 600, config))
-        again = Workers(setup).choices.lengths(Plan(f"r{index}", 2, 600, config))
+        parts = Workers(setup).choices.lengths(Admission(f"r{index}", 1, plan_of(config, 600)))
+        again = Workers(setup).choices.lengths(Admission(f"r{index}", 2, plan_of(config, 600)))
         assert all((a == b).all() for a, b in zip(parts, again, strict=True))
         assert all((parts[rank] == parts[rank + 1]).all() for rank in (0, 2, 4, 6))
         assert all((parts[rank] + parts[rank + 2] == 200).all() for rank in (0, 1, 4, 5))
@@ -84,7 +84,7 @@ def test_heads_of_a_rank_compete_alone_where_they_are_told_to() -> None:
     setup = Setup([(2, 2), (2, 2)], [1, 1], 1024)
     config = EvictionConfig("ada-snapkv", budget=100, tp_local=1)
     for index in range(20):
-        for part in Choices(capacities(setup)).lengths(Plan(f"r{index}", 1, 600, config)):
+        for part in Choices(capacities(setup)).lengths(Admission(f"r{index}", 1, plan_of(config, 600))):
             assert part.sum(1).tolist() == [200, 200]
 
 
@@ -146,8 +146,7 @@ def test_a_request_that_never_gets_further_is_found(
 
 
 def test_a_request_that_nobody_admits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageLedger, "_admits", lambda self, account: account.plan.request_id != "small")
-    monkeypatch.setattr(PageLedger, "fits", lambda *args: True)
+    monkeypatch.setattr(PageLedger, "_may_begin", lambda self, request, _: request.request_id != "small")
     load = small_load()
     load.asks[1] = dataclasses.replace(load.asks[1], arrival=1)
     assert "hang: nothing is scheduled or in flight, 1 requests wait" in (play(load).failure or "")

@@ -59,7 +59,7 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
     assert (ledger.used, ledger.promised) == ([4 * 4], [4 * 20 - 4 * 4])
     assert grow(ledger, request, 540)
     assert (ledger.used, ledger.promised) == ([4 * 20], [0])
-    assert [plan.request_id for plan in ledger.admitted] == ["r"]
+    assert list(ledger.admitted) == ["r"]
 
 
 @pytest.mark.parametrize("policy", ["criticalkv", "defensivekv", "lava"])
@@ -172,7 +172,7 @@ def test_who_must_wait_leaves_no_trace() -> None:
     assert not grow(ledger, make_request("second", 640, 10), 100)
     assert (ledger.used, ledger.promised) == (used, promised)
     assert list(ledger.accounts) == ["first"]
-    assert [plan.request_id for plan in ledger.admitted] == ["first"]
+    assert list(ledger.admitted) == ["first"]
 
 
 def test_free_returns_everything_and_withdraws_the_plan() -> None:
@@ -180,20 +180,23 @@ def test_free_returns_everything_and_withdraws_the_plan() -> None:
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 100)
     ledger.free(request)
-    assert (ledger.used, ledger.promised, ledger.accounts, ledger.admitted) == ([0], [0], {}, [])
+    assert (ledger.used, ledger.promised, ledger.accounts, ledger.admitted) == ([0], [0], {}, {})
     ledger.free(request)
     assert ledger.used == [0]
 
 
-def test_an_admission_has_one_plan_and_the_next_another() -> None:
+def test_a_request_keeps_its_plan_from_one_admission_to_the_next() -> None:
     ledger = make_ledger([1000])
     request = make_request("r", 640, 10)
     plan = ledger.plan(request)
-    assert ledger.plan(request) is plan
-    assert (plan.epoch, plan.evict_at) == (1, 640)
+    assert grow(ledger, request, 100)
+    first = ledger.admitted["r"]
+    assert (first.epoch, first.plan) == (1, plan)
     ledger.free(request)
-    request.num_preemptions += 1
-    assert ledger.plan(request).epoch == 2
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert grow(ledger, request, 100)
+    second = ledger.admitted["r"]
+    assert second.epoch == 2 and second.plan is plan and plan.evict_at == 640
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,9 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
     """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
     ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
     request = replayed("r", 600, outputs, max_tokens)
-    assert ledger._expected_end(ledger._open(request, 100)) == 600 + expected
+    assert ledger.control.expected_end(ledger._open(request, 100)) == 600 + expected
     assert grow(ledger, request, 600 + outputs)
-    assert ledger._expected_end(ledger.accounts["r"]) == 600 + expected
+    assert ledger.control.expected_end(ledger.accounts["r"]) == 600 + expected
 
 
 def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
@@ -216,9 +219,9 @@ def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
     request = make_request("r", 320, 100)
     assert read(ledger, request, 320)
     account = ledger.accounts["r"]
-    assert ledger._held_finally(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
+    assert ledger.control.expected_pages(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
     ledger.on_report(0, "r", report(1, 320, [1, 127, 64, 64]))
-    assert ledger._held_finally(account, 0, 420) == 4 + 8 + 6 + 6
+    assert ledger.control.expected_pages(account, 0, 420) == 4 + 8 + 6 + 6
 
 
 def test_usage_is_that_of_the_fullest_rank() -> None:
@@ -261,7 +264,7 @@ def test_a_prompt_read_in_one_step_holds_its_bound_until_it_is_reported() -> Non
     assert (ledger.used, ledger.promised) == ([2 * 20 + 3 * 2 * 4], [0])
     assert ledger.must_wait("r")
     account = ledger.accounts["r"]
-    assert ledger._held_finally(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
+    assert ledger.control.expected_pages(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
     ledger.verify(0, {"r": (1, 0, 0)})  # a step in flight before it
     ledger.on_report(0, "r", report(1, 640, [128] * 8))
     assert ledger.used == [8 * 4] and not ledger.must_wait("r")
@@ -273,7 +276,7 @@ def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
     params = {"take_chunk": 256, "take_probe": 32, "take_warmup_layers": 1, "take_warmup_budget": 160}
     ledger = make_ledger([1000], shapes=[(2, 1)], policy="take", **{"budget": 64, **params})
     request = make_request("r", 700, 10)
-    assert ledger.plan(request).cuts == (256, 512)
+    assert ledger.plan(request).positions == (256, 512, 700)
     peak = (160 + 256 + 32) // PAGE + (64 + 256 + 32) // PAGE
     assert grow(ledger, request, 100)
     assert (ledger.used, ledger.promised) == ([2 * 4], [peak - 8])

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
-from vllm_kvevict.engine.memory import BoundedAttentionSpec, capacities, check_fits, longest_step
+from vllm_kvevict.engine.memory import BoundedAttentionSpec, bounds_of, check_fits, longest_step
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
 
@@ -29,7 +29,7 @@ def configure(models, *, blocks: int = 0, **settings: Any):
 
 def check(vllm_config, prompt: int, min_tokens: int = 0, **fields: Any) -> None:
     options = options_of(vllm_config)
-    check_fits(vllm_config, options, options.plan("", 1, prompt, fields), prompt, min_tokens)
+    check_fits(vllm_config, options, options.plan(prompt, fields), prompt, min_tokens)
 
 
 def check_limit(vllm_config, prompt: int, answer: int, **fields: Any) -> None:
@@ -82,7 +82,7 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
         max_num_batched_tokens=2048,
         pipeline_parallel_size=stages,
     )
-    assert [room.pages for room in capacities(vllm_config)] == [48 * 4 * 8 // stages] * stages
+    assert [room.pages for room in bounds_of(vllm_config).ranks] == [48 * 4 * 8 // stages] * stages
     # What is kept grows with the answer, whose last token is not stored.
     check_limit(vllm_config, 50_000, 6144 - 512 + 1)
     check_limit(vllm_config, 200, 6144 - 200 + 1)

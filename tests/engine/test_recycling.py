@@ -6,16 +6,18 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.running import Ask, evicting_engine, run
-from vllm_kvevict.engine.memory import can_recycle
 from vllm_kvevict.policies import EvictionConfig, available
-from vllm_kvevict.schedules.bounds import prefill_peak
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.plan import plan_of
 
 LAYERS, LENGTH, BUDGET = 16, 1024, 0.1
+BOUNDS = MemoryBounds([RankCapacity(10**6, 0, LAYERS, 2, LAYERS, 2)], 32, 4096, 1, is_asynchronous=False)
 RECYCLED = [
     policy
     for policy in available()
-    if policy != "full" and can_recycle(Plan("r", 1, LENGTH, EvictionConfig(policy, keep_ratio=BUDGET)), 1)
+    if policy != "full"
+    and BOUNDS.gains_from_one_step(plan_of(EvictionConfig(policy, keep_ratio=BUDGET), LENGTH))
 ]
 
 
@@ -27,7 +29,7 @@ def _watch_peaks(worker: Any) -> None:
 
     def watched(resident, n):
         report(resident, n)
-        runtime.peaks[resident.plan.request_id] = resident.peak_pages
+        runtime.peaks[resident.admission.request_id] = resident.peak_pages
 
     runtime.evictor._report = watched
 
@@ -101,7 +103,5 @@ def test_a_prompt_fits_a_pool_that_could_not_hold_it_whole(model) -> None:
 
 def test_the_bound_is_what_admission_uses() -> None:
     """Of one prompt alone: a layer, and what the others keep."""
-    from tests.engine.test_peaks import room
-
-    plan = Plan("r", 1, LENGTH, EvictionConfig("snapkv", keep_ratio=BUDGET))
-    assert prefill_peak(plan, LENGTH, room(LAYERS), 32, recycles=True) == 2 * (32 + 15 * 4)
+    plan = plan_of(EvictionConfig("snapkv", keep_ratio=BUDGET), LENGTH)
+    assert BOUNDS.until_read(plan, LENGTH, by_layer=True) == [2 * (32 + 15 * 4)]

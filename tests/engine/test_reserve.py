@@ -16,13 +16,13 @@ import vllm_kvevict.engine  # noqa: F401
 from tests.engine.running import Ask, engine, evicting_engine, run
 from tests.engine.servers import PAGE, Setup, make_request
 from tests.engine.simulation import Simulation
-from vllm_kvevict.engine.config import Options, policy_config
+from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
-from vllm_kvevict.schedules.plan import Plan, needs_reserve
+from vllm_kvevict.schedules.plan import needs_reserve
 
 LONGEST = 2048
 
@@ -89,8 +89,7 @@ def test_places_do_not_overlap(steps) -> None:
         if place is None:
             assert reserve.spans, "an empty reserve has room for every request"
             continue
-        config = policy_config("h2o", 0.2)
-        reserve.take(Plan(f"r{number}", 1, tokens, config, reserved_at=place))
+        reserve.take(f"r{number}", place, tokens)
         spans = sorted((span.start, span.stop) for span in reserve.spans.values())
         ends = [0, *(stop for _, stop in spans)]
         assert all(end <= start for end, (start, _) in zip(ends, spans, strict=False)) and ends[-1] <= 100

@@ -32,9 +32,9 @@ def check_end(load: Load, simulation: Simulation) -> None:
         assert 1 <= epoch <= simulation.preemptions[name] + 1
     assert len(set(simulation.workers.evictions)) == len(simulation.workers.evictions)
     for ask in load.asks:
-        plan = options.plan(ask.name, 1, ask.prompt, ask.extra_args)
+        plan = options.plan(ask.prompt, ask.extra_args)
         evict_at = plan.evict_at
-        assert set(positions.get(ask.name, ())) <= {*plan.cuts, evict_at}
+        assert set(positions.get(ask.name, ())) <= {*plan.positions, evict_at}
         if ask.name not in load.aborted:
             assert simulation.outputs[ask.name] == ask.output
             # Stages whose budgets are still to come do not evict a request that ends with its first token.
@@ -148,7 +148,7 @@ def test_report_of_an_older_admission_is_dropped() -> None:
     assert not simulation.ledger.accounts
     simulation.step()
     account = simulation.ledger.accounts["r"]
-    assert account.plan.epoch == 2
+    assert account.epoch == 2
     simulation.deliver()
     assert simulation.ledger.accounts["r"] is account
     assert account.unreported == {0} and account.held == account.peak == [641]

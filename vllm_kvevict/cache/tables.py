@@ -87,7 +87,7 @@ class PageTables:
         """Move a region to the end of the arena and give it more columns."""
         size = self.num_rows * columns
         if self._end + size > self.arena.numel():
-            self._repack(room=size)
+            self._repack(more=size)
         old = self.region(slot)
         self._starts[slot], self._columns[slot] = self._end, columns
         self._end += size
@@ -96,13 +96,13 @@ class PageTables:
     def _trim(self) -> None:
         live = int(self._columns.sum()) * self.num_rows
         if self.arena.numel() > max(4 * live, self.num_rows * MIN_COLUMNS):
-            self._repack(room=0)
+            self._repack(more=0)
 
-    def _repack(self, room: int) -> None:
-        """Move all regions to the front of a new arena, half as large again as they and ``room`` together."""
+    def _repack(self, more: int) -> None:
+        """Move all regions to the front of a new arena, half as large again as they and ``more`` elements together."""
         live = int(self._columns.sum()) * self.num_rows
         old = self.arena
-        self.arena = old.new_zeros(max((live + room) * 3 // 2, self.num_rows * MIN_COLUMNS))
+        self.arena = old.new_zeros(max((live + more) * 3 // 2, self.num_rows * MIN_COLUMNS))
         self._end = 0
         for slot in np.flatnonzero(self._columns):
             start, size = int(self._starts[slot]), int(self._columns[slot]) * self.num_rows

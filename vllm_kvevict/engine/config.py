@@ -16,8 +16,7 @@ from typing import Any
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.params import to_int
-from vllm_kvevict.schedules.plan import Plan, needs_reserve
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 
 KEY = "kv_eviction"
 """The key of our part of ``VllmConfig.additional_config``."""
@@ -211,9 +210,7 @@ class Options:
                 "kv_eviction",
             )
 
-    def plan(
-        self, request_id: str, epoch: int, prompt_len: int, extra_args: Mapping[str, Any] | None
-    ) -> Plan:
+    def plan(self, prompt_len: int, extra_args: Mapping[str, Any] | None = None) -> Plan:
         """Decide whether, where and how a request of ``prompt_len`` tokens is evicted.
 
         Raises:
@@ -226,10 +223,7 @@ class Options:
                 "kv_prefix_len",
             )
         n = prompt_len if prefix_len is None else prefix_len
-        if n < self.min_prompt or not config.evicts(n):
-            return Plan(request_id, epoch, None, config)
-        earlier = schedule_of(config).positions(config, n)[:-1]
-        return Plan(request_id, epoch, n, config, earlier)
+        return Plan(config, None) if n < self.min_prompt else plan_of(config, n)
 
     def fields_in_scope(
         self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None
@@ -244,7 +238,7 @@ class Options:
         Raises:
             KVEvictionError: one sentence naming the field.
         """
-        plan = self.plan("", 1, prompt_len, extra_args)
+        plan = self.plan(prompt_len, extra_args)
         fields = extra_args or {}
         if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
             return extra_args

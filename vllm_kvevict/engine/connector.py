@@ -1,6 +1,6 @@
 """Transport between scheduler and workers, on vLLM's KV-connector channel; no KV moves through it.
 
-Down, with every step: the plans of the requests admitted in it, and layer budgets decided from the weights of all
+Down, with every step: the admissions of requests in it, and layer budgets decided from the weights of all
 pipeline stages. Up, from every rank of TP and PP: such weights, reports of evictions, and in check mode what the rank
 holds. The connector is also where vLLM asks for metrics.
 """
@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.messages import Handshake, StepPlans, WorkerMessages
+from vllm_kvevict.engine.messages import Handshake, StepMessage, WorkerMessages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +92,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self.scheduler.on_handshakes([shake for shake in metadata.values() if isinstance(shake, Handshake)])
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlans:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMessage:
         return self.scheduler.next_step()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

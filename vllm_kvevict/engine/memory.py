@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.bounds import last_that, most_tokens, prefill_peak
+from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies
 
@@ -31,37 +31,69 @@ class BoundedAttentionSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
         whole: int = super().max_memory_usage_bytes(vllm_config)
-        options = require_options(vllm_config)
-        tokens, size = vllm_config.model_config.max_model_len, options.page_size
-        plan = options.plan("", 1, tokens, None)
-        pages = max(
-            cdiv(_peak(vllm_config, plan, tokens, capacity, size), capacity.num_layers)
-            for capacity in capacities(vllm_config)
-        )
-        return min(whole, pages * self.page_size_bytes * size // (self.block_size * self.num_kv_heads))
+        bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
+        plan = require_options(vllm_config).plan(tokens)
+        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
+        pages = max(cdiv(peak, rank.num_layers) for peak, rank in zip(peaks, bounds.ranks, strict=True))
+        page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
+        return min(whole, pages * page_bytes)
 
 
-def capacities(vllm_config: Any) -> list[RankCapacity]:
-    """One rank of every pipeline stage, with the pages that vLLM's blocks give it once these are known."""
+def bounds_of(vllm_config: Any) -> MemoryBounds:
+    """The bounds of a server: one rank of every pipeline stage, with the pages that vLLM's blocks give it.
+
+    Ranks have no pages before vLLM has counted its blocks.
+    """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    options = require_options(vllm_config)
-    layers, heads = model.get_total_num_hidden_layers(), model.get_num_kv_heads(parallel)
-    pages_per_row = (cache.num_gpu_blocks or 0) * cache.block_size // options.page_size
-    result = []
-    for stage in range(parallel.pipeline_parallel_size):
-        first, end = get_pp_indices(layers, stage, parallel.pipeline_parallel_size)
-        pages = pages_per_row * (end - first) * heads
-        result.append(RankCapacity(pages, first, end - first, heads, layers, model.get_total_num_kv_heads()))
-    return result
+    page_size = require_options(vllm_config).page_size
+    stages = stage_layers(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
+    ranks = rank_capacities(
+        stages,
+        model.get_num_kv_heads(parallel),
+        model.get_total_num_kv_heads(),
+        pages_per_row=(cache.num_gpu_blocks or 0) * cache.block_size // page_size,
+    )
+    return MemoryBounds(
+        ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
+    )
 
 
-def can_recycle(plan: Plan, num_stages: int) -> bool:
-    """Whether the request can be evicted layer by layer (see :class:`Plan`) on this machine's kind of device."""
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The model's layers that each pipeline stage has."""
+    if num_stages == 1:
+        return [range(num_layers)]
+    return [range(*get_pp_indices(num_layers, stage, num_stages)) for stage in range(num_stages)]
+
+
+def rank_capacities(
+    stages: list[range], num_kv_heads: int, num_model_kv_heads: int, pages_per_row: int
+) -> list[RankCapacity]:
+    """What a rank of every pipeline stage can hold.
+
+    Args:
+        stages: the model's layers that each stage has.
+        num_kv_heads: of one rank.
+        pages_per_row: pages for each layer and KV head of a rank; any row may take them.
+    """
+    num_layers = stages[-1].stop
+    return [
+        RankCapacity(
+            pages_per_row * len(layers) * num_kv_heads,
+            layers.start,
+            len(layers),
+            num_kv_heads,
+            num_layers,
+            num_model_kv_heads,
+        )
+        for layers in stages
+    ]
+
+
+def is_asynchronous() -> bool:
+    """Whether this machine's kind of device runs behind the host."""
     device = this_device()
     assert device is not None
-    if plan.evict_at is None:
-        return False
-    return plan.schedule.can_recycle(plan.config, num_stages, device.is_asynchronous)
+    return device.is_asynchronous
 
 
 def longest_step(scheduler_config: Any) -> int:
@@ -80,14 +112,14 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
         KVEvictionError: the prompt does not fit, or not with so many tokens of an answer; one sentence that says what
             would.
     """
-    size, longest = options.page_size, vllm_config.model_config.max_model_len
-    ranks = capacities(vllm_config)
-    if all(capacity.rows * cdiv(longest, size) <= capacity.pages or not capacity.pages for capacity in ranks):
+    bounds, longest = bounds_of(vllm_config), vllm_config.model_config.max_model_len
+    everything = [rank.rows * cdiv(longest, bounds.page_size) for rank in bounds.ranks]
+    if bounds.hold(everything) or not all(rank.pages for rank in bounds.ranks):
         return
-    if not _fits(vllm_config, plan, prompt_len, ranks, size):
-        raise KVEvictionError(_too_long(vllm_config, options, plan, prompt_len, ranks), "prompt")
+    if not bounds.fits(plan, prompt_len):
+        raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest), "prompt")
     # The last token of an answer is not stored.
-    most = 1 + min(most_tokens(plan, prompt_len, longest, capacity, size) for capacity in ranks) - prompt_len
+    most = 1 + bounds.most_tokens(plan, prompt_len, longest) - prompt_len
     if min_tokens > most:
         raise KVEvictionError(
             f"min_tokens is {min_tokens}, but after this prompt only {most} tokens of an answer are sure to fit the KV "
@@ -96,38 +128,17 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
         )
 
 
-def _too_long(
-    vllm_config: Any, options: Options, plan: Plan, prompt_len: int, ranks: list[RankCapacity]
-) -> str:
+def _too_long(bounds: MemoryBounds, options: Options, plan: Plan, prompt_len: int, longest: int) -> str:
     """Says which prompts would fit, and which policy this one."""
-    policy = plan.config.policy
-    would = f"the longest that fits with kv_eviction={policy} has {_longest(vllm_config, options, plan, ranks)} tokens"
+    policy, fields = plan.config.policy, _fields(plan, plan.config.policy)
+    fitting = bounds.longest_prompt(lambda length: options.plan(length, fields), longest)
+    would = f"the longest that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():
         with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have
-            bounded = options.plan("", 1, prompt_len, _fields(plan, other))
-            if policy != other and _fits(vllm_config, bounded, prompt_len, ranks, options.page_size):
+            bounded = options.plan(prompt_len, _fields(plan, other))
+            if policy != other and bounds.fits(bounded, prompt_len):
                 would += f", and kv_eviction={other} would do for this one"
     return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
-
-
-def _fits(vllm_config: Any, plan: Plan, tokens: int, ranks: list[RankCapacity], page_size: int) -> bool:
-    return all(_peak(vllm_config, plan, tokens, capacity, page_size) <= capacity.pages for capacity in ranks)
-
-
-def _peak(vllm_config: Any, plan: Plan, tokens: int, capacity: RankCapacity, page_size: int) -> int:
-    at_once = (plan.evict_at or tokens) <= longest_step(vllm_config.scheduler_config)
-    recycles = at_once and can_recycle(plan, vllm_config.parallel_config.pipeline_parallel_size)
-    return prefill_peak(plan, tokens, capacity, page_size, recycles)
-
-
-def _longest(vllm_config: Any, options: Options, plan: Plan, ranks: list[RankCapacity]) -> int:
-    """The longest prompt under a policy and budget that fits; longer ones need more."""
-    fields = _fields(plan, plan.config.policy)
-
-    def fits(length: int) -> bool:
-        return _fits(vllm_config, options.plan("", 1, length, fields), length, ranks, options.page_size)
-
-    return last_that(fits, 0, vllm_config.model_config.max_model_len)
 
 
 def _fields(plan: Plan, policy: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.reports import LayerBudgets, LayerWeights, Report
 
 
@@ -31,18 +31,18 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass
-class StepPlans(KVConnectorMetadata):
+class StepMessage(KVConnectorMetadata):
     """What the workers must know before a step.
 
     Attributes:
-        plans: of the requests that it admits.
+        admissions: of the requests that it admits.
         layer_budgets: to apply before it, by request id.
         probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
             request.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
     """
 
-    plans: list[Plan] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
     layer_budgets: dict[str, LayerBudgets] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
     most_pages: dict[int, int] | None = None

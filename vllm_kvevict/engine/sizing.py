@@ -1,102 +1,111 @@
-"""What the ledger would admit, without a server: the numbers of ``python -m vllm_kvevict.sizing``."""
+"""What a server would admit, without one: the numbers of ``python -m vllm_kvevict.sizing``."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-import torch
-from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine import memory
-from vllm_kvevict.engine.config import KEY, Options
-from vllm_kvevict.engine.frontend import checks
-from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.frontend.checks import check_stages
+from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
+from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Shortage
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.server import Server
 
-if TYPE_CHECKING:
-    from vllm_kvevict.sizing import Server
 
-
-def most_layers(server: "Server") -> int:
+def most_layers(server: Server) -> int:
     """Layers of the pipeline stage that has the most."""
-    stages = server.pipeline_parallel_size
-    spans = [get_pp_indices(server.layers, stage, stages) for stage in range(stages)]
-    return max(end - first for first, end in spans)
+    return max(map(len, stage_layers(server.layers, server.pipeline_parallel_size)))
 
 
-def blocks(server: "Server") -> int:
+def blocks(server: Server) -> int:
     """vLLM's blocks: the stage with the most layers has room for the fewest, and every stage gets as many."""
     return server.memory // (server.entry * server.heads * server.block_size * most_layers(server))
 
 
-def size(server: "Server", settings: Mapping[str, Any], prompt: int, output: int) -> dict[str, Any]:
+def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) -> dict[str, Any]:
     """A row of the table, memory in bytes, for requests of ``prompt`` and ``output`` tokens.
 
     ``vllm_kvevict.sizing.LEGEND`` says what its columns mean. Settings are as of ``additional_config["kv_eviction"]``;
     ValueError names one that cannot be served.
     """
     options = Options.parse({"page_size": server.page_size, **settings})
-    vllm_config = _vllm_config(server, options)
-    checks.check_policy(vllm_config, options.request_config(None)[0], "--policy")
-    ranks, step = memory.capacities(vllm_config), server.max_num_batched_tokens
-    ledger = _ledger(server, options, ranks)
-    request: Any = SimpleNamespace(request_id="", num_preemptions=0, sampling_params=None, max_tokens=output)
-    request.num_tokens = request.num_prompt_tokens = prompt
-    plan = ledger.plan(request)
-    steps = max(-(-prompt // step), len(plan.cuts) + 1)
-    counts = [after_eviction(plan, prompt, capacity, server.page_size) for capacity in ranks]
-    alone = ledger._open(request, min(prompt, step))
-
-    def admits(running: int) -> bool:
-        """Whether one more is admitted beside others whose prompts were read one after the other, the last just now."""
-        tokens = [prompt + min(steps * i, output - 1) for i in range(running)]
-        ledger.accounts = {str(i): replace(alone, counts=counts, tokens=n) for i, n in enumerate(tokens)}
-        new = ledger._open(request, min(prompt, step - running))
-        peaks = any(
-            new.peak[r] + ledger._held_soon(r, steps) > capacity.pages for r, capacity in enumerate(ranks)
-        )
-        limits.append("reading prompts" if peaks else "answers")
-        return ledger.fits(plan, prompt, new.recycles) and ledger._admits(new)
-
-    limits, low, high = [""], 0, step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if admits(middle - 1) else (low, middle - 1)
-    if low < step:
-        admits(low)
+    stages = stage_layers(server.layers, server.pipeline_parallel_size)
+    check_stages(options.request_config(None)[0], list(map(len, stages)), "--policy")
+    control, plan = _admission_control(server, options, stages), options.plan(prompt)
+    bounds, step = control.bounds, server.max_num_batched_tokens
+    counts = [after_eviction(plan, prompt, rank, server.page_size) for rank in bounds.ranks]
+    crowd = Crowd(control, plan, prompt, output, counts)
+    at_once = last_that(lambda running: crowd.shortage(running - 1) is None, 0, step)
+    limit = crowd.shortage(at_once)
+    alone = crowd.newcomer(0)
     now, ends = ([count.at(tokens) for count in counts] for tokens in (prompt, prompt + output - 1))
-    reading, evicted, end = (
-        max(pages) * server.entry * server.page_size for pages in (alone.peak, now, ends)
-    )
+    page_bytes = server.entry * server.page_size
     return {
         "budget": "full" if plan.config.policy == "full" else f"{options.budget:g}",
         "kept": prompt if plan.evict_at is None else plan.config.budget_for(prompt),
-        "reading": reading,
-        "evicted": evicted,
-        "end": end,
-        "at once": low,
-        "at end": min(capacity.pages // pages for capacity, pages in zip(ranks, ends, strict=True)),
-        "longest": memory._longest(vllm_config, options, plan, ranks),
-        "layered": "yes" if alone.recycles else "no",
-        "limit": limits[-1] if low < step else "tokens of a step",
+        "reading": page_bytes * max(alone.peak),
+        "evicted": page_bytes * max(now),
+        "end": page_bytes * max(ends),
+        "at once": at_once,
+        "at end": min(rank.pages // pages for rank, pages in zip(bounds.ranks, ends, strict=True)),
+        "longest": bounds.longest_prompt(options.plan, server.max_len),
+        "layered": "yes" if alone.by_layer else "no",
+        "limit": limit.value if limit and at_once < step else "tokens of a step",
     }
 
 
-def reserve(server: "Server", settings: Mapping[str, Any]) -> tuple[int, list[str]]:
+@dataclass(frozen=True)
+class Crowd:
+    """Requests of one kind that arrive together, whose prompts are read one after the other.
+
+    Attributes:
+        plan: of each.
+        prompt, output: tokens of each.
+        counts: pages of each on every rank, once it is evicted.
+    """
+
+    control: AdmissionControl
+    plan: Plan
+    prompt: int
+    output: int
+    counts: list[PageCount]
+
+    @property
+    def steps(self) -> int:
+        """Steps that reading a prompt takes."""
+        return max(-(-self.prompt // self.control.step_tokens), len(self.plan.positions))
+
+    def newcomer(self, running: int) -> Account:
+        """The next request, which a step reads beside a token of each that runs."""
+        first_step = min(self.prompt, self.control.step_tokens - running)
+        return self.control.open(self.plan, first_step, self.prompt, self.output)
+
+    def shortage(self, count: int) -> Shortage | None:
+        """What one more request would lack beside ``count`` that run, of which the last was read just now."""
+        new = self.newcomer(count)
+        if not self.control.bounds.hold(new.peak):
+            return Shortage.PROMPTS
+        ages = [min(self.steps * place, self.output - 1) for place in range(count)]
+        running = [replace(new, counts=self.counts, tokens=self.prompt + age) for age in ages]
+        return self.control.shortage(new, running)
+
+
+def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Bytes that the fullest rank sets aside beside the KV memory, and the policies that it is for."""
     policies = Options.parse({"page_size": server.page_size, **settings}).reserved_for
     heads = max(1, server.query_heads // server.tensor_parallel_size)
     return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
 
 
-def after_eviction(plan: Any, prompt: int, capacity: Any, page_size: int) -> PageCount:
+def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:
     """Pages of a request on a rank once its prompt is read; rows that compete are taken to end anywhere in a page."""
-    config, rows, layers = plan.config, capacity.rows, capacity.num_model_layers
+    config, rows, layers = plan.config, rank.rows, rank.num_model_layers
     budgets = plan.schedule.layer_budgets(config, prompt, layers) if plan.evict_at else [prompt] * layers
-    on_rank = budgets[capacity.first_layer :][: capacity.num_layers]
-    lengths = [budget for budget in on_rank for _ in range(capacity.num_kv_heads)]
+    on_rank = budgets[rank.first_layer :][: rank.num_layers]
+    lengths = [budget for budget in on_rank for _ in range(rank.num_kv_heads)]
     if plan.evict_at and plan.schedule.is_ragged(config):
         spread = [(2 * row + 1) * page_size // (2 * rows) - page_size // 2 for row in range(rows)]
         lengths = [max(1, min(kept + more, prompt)) for kept, more in zip(lengths, spread, strict=True)]
@@ -104,29 +113,14 @@ def after_eviction(plan: Any, prompt: int, capacity: Any, page_size: int) -> Pag
     return PageCount.from_residues(sum(-(-kept // page_size) for kept in lengths), prompt, residues)
 
 
-def _vllm_config(server: "Server", options: Options) -> Any:
-    """As much of a VllmConfig as the engine's memory checks read."""
-    space, step = SimpleNamespace, server.max_num_batched_tokens
-    model = space(max_model_len=server.max_len)
-    model.get_total_num_hidden_layers = lambda: server.layers
-    model.get_num_kv_heads = lambda parallel_config: server.heads
-    model.get_total_num_kv_heads = lambda: server.kv_heads
-    return space(
-        additional_config={KEY: options.to_dict()},
-        model_config=model,
-        quant_config=None,
-        parallel_config=space(pipeline_parallel_size=server.pipeline_parallel_size),
-        cache_config=space(block_size=server.block_size, num_gpu_blocks=blocks(server)),
-        scheduler_config=space(max_num_scheduled_tokens=step, long_prefill_token_threshold=0),
+def _admission_control(server: Server, options: Options, stages: Sequence[range]) -> AdmissionControl:
+    """The one that the server's ledger would ask."""
+    ranks = rank_capacities(
+        list(stages),
+        server.heads,
+        server.kv_heads,
+        pages_per_row=blocks(server) * server.block_size // server.page_size,
     )
-
-
-def _ledger(server: "Server", options: Options, ranks: Sequence[Any]) -> PageLedger:
-    """The ledger of the server's scheduler, without the scheduler."""
-    block, step, stages = server.block_size, server.max_num_batched_tokens, server.pipeline_parallel_size
-    spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float16)
-    idle = KVCacheConfig(2, [], [KVCacheGroupSpec(["layer"], spec)])
-    ours: dict[str, Any] = {"max_num_batched_tokens": step, "longest_step": step, "num_stages": stages}
-    ledger = PageLedger(idle, server.max_len, block, block, enable_caching=False, options=options, **ours)
-    ledger.ranks, ledger.capacities = list(range(len(ranks))), list(ranks)
-    return ledger
+    step = server.max_num_batched_tokens
+    bounds = MemoryBounds(ranks, server.page_size, step, len(stages), is_asynchronous())
+    return AdmissionControl(bounds, step, options.decode_reserve, server.max_len)

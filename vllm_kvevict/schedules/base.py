@@ -89,17 +89,17 @@ class Schedule(ABC):
         """Whether scores decide how much a row keeps."""
         return config.heads_compete
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, recycles: bool) -> int:
+    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         """The most pages that a rank holds until the prompt is evicted.
 
         Args:
-            recycles: whether it is evicted layer by layer: one layer is whole while those below it hold what they keep.
+            by_layer: whether one step evicts it layer by layer: one is whole while those below hold what they keep.
         """
-        whole = rank.rows * pages_for(n, page_size)
-        if not recycles:
-            return whole
+        unevicted = rank.rows * pages_for(n, page_size)
+        if not by_layer:
+            return unevicted
         below = self.kept_pages(config, n, 0, rank, page_size, rank.num_layers - 1)
-        return min(whole, rank.num_kv_heads * pages_for(n, page_size) + below)
+        return min(unevicted, rank.num_kv_heads * pages_for(n, page_size) + below)
 
     def kept_pages(
         self, config: EvictionConfig, n: int, more: int, rank: RankCapacity, page_size: int, num_layers: int

@@ -53,7 +53,7 @@ class Chunked(Schedule):
     def layer_budgets(self, config: EvictionConfig, n: int, num_layers: int) -> list[int]:
         return [take.chunk_budget(config, n, layer, num_layers, True) for layer in range(num_layers)]
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, recycles: bool) -> int:
+    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         layers = range(rank.first_layer, rank.first_layer + rank.num_layers)
         kept, peak, start = dict.fromkeys(layers, 0), 0, 0
         for stop in self.positions(config, n):
@@ -78,10 +78,12 @@ class Chunked(Schedule):
         now = step.query[rows.probe] if rows.probe else window
         assert now is not None
         # A chunk's own last tokens are others in each chunk.
-        before = resident.probe.get(step.layer) if resident.plan.probe else None
+        before = resident.probe.get(step.layer) if self.probe(config, n) else None
         probe = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])
         resident.probe[step.layer] = probe
-        stored = evictor.cache.lengths.shortest(resident.slot, step.layer) - resident.plan.probe * (not last)
+        stored = evictor.cache.lengths.shortest(resident.slot, step.layer) - resident.plan.extra_tokens(
+            resident.tokens
+        )
         kept = take.select(
             config,
             probe,

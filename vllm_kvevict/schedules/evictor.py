@@ -17,7 +17,7 @@ from vllm_kvevict.policies.attention import add_column_sums
 from vllm_kvevict.schedules.reports import LayerBudgets, LayerWeights, Report
 
 if TYPE_CHECKING:
-    from vllm_kvevict.schedules.plan import Plan
+    from vllm_kvevict.schedules.plan import Admission, Plan
 
 WindowMean = Callable[[Tensor, Tensor, int, float, float], Tensor]
 """Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap): fp32 [Hq, n - w]."""
@@ -28,7 +28,7 @@ class ResidentRequest:
     """A request that holds pages here.
 
     Attributes:
-        plan: what the scheduler decided for this admission.
+        admission: what the scheduler decided.
         slot: the request's slot in the cache.
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
@@ -40,7 +40,7 @@ class ResidentRequest:
         scores: of the layers done, where the decision needs further ones.
     """
 
-    plan: "Plan"
+    admission: "Admission"
     slot: int
     tokens: int = 0
     window: Tensor | None = None
@@ -53,9 +53,15 @@ class ResidentRequest:
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
 
-    def recycles_in(self, rows: slice) -> bool:
-        """Whether all that is stored until the eviction comes with these rows, so that layers recycle pages."""
-        return self.plan.recycles and not self.tokens and rows.stop - rows.start == self.plan.evict_at
+    @property
+    def plan(self) -> "Plan":
+        """When and how it is evicted."""
+        return self.admission.plan
+
+    @property
+    def starts_by_layer(self) -> bool:
+        """Whether its next step is its first, and evicts it layer by layer."""
+        return self.admission.by_layer and not self.tokens
 
 
 @dataclass
@@ -153,7 +159,18 @@ class Evictor:
         self.weights: dict[str, LayerWeights] = {}
 
     def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
-        """Take from a layer what the decision will need; decide once that is all there."""
+        """Take from a layer what the decision will need; decide once that is all there.
+
+        step before the position     collect: the window's queries, sums of attention
+        step that ends there         collect, then the schedule goes on (Schedule.after_layer):
+
+          layers on their own        score, decide, compact   in each layer
+          layers that compete        score                    in each layer; after the last: decide, compact
+            evicted layer by layer   score, trim              in each layer
+            over pipeline stages     score, send_weights      later: apply the budgets that come back, compact
+
+        after the last layer         report; where budgets are still to come, once they are applied
+        """
         resident = rows.resident
         n = resident.plan.evict_at
         assert n is not None
@@ -173,7 +190,7 @@ class Evictor:
     def apply(self, resident: ResidentRequest, decided: LayerBudgets) -> None:
         """Compact what waits for the budgets of all pipeline stages; of an older admission there is nothing."""
         n = resident.plan.evict_at
-        if decided.epoch != resident.plan.epoch or n is None:
+        if decided.epoch != resident.admission.epoch or n is None:
             return
         started, moving = time.perf_counter(), resident.compaction_seconds
         resident.scores = [dataclasses.replace(x, budget=decided.budgets[x.layer]) for x in resident.scores]
@@ -245,8 +262,8 @@ class Evictor:
     def send_weights(self, resident: ResidentRequest) -> None:
         """Tell the scheduler what this stage's layers are worth; it answers with budgets (:meth:`apply`)."""
         weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in resident.scores])
-        self.weights[resident.plan.request_id] = LayerWeights(
-            resident.plan.epoch, self.first_layer, weights.tolist()
+        self.weights[resident.admission.request_id] = LayerWeights(
+            resident.admission.epoch, self.first_layer, weights.tolist()
         )
 
     def compact(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
@@ -281,7 +298,7 @@ class Evictor:
         resident = rows.resident
         if resident.col_sums is None:
             assert self.reserve is not None
-            place = self.reserve[resident.plan.reserved_at :][:n]
+            place = self.reserve[resident.admission.reserved_at :][:n]
             resident.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
         keys = self.cache.read_keys(resident.slot, step.layer, resident.tokens)
         queries = step.query[rows.rows].transpose(0, 1)
@@ -302,9 +319,9 @@ class Evictor:
 
     def _report(self, resident: ResidentRequest, n: int) -> None:
         pages, residues, kept = self.cache.settle(resident.slot)
-        self.reports[resident.plan.request_id] = Report(
+        self.reports[resident.admission.request_id] = Report(
             policy=resident.plan.config.label,
-            epoch=resident.plan.epoch,
+            epoch=resident.admission.epoch,
             tokens=n,
             last=n == resident.plan.evict_at,
             pages=pages,

@@ -1,6 +1,7 @@
-"""What happens to one request: when and how it is evicted."""
+"""What happens to a request: when and how it is evicted, and what is settled when it is admitted."""
 
 import bisect
+import functools
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig, needs
@@ -15,26 +16,17 @@ def needs_reserve(policy: str) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one admission of one request; decided by the scheduler, carried out by every worker.
+    """When and how a request is evicted. It follows from its configuration and its length, in every process alike.
 
     Attributes:
-        request_id: vLLM's internal request id.
-        epoch: 1 for the first admission, +1 after each preemption.
-        evict_at: number of tokens after which the request is evicted, for the last time; None when it is kept whole.
         config: the policy and its parameters.
-        cuts: earlier numbers of tokens after which it is evicted, ascending.
-        recycles: whether it is evicted layer by layer, each layer into the pages of the one before, if everything up
-            to evict_at is read in one step.
-        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
+        evict_at: number of tokens after which it is evicted for the last time; None when it is kept whole.
+        positions: all numbers of tokens after which it is evicted, ascending; ``evict_at`` is the last.
     """
 
-    request_id: str
-    epoch: int
-    evict_at: int | None
     config: EvictionConfig
-    cuts: tuple[int, ...] = ()
-    recycles: bool = False
-    reserved_at: int = 0
+    evict_at: int | None
+    positions: tuple[int, ...] = ()
 
     @property
     def schedule(self) -> Schedule:
@@ -46,21 +38,45 @@ class Plan:
         """Tokens of the workers' reserve that it takes until its eviction."""
         return self.evict_at if self.evict_at is not None and needs_reserve(self.config.policy) else 0
 
-    @property
-    def probe(self) -> int:
-        """Token rows that accompany the step that reaches one of ``cuts``: the prompt's last tokens, up to evict_at."""
-        if self.evict_at is None or not self.cuts:
+    def next_eviction(self, tokens: int) -> int | None:
+        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
+        later = bisect.bisect_right(self.positions, tokens)
+        return self.positions[later] if later < len(self.positions) else None
+
+    def extra_tokens(self, position: int) -> int:
+        """Tokens before ``evict_at`` that a step that ends at ``position`` computes as well, only to choose by them."""
+        if self.evict_at is None or position >= self.evict_at or position not in self.positions:
             return 0
         return self.schedule.probe(self.config, self.evict_at)
 
     def window(self, position: int) -> slice:
-        """Tokens whose queries choose at an eviction, if they are not a probe's."""
+        """Tokens whose queries choose at an eviction, if they are not such extra ones."""
         assert self.evict_at is not None
         return self.schedule.window(self.config, self.evict_at, position)
 
-    def next_eviction(self, tokens: int) -> int | None:
-        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
-        if self.evict_at is None or tokens >= self.evict_at:
-            return None
-        later = bisect.bisect_right(self.cuts, tokens)
-        return self.cuts[later] if later < len(self.cuts) else self.evict_at
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(config: EvictionConfig, n: int) -> Plan:
+    """The plan of a prompt, or of a prefix, of n tokens."""
+    if not config.evicts(n):
+        return Plan(config, None)
+    return Plan(config, n, schedule_of(config).positions(config, n))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """One admission of one request, as the scheduler tells it to every worker.
+
+    Attributes:
+        request_id: vLLM's internal request id.
+        epoch: 1 for the first admission, +1 after each preemption.
+        plan: the request's, the same in each of its admissions.
+        by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
+        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
+    """
+
+    request_id: str
+    epoch: int
+    plan: Plan
+    by_layer: bool = False
+    reserved_at: int = 0

@@ -54,7 +54,7 @@ class ByWeight(Schedule):
         last = evictor.is_last(step.layer)
         if last and evictor.has_all_layers:
             evictor.decide(resident)
-        elif resident.plan.recycles and rows.count == n:
+        elif resident.admission.by_layer:
             evictor.trim(resident, provisional_budgets(resident.plan.config, resident.scores, n))
         elif last:
             evictor.send_weights(resident)

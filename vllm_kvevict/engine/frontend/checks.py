@@ -1,15 +1,16 @@
 """What cannot be combined with eviction, refused at start-up in one sentence that names the flag."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import envs
-from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
+from vllm_kvevict.engine.memory import stage_layers
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.registry import schedule_of
@@ -218,12 +219,9 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     Raises:
         KVEvictionError: one sentence naming the flags.
     """
-    try:
-        conflict = schedule_of(config).conflict_with_stages(config, _stage_layers(vllm_config))
-    except ValueError as error:
-        raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
-    if conflict is not None:
-        raise KVEvictionError(f"{name} {config.policy} {conflict}", name)
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = stage_layers(layers, vllm_config.parallel_config.pipeline_parallel_size)
+    check_stages(config, list(map(len, stages)), name)
     # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
     if "w_o" in config.needs and vllm_config.quant_config is not None:
         raise KVEvictionError(
@@ -233,14 +231,21 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         )
 
 
-def _stage_layers(vllm_config: Any) -> list[int]:
-    """How many layers each pipeline stage has."""
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages == 1:
-        return [layers]
-    spans = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
-    return [end - first for first, end in spans]
+def check_stages(config: EvictionConfig, stages: Sequence[int], name: str) -> None:
+    """Refuse a policy that pipeline stages of so many layers cannot serve.
+
+    Args:
+        name: the flag or field that chose it.
+
+    Raises:
+        KVEvictionError: one sentence naming the flags.
+    """
+    try:
+        conflict = schedule_of(config).conflict_with_stages(config, stages)
+    except ValueError as error:
+        raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
+    if conflict is not None:
+        raise KVEvictionError(f"{name} {config.policy} {conflict}", name)
 
 
 def _layer_types(text: Any) -> set[str]:

@@ -113,7 +113,7 @@ def _checked_fields(
                 f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
-        plan = options.plan("", 1, length, fields)
+        plan = options.plan(length, fields)
         check_fits(vllm_config, options, plan, length, params.min_tokens)
         return fields
     except KVEvictionError as error:

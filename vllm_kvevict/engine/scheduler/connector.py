@@ -1,4 +1,4 @@
-"""The scheduler's end of the transport: plans and budgets go down, reports and weights come up from all ranks."""
+"""The scheduler's end of the transport: admissions and budgets go down, reports and weights come up from all ranks."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepPlans, WorkerMessages
+from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepMessage, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 
@@ -60,14 +60,14 @@ class SchedulerEnd:
             f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
         )
 
-    def next_step(self) -> StepPlans:
+    def next_step(self) -> StepMessage:
         """What the workers must know before the step that was just scheduled."""
-        plans, self.ledger.admitted = self.ledger.admitted, []
+        admissions, self.ledger.admitted = self.ledger.admitted, {}
         budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
         most_pages = (
             dict(zip(self.ledger.ranks, self.ledger.used, strict=True)) if self.options.check else None
         )
-        return StepPlans(plans, budgets, most_pages=most_pages)
+        return StepMessage(list(admissions.values()), budgets, most_pages=most_pages)
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""

@@ -6,8 +6,6 @@ taken what memory was free. So a worker of a server that allows such policies ta
 ``max_model_len`` needs before vLLM measures what is left for the KV cache, and the scheduler lets no more tokens in.
 """
 
-from vllm_kvevict.schedules.plan import Plan
-
 
 class Reserve:
     """Which tokens of the ranks' reserves belong to which request; the same on every rank.
@@ -29,10 +27,10 @@ class Reserve:
             start = span.stop
         return start if start + tokens <= self.tokens else None
 
-    def take(self, plan: Plan) -> None:
-        """Give a request its place, ``plan.reserved_at``."""
-        if plan.reserved:
-            self.spans[plan.request_id] = range(plan.reserved_at, plan.reserved_at + plan.reserved)
+    def take(self, request_id: str, place: int, tokens: int) -> None:
+        """Give a request its place, if it needs one."""
+        if tokens:
+            self.spans[request_id] = range(place, place + tokens)
 
     def give_back(self, request_id: str) -> None:
         """A request was evicted, finished, aborted or preempted."""

@@ -11,7 +11,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.memory import longest_step
+from vllm_kvevict.engine.memory import bounds_of
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.plan import Plan
 
@@ -38,6 +39,7 @@ class _EvictionMixin:
         """Tokens of the requests that run in the step that is being scheduled, so far."""
         self._ended: list[Request] = []
         vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
+        options = require_options(vllm_config)
         self.kv_cache_manager = PageLedger(
             kv_cache_config=self.kv_cache_config,  # type: ignore[attr-defined]
             max_model_len=self.max_model_len,  # type: ignore[attr-defined]
@@ -45,10 +47,13 @@ class _EvictionMixin:
             hash_block_size=self.hash_block_size,  # type: ignore[attr-defined]
             enable_caching=False,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
-            options=require_options(vllm_config),
-            max_num_batched_tokens=self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
-            longest_step=longest_step(vllm_config.scheduler_config),
-            num_stages=vllm_config.parallel_config.pipeline_parallel_size,
+            options=options,
+            control=AdmissionControl(
+                bounds_of(vllm_config),
+                self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
+                options.decode_reserve,
+                self.max_model_len,  # type: ignore[attr-defined]
+            ),
         )
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
 
@@ -98,6 +103,17 @@ class _EvictionMixin:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
+        """Limit the tokens that a step computes of a request; vLLM asks before it allocates them, 0 is none.
+
+            prompt  |---- step ----|---- step --|        |---- step ----|  decode, decode, ...
+                    0              |            position (evicted there)
+                                   |            |
+                                   |            +- waits while its budgets, or the pages it keeps, are unknown
+                                   +- ends at most at the position: rows behind it must see the compressed cache
+
+        It computes nothing either while it waits for a step that can read it whole, while everybody pauses for
+        such a prompt, and once its answer is as long as it may be.
+        """
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
@@ -124,7 +140,7 @@ class _EvictionMixin:
                 self._postponed[request.request_id] = self._postponed.get(request.request_id, 0) + 1
                 return 0
             return num_new_tokens
-        if position in plan.cuts and plan.probe:
+        if plan.extra_tokens(position):
             # The workers' buffers have room for one probe a step.
             if self._probing not in (None, request.request_id):
                 return left - 1
@@ -139,21 +155,21 @@ class _EvictionMixin:
         no other way, also where decodes leave no room: none is admitted before it, so they end, or pause for it.
         """
         ledger = self.kv_cache_manager
-        if plan.evict_at is None or plan.evict_at > ledger.longest_step or not plan.recycles:
+        if plan.evict_at is None or not ledger.bounds.gains_from_one_step(plan):
             return False
-        soon = plan.evict_at <= self._room_next_step()
+        soon = plan.evict_at <= self._tokens_next_step()
         if ledger.would_admit(request, num_new_tokens):
             return soon and request.request_id not in self._postponed
-        return soon or not ledger.fits(plan, request.num_tokens, recycles=False)
+        return soon or not ledger.bounds.fits(plan, request.num_tokens, in_one_step=False)
 
-    def _room_next_step(self) -> int:
+    def _tokens_next_step(self) -> int:
         """Tokens that the next step will have for new prompts."""
         scheduler: Any = self
-        room: int = scheduler.max_num_scheduled_tokens
+        tokens: int = scheduler.max_num_scheduled_tokens
         for request in self.running:
             done = request.num_computed_tokens + self._taken.get(request.request_id, 0)
-            room -= min(max(1, request.num_tokens - done), self.kv_cache_manager.longest_step)
-        return room
+            tokens -= min(max(1, request.num_tokens - done), self.kv_cache_manager.bounds.longest_step)
+        return tokens
 
     def _next_in_line(self) -> str | None:
         """The head of the queue, if it was put off too often and would be admitted: then everybody else pauses."""
@@ -171,6 +187,7 @@ class _EvictionMixin:
         plan = self.kv_cache_manager.plan(request)
         n, name = plan.evict_at, f"{request.request_id}-probe-{request.num_computed_tokens}"
         assert n is not None and request.prompt_token_ids is not None
+        extra = plan.extra_tokens(request.num_computed_tokens)
         # One token more than is computed, so that nothing is sampled.
         tokens = [*request.prompt_token_ids[:n], request.prompt_token_ids[n - 1]]
         probe = NewRequestData(
@@ -181,12 +198,12 @@ class _EvictionMixin:
             sampling_params=SamplingParams(temperature=0),
             pooling_params=None,
             block_ids=self.kv_cache_manager.get_block_ids(name),
-            num_computed_tokens=n - plan.probe,
+            num_computed_tokens=n - extra,
             lora_request=None,
         )
         output.scheduled_new_reqs.append(probe)
-        output.num_scheduled_tokens[name] = plan.probe
-        output.total_num_scheduled_tokens += plan.probe
+        output.num_scheduled_tokens[name] = extra
+        output.total_num_scheduled_tokens += extra
         output.kv_connector_metadata.probes[name] = request.request_id  # type: ignore[union-attr]
         self.finished_req_ids.add(name)  # type: ignore[attr-defined]
 

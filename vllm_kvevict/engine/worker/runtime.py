@@ -177,10 +177,10 @@ class Runtime:
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
         """Free what finished or was preempted, and open what was admitted; before any page is taken."""
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-        plans = getattr(scheduler_output.kv_connector_metadata, "plans", ())
+        admissions = getattr(scheduler_output.kv_connector_metadata, "admissions", ())
         self.probes = getattr(scheduler_output.kv_connector_metadata, "probes", {})
         self.most_pages = getattr(scheduler_output.kv_connector_metadata, "most_pages", None)
-        gone += [plan.request_id for plan in plans]
+        gone += [admission.request_id for admission in admissions]
         closed = [self.residents.pop(name) for name in dict.fromkeys(gone) if name in self.residents]
         if closed:
             self.cache.close([resident.slot for resident in closed])
@@ -188,8 +188,8 @@ class Runtime:
         for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
             if name in self.residents:
                 self.evictor.apply(self.residents[name], budgets)
-        for plan in plans:
-            self.residents[plan.request_id] = ResidentRequest(plan, self.cache.open())
+        for admission in admissions:
+            self.residents[admission.request_id] = ResidentRequest(admission, self.cache.open())
         # vLLM warms up with steps that no scheduler made, of requests that have no plan.
         self.in_step = scheduler_output.kv_connector_metadata is not None
         self.scheduled = scheduler_output.num_scheduled_tokens
@@ -209,7 +209,7 @@ class Runtime:
         if not self.in_step:
             return self.build_dummy(common)
         spans, probes = self._token_rows(common)
-        by_layer = {name: span for name, span in spans.items() if self.residents[name].recycles_in(span)}
+        by_layer = {name: span for name, span in spans.items() if self.residents[name].starts_by_layer}
         at_once = {name: span for name, span in spans.items() if name not in by_layer}
         reordered = bool(probes or by_layer)
         num_tokens = max((span.stop for span in (*spans.values(), *probes.values())), default=0)
@@ -304,7 +304,7 @@ class Runtime:
                     f"{self.most_pages[rank]}"
                 )
             holdings = {
-                name: (resident.plan.epoch, resident.tokens, self.cache.held(resident.slot))
+                name: (resident.admission.epoch, resident.tokens, self.cache.held(resident.slot))
                 for name, resident in self.residents.items()
             }
         return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)

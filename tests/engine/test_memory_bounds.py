@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvevict.engine.memory import can_recycle
 from vllm_kvevict.policies import (
     EvictionConfig,
     LayerScores,
@@ -21,8 +20,8 @@ from vllm_kvevict.policies import (
 )
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.bounds import pages_after, prefill_peak
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.plan import Plan, plan_of
 
 PAGE, HEADS = 32, 2
 
@@ -33,6 +32,21 @@ def pages(lengths: list[int]) -> int:
 
 def room(num_layers: int, first: int = 0, of: int | None = None, heads: int = HEADS) -> RankCapacity:
     return RankCapacity(10**6, first, num_layers, HEADS, of or num_layers, heads)
+
+
+def server(rank: RankCapacity, num_stages: int = 1) -> MemoryBounds:
+    """Bounds of a server of which one rank is looked at."""
+    return MemoryBounds([rank], PAGE, 4096, num_stages, is_asynchronous=False)
+
+
+def until_read(plan: Plan, tokens: int, rank: RankCapacity, by_layer: bool) -> int:
+    (pages,) = server(rank).until_read(plan, tokens, by_layer)
+    return pages
+
+
+def after_eviction(plan: Plan, tokens: int, rank: RankCapacity) -> int:
+    (pages,) = server(rank).after_eviction(plan, tokens)
+    return pages
 
 
 def lopsided_scores(choose: random.Random, config: EvictionConfig, layers: int, n: int) -> list[LayerScores]:
@@ -61,11 +75,12 @@ def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> 
         if "alpha" in parameters(policy):
             params["alpha"] = 0.0 if policy == "lava" else choose.choice((0.0, 0.3))
         config = EvictionConfig(policy, keep_ratio=choose.choice((0.05, 0.2, 0.7)), **params)
-        plan = Plan("r", 1, n, config)
-        assert can_recycle(plan, 1) and can_recycle(plan, 2) == (lookup(policy).schedule == "whole")
+        plan = plan_of(config, n)
+        gains = [server(room(layers), stages).gains_from_one_step(plan) for stages in (1, 2)]
+        assert gains == [True, lookup(policy).schedule == "whole"]
         scores = lopsided_scores(choose, config, layers, n)
         final = select(config, scores, n)
-        bound = prefill_peak(plan, n, room(layers), PAGE, recycles=True)
+        bound = until_read(plan, n, room(layers), by_layer=True)
         peak, below = 0, []
         for layer in range(layers):
             peak = max(peak, sum(map(pages, below)) + HEADS * -(-n // PAGE))
@@ -103,13 +118,13 @@ def test_a_cascade_never_drops_what_is_kept_in_the_end(policy: str) -> None:
 
 
 def test_heads_that_compete_over_ranks_may_all_be_on_one() -> None:
-    plan = Plan("r", 1, 1000, EvictionConfig("ada-snapkv", budget=100))
-    alone = prefill_peak(plan, 1000, room(4), PAGE, recycles=True)
-    shared = prefill_peak(plan, 1000, room(4, heads=8), PAGE, recycles=True)
-    local = Plan("r", 1, 1000, EvictionConfig("ada-snapkv", budget=100, tp_local=1))
-    assert alone == prefill_peak(local, 1000, room(4, heads=8), PAGE, recycles=True) < shared
-    uniform = Plan("r", 1, 1000, EvictionConfig("snapkv", budget=100))
-    assert prefill_peak(uniform, 1000, room(4, heads=8), PAGE, recycles=True) == HEADS * (32 + 3 * 4)
+    plan = plan_of(EvictionConfig("ada-snapkv", budget=100), 1000)
+    alone = until_read(plan, 1000, room(4), by_layer=True)
+    shared = until_read(plan, 1000, room(4, heads=8), by_layer=True)
+    local = plan_of(EvictionConfig("ada-snapkv", budget=100, tp_local=1), 1000)
+    assert alone == until_read(local, 1000, room(4, heads=8), by_layer=True) < shared
+    uniform = plan_of(EvictionConfig("snapkv", budget=100), 1000)
+    assert until_read(uniform, 1000, room(4, heads=8), by_layer=True) == HEADS * (32 + 3 * 4)
 
 
 @pytest.mark.parametrize("stage", [(0, 2), (2, 2), (0, 4)])
@@ -119,7 +134,8 @@ def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int,
         "take", budget=60, take_chunk=128, take_probe=20, take_warmup_layers=2, take_warmup_budget=90
     )
     cuts = tuple(stop for _, stop in take.prompt_chunks(config, n)[:-1])
-    plan = Plan("r", 1, n, config, cuts)
+    plan = plan_of(config, n)
+    assert plan.positions == (*cuts, n)
     first, count = stage
     stored, peak, start = [0] * 4, 0, 0
     for stop in (*cuts, n):
@@ -128,16 +144,16 @@ def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int,
         budgets = [60] * 4 if stop == n else [90, 90, 60, 60]
         stored = [min(s + stop - start, b) for s, b in zip(stored, budgets, strict=True)]
         start = stop
-    assert prefill_peak(plan, n, room(count, first, of=4), PAGE, recycles=False) == peak
+    assert until_read(plan, n, room(count, first, of=4), by_layer=False) == peak
 
 
 def test_a_replay_may_need_more_after_its_eviction() -> None:
-    plan = Plan("r", 1, 320, EvictionConfig("snapkv", budget=64))
-    assert prefill_peak(plan, 320, room(4), PAGE, recycles=False) == 8 * 10
-    assert prefill_peak(plan, 340, room(4), PAGE, recycles=False) == 8 * 10
-    assert prefill_peak(plan, 800, room(4), PAGE, recycles=False) == 8 * -(-(64 + 480) // PAGE)
-    kept_whole = Plan("r", 1, None, EvictionConfig("full"))
-    assert prefill_peak(kept_whole, 800, room(4), PAGE, recycles=False) == 8 * 25
+    plan = plan_of(EvictionConfig("snapkv", budget=64), 320)
+    assert until_read(plan, 320, room(4), by_layer=False) == 8 * 10
+    assert until_read(plan, 340, room(4), by_layer=False) == 8 * 10
+    assert until_read(plan, 800, room(4), by_layer=False) == 8 * -(-(64 + 480) // PAGE)
+    kept_whole = plan_of(EvictionConfig("full"), 800)
+    assert until_read(kept_whole, 800, room(4), by_layer=False) == 8 * 25
 
 
 # Worst cases: scores made for each policy so that one rank holds as much as its bound says.
@@ -219,23 +235,23 @@ def test_what_is_promised_after_an_eviction_is_reached_but_for_a_tenth(policy: s
             if params.get("tp_local") and split.local_heads < split.heads:
                 continue  # an implementation of ranks, not of this process
             config = EvictionConfig(policy, keep_ratio=ratio, **params)
-            plan = Plan("r", 1, n, config)
+            plan = plan_of(config, n)
             reached = [0] * PAGE
             for _ in range(12):
                 kept = lengths(select(config, greedy_scores(config, split, n, choose), n))
                 for more in range(PAGE):
                     reached[more] = max(reached[more], held_after(kept, split, more))
             for more, most in enumerate(reached):
-                bound = pages_after(plan, n + more, split.room, PAGE)
+                bound = after_eviction(plan, n + more, split.room)
                 assert most <= bound, (params, n, ratio, more)
                 assert bound <= 1.1 * most + split.room.rows, (params, n, ratio, more, bound, most)
 
 
 def test_the_worst_case_test_sees_a_bound_that_is_too_loose_or_too_tight(monkeypatch) -> None:
     split = SPLITS["TP 2"]
-    right = pages_after
+    right = after_eviction
     for wrong in (0.8, 1.3):
-        monkeypatch.setitem(globals(), "pages_after", lambda *args, by=wrong: int(by * right(*args)))
+        monkeypatch.setitem(globals(), "after_eviction", lambda *args, by=wrong: int(by * right(*args)))
         with pytest.raises(AssertionError):
             test_what_is_promised_after_an_eviction_is_reached_but_for_a_tenth("ada-snapkv", split)
         monkeypatch.undo()

@@ -1,0 +1,226 @@
+"""Admission: whether one more request may begin beside those in flight, by what all of them will hold.
+
+Arithmetic on counts alone: no scheduler, no workers, no requests of vLLM. The ledger asks it for every waiting
+request, and ``python -m vllm_kvevict.sizing`` for imagined ones.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import repeat
+
+from vllm.utils.math_utils import cdiv
+
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.plan import Plan
+
+PATIENCE = 3
+"""Preemptions after which a request runs only where it cannot be preempted again."""
+
+
+@dataclass
+class Account:
+    """One request in flight: what it holds, what is promised to its prefill, what it may hold at its end.
+
+    Attributes:
+        by_layer: whether its first step evicts it, layer by layer.
+        prompt_len: tokens of the prompt.
+        prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
+        max_tokens: of the answer.
+        preemptions: how often it was preempted.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound.
+        peak: the most pages of each rank that the prefill holds.
+        replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
+        tokens: stored once the steps dispatched so far are done.
+        held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
+        unreported: ranks whose report of a dispatched eviction is still to come.
+        undecided: whether its layers' budgets are still to be decided.
+        reserved_at: where its tokens begin in the reserve.
+    """
+
+    plan: Plan
+    by_layer: bool
+    prompt_len: int
+    prefill_len: int
+    max_tokens: int
+    preemptions: int
+    counts: list[PageCount]
+    peak: list[int]
+    replayed: list[PageCount] | None
+    held: list[int]
+    promise: list[int]
+    tokens: int = 0
+    unreported: set[int] = field(default_factory=set)
+    undecided: bool = False
+    reserved_at: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """Which of the request's admissions it is: 1 for the first."""
+        return self.preemptions + 1
+
+    @property
+    def last_token(self) -> int:
+        """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prefill is still to be completed."""
+        return self.tokens < self.prefill_len
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its counts are final and exact: it was evicted for the last time, or never is."""
+        evict_at = self.plan.evict_at
+        return evict_at is None or (not self.unreported and self.counts[0].tokens >= evict_at)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it holds less during its prefill than all that was read."""
+        return self.by_layer or not self.plan.schedule.holds_whole_prompt
+
+    def pages_at(self, tokens: int) -> list[int]:
+        """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
+        if self.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
+            return list(self.peak)
+        extra = self.plan.extra_tokens(tokens)
+        return [count.at(tokens + extra) for count in self.counts]
+
+    def promised_at(self, tokens: int, held: Sequence[int]) -> list[int]:
+        """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
+        if tokens >= self.prefill_len:
+            return [0] * len(held)
+        return [max(0, peak - pages) for peak, pages in zip(self.peak, held, strict=True)]
+
+
+class Shortage(Enum):
+    """What a pool has too few pages for."""
+
+    PROMPTS = "reading prompts"
+    ANSWERS = "answers"
+
+
+@dataclass(frozen=True)
+class AdmissionControl:
+    """Decides by two moments whether every rank has pages for one more request.
+
+        pages |                     ______ 2. when all answers are as long as expected: all of them
+              |        1.  _______/
+              |    ___---'            1. when it and the prefills in flight are read: its peak beside all others
+              |---'________________
+                 now                 steps
+
+    It may still be wrong about answers, which end when they like: then the last comer is preempted. It is never
+    wrong about prefills, which are promised what they take.
+
+    Attributes:
+        bounds: what requests hold at most.
+        step_tokens: tokens of a step, all requests together.
+        decode_reserve: tokens of an answer that are expected at least, if it may have as many.
+        max_model_len: the most tokens of a request.
+    """
+
+    bounds: MemoryBounds
+    step_tokens: int
+    decode_reserve: int
+    max_model_len: int
+
+    def open(
+        self,
+        plan: Plan,
+        first_step: int,
+        prompt_len: int,
+        max_tokens: int,
+        *,
+        prefill_len: int | None = None,
+        preemptions: int = 0,
+        replayed: list[PageCount] | None = None,
+    ) -> Account:
+        """The account of a request that begins with so many tokens; attributes as of :class:`Account`."""
+        ranks, by_layer = self.bounds.ranks, self.bounds.by_layer(plan, first_step)
+        to_read = prompt_len if prefill_len is None else prefill_len
+        return Account(
+            plan,
+            by_layer,
+            prompt_len,
+            to_read,
+            max_tokens,
+            preemptions,
+            counts=[PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks],
+            peak=self.peaks(plan, to_read, by_layer, replayed),
+            replayed=replayed,
+            held=[0] * len(ranks),
+            promise=[0] * len(ranks),
+        )
+
+    def peaks(
+        self, plan: Plan, tokens: int, by_layer: bool, replayed: Sequence[PageCount] | None
+    ) -> list[int]:
+        """The most pages that reading ``tokens`` tokens takes on each rank."""
+        if replayed is None or plan.evict_at is None:
+            return self.bounds.until_read(plan, tokens, by_layer)
+        # What a replay holds after its eviction is no guess.
+        until = self.bounds.until_read(plan, plan.evict_at, by_layer)
+        after = [count.at(max(tokens, count.tokens)) for count in replayed]
+        return [max(pair) for pair in zip(until, after, strict=True)]
+
+    def can_ever_fit(self, account: Account) -> bool:
+        """Whether empty pools could hold the request until it is read, in this way or in one step."""
+        if self.bounds.hold(account.peak):
+            return True
+        if account.by_layer or not self.bounds.gains_from_one_step(account.plan):
+            return False
+        peaks = self.peaks(account.plan, account.prefill_len, True, account.replayed)
+        return self.bounds.hold(peaks)
+
+    def shortage(self, new: Account, running: Collection[Account]) -> Shortage | None:
+        """What there would be too few pages for if ``new`` began beside those ``running``; None if it may."""
+        if not running:
+            return None
+        waiting = sum(account.prefill_len - account.tokens for account in running if account.is_reading)
+        steps = cdiv(new.prefill_len + waiting, self.step_tokens)
+        everyone = [*running, new]
+        patient = new.preemptions >= PATIENCE
+        ends = [self.expected_end(account, patient) for account in everyone]
+        for index, rank in enumerate(self.bounds.ranks):
+            if new.peak[index] + self._held_soon(running, index, steps) > rank.pages:
+                return Shortage.PROMPTS
+            if sum(map(self.expected_pages, everyone, repeat(index), ends)) > rank.pages:
+                return Shortage.ANSWERS
+        return None
+
+    def _held_soon(self, accounts: Collection[Account], index: int, steps: int) -> int:
+        """Pages of a rank held or promised when the prefills in flight and the next one are done, in ``steps``."""
+        pages = 0
+        for account in accounts:
+            if account.is_reading:
+                pages += account.held[index] + account.promise[index]
+            else:
+                pages += account.counts[index].at(account.tokens + steps)
+        return pages
+
+    def expected_end(self, account: Account, patient: bool = False) -> int:
+        """Tokens an account is expected to have at its end; as many as it may have if it was preempted too often."""
+        produced = max(account.tokens, account.prefill_len) - account.prompt_len
+        # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
+        reserve = max(self.decode_reserve, 2 * produced)
+        if patient or account.preemptions >= PATIENCE:
+            reserve = account.max_tokens
+        end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
+        return min(end, self.max_model_len)
+
+    def expected_pages(self, account: Account, index: int, end: int) -> int:
+        """Pages of a rank that an account is expected to hold at ``end`` tokens: exact once evicted, else by its
+        budget."""
+        count, evict_at = account.counts[index], account.plan.evict_at
+        if evict_at is None or (count.tokens >= evict_at and index not in account.unreported):
+            return count.at(end)
+        if account.replayed is not None:
+            kept = account.replayed[index]
+            return kept.at(max(end, kept.tokens))
+        entries = account.plan.config.budget_for(evict_at) + end - evict_at
+        page_size = self.bounds.page_size
+        # Half a page of slack per row is the mean of what ragged rows leave unfilled.
+        return count.rows * (2 * entries + page_size) // (2 * page_size)

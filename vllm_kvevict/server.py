@@ -1,0 +1,31 @@
+"""A server that is only imagined, as ``python -m vllm_kvevict.sizing`` describes it; needs no vLLM."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A model and what ``vllm serve`` makes of it; ``memory`` in bytes per rank, sizes of pages and steps in tokens."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    max_len: int
+    memory: int
+    dtype_size: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    page_size: int = 32
+    block_size: int = 128
+    max_num_batched_tokens: int = 2048
+
+    @property
+    def entry(self) -> int:
+        """Bytes of one token in one KV head of one layer."""
+        return 2 * self.head_dim * self.dtype_size
+
+    @property
+    def heads(self) -> int:
+        """KV heads of one rank."""
+        return max(1, self.kv_heads // self.tensor_parallel_size)
