@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.answers import Question, answers_table, ask, make_questions
-from benchmarks.harness.kept import Run, comparison_table, kept_table, parse_evictions
+from benchmarks.harness.kept import Run, comparison_table, kept_table, read_evictions
 from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.options import add_dtype
 from benchmarks.harness.server import Server, ServerError, Snapshot, tail
@@ -26,6 +26,7 @@ from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 
 SCRATCH = Path(".demo")
+EVICTIONS = SCRATCH / "evictions.jsonl"
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64  # of the model
 FIRST_WORD = len(SPECIAL)
 BLOCK = PAGE = 32
@@ -218,6 +219,8 @@ async def show(arguments: argparse.Namespace) -> None:
     if note := dtype_note(arguments.dtype):
         console.print(note, highlight=False)
     eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
+    eviction += ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
+    EVICTIONS.unlink(missing_ok=True)  # of an earlier demo; servers only append
     questions = make_questions(arguments.prompt - 32, arguments.policy, arguments.budget)
     stock, _ = await run_server("stock vLLM", [], arguments)
     ours, replies = await run_server(
@@ -225,9 +228,8 @@ async def show(arguments: argparse.Namespace) -> None:
     )
     console.print()
     console.print(comparison_table([stock, ours], memory, LAYERS * KV_HEADS, PAGE))
-    evictions = parse_evictions((SCRATCH / "eviction.log").read_text(errors="replace"))
-    if evictions:
-        console.print(kept_table(evictions[0]))
+    if first := next(read_evictions(EVICTIONS), None):
+        console.print(kept_table(first))
     console.print(answers_table(questions, replies))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 

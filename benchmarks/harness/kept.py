@@ -1,19 +1,15 @@
-"""What an eviction kept, read from the server's debug line, and the demo's tables."""
+"""What evictions kept, read from the file of a server's ``eviction_log``, and the demo's tables."""
 
-import re
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.server import Snapshot
-
-_LINE = re.compile(
-    r"KV eviction: request (?P<request>\S+) at (?P<tokens>\d+) tokens by (?P<policy>[^:]+): "
-    r"kept (?P<kept>\d+)/(?P<stored>\d+) entries, freed (?P<freed>\d+) pages"
-)
-_LAYER = re.compile(r"layer (?P<layer>\d+): (?P<kept>\d+)/(?P<stored>\d+) \((?P<heads>[\d ]+)\)")
 
 
 @dataclass(frozen=True)
@@ -21,43 +17,39 @@ class Eviction:
     """One request's eviction.
 
     Attributes:
+        request: as the server calls it.
         tokens: of the prompt.
         policy: that chose.
         kept, stored: entries after and before, over all layers and KV heads.
         freed_pages: given back.
         heads: [layers][KV heads], entries kept.
-        request: as the server calls it.
     """
 
+    request: str
     tokens: int
     policy: str
     kept: int
     stored: int
     freed_pages: int
-    heads: tuple[tuple[int, ...], ...]
-    request: str = ""
+    heads: Sequence[Sequence[int]]
 
 
-def parse_evictions(log: str) -> list[Eviction]:
-    """Find the evictions in a server's log."""
-    found = []
-    for line in log.splitlines():
-        match = _LINE.search(line)
-        if match is None:
-            continue
-        layers = sorted(_LAYER.finditer(line, match.end()), key=lambda layer: int(layer["layer"]))
-        found.append(
-            Eviction(
-                tokens=int(match["tokens"]),
-                policy=match["policy"],
-                kept=int(match["kept"]),
-                stored=int(match["stored"]),
-                freed_pages=int(match["freed"]),
-                heads=tuple(tuple(int(head) for head in layer["heads"].split()) for layer in layers),
-                request=match["request"],
-            )
-        )
-    return found
+def read_evictions(path: Path) -> Iterator[Eviction]:
+    """The evictions in the file that a server's ``eviction_log`` named, one at a time: it can be large.
+
+    Raises:
+        ValueError: naming the line that is not of such a file.
+    """
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                fields = json.loads(line)
+                eviction = Eviction(
+                    **{field.name: fields[field.name] for field in dataclasses.fields(Eviction)}
+                )
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: no line of an eviction log") from error
+            yield eviction
 
 
 def kept_table(eviction: Eviction) -> Table:

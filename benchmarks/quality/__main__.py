@@ -220,10 +220,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "--title", default="Quality under eviction", help="of the report (default: %(default)s)"
     )
     parser.add_argument(
-        "--server-log",
+        "--eviction-log",
         type=Path,
         metavar="FILE",
-        help="of the server, at level DEBUG: adds what the policies kept in each layer and head",
+        help="of the server, its --kv-eviction-config.eviction_log: adds what the policies kept in each layer and head",
     )
     parser.add_argument(
         "--budget",
@@ -313,7 +313,7 @@ def report_command(arguments: argparse.Namespace) -> None:
         output=arguments.output or arguments.folder / "report.md",
         title=arguments.title,
         budget=arguments.budget,
-        server_log=arguments.server_log,
+        eviction_log=arguments.eviction_log,
     )
     _say(f"written to {path}")
 

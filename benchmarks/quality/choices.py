@@ -1,26 +1,17 @@
-"""What policies kept in each layer and head, from the server's log."""
+"""What policies kept in each layer and head, from the server's eviction log."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.kept import Eviction, parse_evictions
+from benchmarks.harness.kept import Eviction, read_evictions
 from benchmarks.quality.results import Column, Result
 
 
-def read_log(path: Path) -> dict[str, Eviction]:
-    """A log's evictions by request; of a request that was evicted twice, the last one.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    with path.open(errors="replace") as lines:
-        # Line by line: such a log can be larger than memory should be.
-        found = {one.request: one for line in lines if "KV eviction" in line for one in parse_evictions(line)}
-    if not found:
-        raise ValueError(f"{path} has no line on an eviction: was it written with VLLM_LOGGING_LEVEL=DEBUG?")
-    return found
+def evictions_by_request(path: Path) -> dict[str, Eviction]:
+    """An eviction log's evictions by request; of a request that was evicted twice, the last one."""
+    return {eviction.request: eviction for eviction in read_evictions(path)}
 
 
 def kept_shares(

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.harness.measure import record
 from benchmarks.quality import markdown, plots
-from benchmarks.quality.choices import kept_shares, read_log
+from benchmarks.quality.choices import evictions_by_request, kept_shares
 from benchmarks.quality.findings import check_claims, pick
 from benchmarks.quality.results import RESULTS, Column, ResultsError, Settings, read, read_settings
 from benchmarks.quality.scores import Mean, Scores, of_length, of_task
@@ -41,13 +41,13 @@ class Report:
     kept: Mapping[Column, np.ndarray]
 
 
-def write_report(folder: Path, output: Path, title: str, budget: float, server_log: Path | None) -> Path:
+def write_report(folder: Path, output: Path, title: str, budget: float, eviction_log: Path | None) -> Path:
     """Write summary, plots and text; the path of the text.
 
     Raises:
         ResultsError: if the folder has no results.
     """
-    report = gather(folder, title, budget, server_log)
+    report = gather(folder, title, budget, eviction_log)
     summary = record("quality", summarise(report))
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     pictures = draw(report, output.with_suffix(""))
@@ -56,8 +56,8 @@ def write_report(folder: Path, output: Path, title: str, budget: float, server_l
     return output
 
 
-def gather(folder: Path, title: str, budget: float, server_log: Path | None) -> Report:
-    """Read a folder, and the server's log if there is one."""
+def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -> Report:
+    """Read a folder, and what the server wrote of its evictions if there is such a file."""
     settings, runs = read_settings(folder)
     path = folder / RESULTS
     results = list(read(path)) if path.exists() else []
@@ -67,10 +67,10 @@ def gather(folder: Path, title: str, budget: float, server_log: Path | None) -> 
     spread = [result for result in results if result.depth is None]
     scores = Scores(spread or placed)
     chosen = scores.nearest(budget)
-    log = read_log(server_log) if server_log else {}
-    kept = kept_shares(scores.results, log, chosen) if chosen is not None else {}
-    if server_log and not kept:
-        raise ResultsError(f"{server_log} does not mention the requests of {folder}")
+    evictions = evictions_by_request(eviction_log) if eviction_log else {}
+    kept = kept_shares(scores.results, evictions, chosen) if chosen is not None else {}
+    if eviction_log and not kept:
+        raise ResultsError(f"{eviction_log} does not mention the requests of {folder}")
     return Report(title, settings, runs, scores, Scores(placed) if placed else None, chosen, kept)
 
 

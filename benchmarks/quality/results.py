@@ -54,7 +54,7 @@ class Result:
         evict_at: tokens that the budget refers to: the prompt's, or those before the question; None if nothing was to
             be evicted.
         whole: they are too few for the server to evict any.
-        request: the server's name for it, which its log repeats.
+        request: the server's name for it, which its eviction log repeats.
         seconds: until the answer was there.
     """
 

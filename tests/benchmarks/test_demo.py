@@ -1,8 +1,7 @@
-"""The demo's reading of /metrics and of the log, and its tables; no server is started."""
+"""The demo's reading of /metrics and of the eviction log, and its tables; no server is started."""
 
 import asyncio
 import io
-import logging
 import socket
 import subprocess
 import sys
@@ -13,9 +12,16 @@ from rich.console import Console
 from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.harness.answers import answers_table, make_questions
-from benchmarks.harness.kept import Run, comparison_table, kept_table, pages_of_prompt, parse_evictions
+from benchmarks.harness.kept import (
+    Eviction,
+    Run,
+    comparison_table,
+    kept_table,
+    pages_of_prompt,
+    read_evictions,
+)
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
-from vllm_kvevict.engine.metrics import EvictionStats
+from vllm_kvevict.engine.scheduler.evictions import EvictionLog, join
 from vllm_kvevict.schedules.reports import Report
 
 METRICS = """\
@@ -55,49 +61,43 @@ def test_metrics_of_a_stock_server():
     assert Snapshot.parse(stock) == Snapshot(13, 3, 0.75, 2, 128)
 
 
-@pytest.fixture
-def line(caplog) -> str:
-    """The line as the engine writes it, with two ranks of two layers and one head each."""
-    reports = [
-        Report(
-            policy="snapkv",
-            epoch=1,
-            tokens=500,
-            last=True,
-            pages=14,
-            freed_pages=50,
-            peak_pages=64,
-            residues=[0] * 32,
-            first_layer=0,
-            first_head=rank,
-            kept=kept,
-            decision_seconds=0.0,
-            compaction_seconds=0.0,
-        )
-        for rank, kept in enumerate(([[100], [120]], [[90], [80]]))
-    ]
-    logger = logging.getLogger("vllm.kv_eviction")
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.DEBUG, logger.name):
-        EvictionStats().on_eviction("cmpl-7", reports)
-    logger.removeHandler(caplog.handler)
-    return caplog.messages[-1]
-
-
-def test_evictions_in_the_log(line):
-    log = f"INFO something else\nDEBUG 2026-01-01 vllm.kv_eviction: {line}\nINFO KV eviction: policy snapkv\n"
-    (found,) = parse_evictions(log)
-    assert (found.tokens, found.policy, found.kept, found.stored, found.freed_pages) == (
-        500,
-        "snapkv",
-        390,
-        2000,
-        100,
+def report(first_head: int, kept: list[list[int]]) -> Report:
+    """What a rank of two layers and one KV head says of a prompt of 500 tokens."""
+    return Report(
+        policy="snapkv",
+        epoch=1,
+        tokens=500,
+        last=True,
+        pages=14,
+        freed_pages=50,
+        peak_pages=64,
+        residues=[0] * 32,
+        first_layer=0,
+        first_head=first_head,
+        kept=kept,
+        decision_seconds=0.0,
+        compaction_seconds=0.0,
     )
-    assert found.heads == ((100, 90), (120, 80))
+
+
+def test_evictions_as_the_engine_writes_them(tmp_path):
+    path = tmp_path / "evictions.jsonl"
+    EvictionLog(str(path)).write(join("cmpl-7", [report(0, [[100], [120]]), report(1, [[90], [80]])]))
+    (found,) = read_evictions(path)
+    assert found == Eviction("cmpl-7", 500, "snapkv", 390, 2000, 100, [[100, 90], [120, 80]])
     text = rendered(kept_table(found))
     for part in ("KV head 1", "100", "80", "19.0%", "20.0%", "390 of 2,000"):
         assert part in text
+
+
+@pytest.mark.parametrize("line", ["INFO a line of another log", "[]", '{"request": "cmpl-7"}'])
+def test_another_file_is_no_eviction_log(tmp_path, line):
+    path = tmp_path / "evictions.jsonl"
+    EvictionLog(str(path)).write(join("cmpl-7", [report(0, [[100], [120]])]))
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match="line 2: no line of an eviction log"):
+        list(read_evictions(path))
 
 
 def test_comparison():

@@ -7,10 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.harness.kept import parse_evictions
 from benchmarks.harness.markdown import table
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality.choices import kept_shares, read_log
+from benchmarks.quality.choices import evictions_by_request, kept_shares
 from benchmarks.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict
 from benchmarks.quality.markdown import wins
 from benchmarks.quality.results import (
@@ -181,26 +180,20 @@ def test_table():
     assert table(["a", "b"], [], left=2) == ["| a | b |", "| --- | --- |"]
 
 
-LINE = (
-    "DEBUG 11-21 vllm.kv_eviction: KV eviction: request {} at 100 tokens by {}: kept 80/400 entries, freed 8 pages; "
-    "kept per layer (per KV head): layer 0: 60/200 (20 40), layer 1: 20/200 (10 10)\n"
-)
+def eviction_line(request: str, policy: str) -> str:
+    """A line of an eviction log."""
+    kept = {"kept": 80, "stored": 400, "freed_pages": 8, "held_pages": 16, "heads": [[20, 40], [10, 10]]}
+    return json.dumps({"request": request, "tokens": 100, "policy": policy, **kept}) + "\n"
 
 
-def test_log_lines_find_their_requests():
-    column = at("ada-snapkv", 0.2)
-    log = LINE.format("chatcmpl-a-0f3b", "ada-snapkv") + LINE.format("chatcmpl-x-1111", "ada-snapkv")
-    evictions = {one.request: one for one in parse_evictions(log)}
+def test_evictions_find_their_requests(tmp_path):
+    column, path = at("ada-snapkv", 0.2), tmp_path / "evictions.jsonl"
+    path.write_text("".join(eviction_line(f"chatcmpl-{name}", "ada-snapkv") for name in ("a-0f3b", "x-1111")))
+    evictions = evictions_by_request(path)
     results = [result(column, 0, 1.0, request="chatcmpl-a"), result(column, 1, 1.0, request=None)]
     shares = kept_shares(results, evictions, 0.2)
     assert shares[column].tolist() == [[0.2, 0.4], [0.1, 0.1]]
     assert kept_shares(results, evictions, 0.4) == {}
-
-
-def test_a_log_without_evictions(tmp_path):
-    (tmp_path / "log").write_text("INFO nothing\n")
-    with pytest.raises(ValueError, match="VLLM_LOGGING_LEVEL=DEBUG"):
-        read_log(tmp_path / "log")
 
 
 @pytest.fixture
@@ -226,8 +219,8 @@ def folder(tmp_path):
                     store.add(result(column, index, rng.random(), task, length=length))
             for depth in (0.0, 0.5, 1.0):
                 store.add(result(column, 0, 0.5, depth=depth, whole=column.budget == 0.1))
-    (tmp_path / "server.log").write_text(
-        "".join(LINE.format(f"chatcmpl-{name(column)}-0", column.policy) for column in columns[2:])
+    (tmp_path / "evictions.jsonl").write_text(
+        "".join(eviction_line(f"chatcmpl-{name(column)}-0", column.policy) for column in columns[2:])
     )
     return tmp_path
 
@@ -240,7 +233,7 @@ def report(monkeypatch, *argv: object) -> int:
 def test_report(folder, monkeypatch):
     target = folder / "docs" / "QUALITY.md"
     target.parent.mkdir()
-    argv = (folder, "--server-log", folder / "server.log", "--title", "A title", "--output", target)
+    argv = (folder, "--eviction-log", folder / "evictions.jsonl", "--title", "A title", "--output", target)
     assert report(monkeypatch, *argv) == 0
     text = target.read_text()
     assert (
@@ -261,6 +254,12 @@ def test_report(folder, monkeypatch):
     for picture in pictures:
         content = (target.parent / picture).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) < 200_000
+
+
+def test_an_eviction_log_of_other_requests(folder, monkeypatch, capsys):
+    (folder / "evictions.jsonl").write_text(eviction_line("chatcmpl-other-0", "snapkv"))
+    assert report(monkeypatch, folder, "--eviction-log", folder / "evictions.jsonl") == 1
+    assert "does not mention the requests" in " ".join(capsys.readouterr().out.split())
 
 
 def test_summary_has_the_numbers_of_the_text(folder, monkeypatch):

@@ -1,6 +1,7 @@
 """Commands and servers as users run them, for tests: processes of their own, always ended."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -45,6 +47,15 @@ def command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.
         text=True,
         timeout=timeout,
     )
+
+
+def log_evictions(log: Path) -> list[str]:
+    """Flags that let a server write its evictions to a file beside its log."""
+    return ["--kv-eviction-config.eviction_log", str(_evictions_beside(log))]
+
+
+def _evictions_beside(log: Path) -> Path:
+    return log.with_suffix(".evictions.jsonl")
 
 
 class Server:
@@ -107,6 +118,11 @@ class Server:
     def log(self) -> str:
         """Everything written to stdout and stderr so far."""
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def evictions(self) -> list[dict[str, Any]]:
+        """What the server, if it was started with ``log_evictions(log)``, wrote of its evictions so far."""
+        return [json.loads(line) for line in _evictions_beside(self.log_path).read_text().splitlines()]
 
     def metrics(self) -> dict[str, float]:
         """Our numbers at ``/metrics``: names without the prefix, with the labels that vary."""

@@ -98,6 +98,8 @@ def test_defaults():
         ({"policy": "snapkv", "policies": ["h2o", "no"]}, ["--kv-eviction-config.policies", "lava", "['h2o', 'no']"]),
         ({"policy": "snapkv", "policies": {"h2o": 1}}, ["--kv-eviction-config.policies", "{'h2o': 1}"]),
         ({"policy": "snapkv", "policies": None}, ["--kv-eviction-config.policies", "None"]),
+        ({"policy": "snapkv", "eviction_log": ""}, ["--kv-eviction-config.eviction_log", "path of a file", "''"]),
+        ({"policy": "snapkv", "eviction_log": True}, ["--kv-eviction-config.eviction_log", "True"]),
     ],
 )  # fmt: skip
 def test_bad_options(raw, words):
@@ -124,6 +126,7 @@ def test_options_survive_json(policy, budget):
         "scope": "prefix",
         "kernels": False,
         "policies": ["snapkv", "h2o"],
+        "eviction_log": "some/where.jsonl",
     }
     options = Options.parse(raw | parameters(policy))
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
@@ -132,6 +135,7 @@ def test_options_survive_json(policy, budget):
         and options.scope == "prefix"
         and not options.kernels
         and options.policies == ("snapkv", "h2o")
+        and options.eviction_log == "some/where.jsonl"
         and options.params == parameters(policy)
     )
 

@@ -129,6 +129,12 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
             st.lists(st.sampled_from(["nope", 1]), min_size=1),
         ),
     ),
+    "eviction_log": (
+        st.sampled_from([None, "evictions.jsonl", "/no/such/folder/file"]),  # looked for at start-up only
+        st.one_of(
+            INTEGERS, st.floats(), JUNK.filter(lambda value: value is not None and not isinstance(value, str))
+        ),
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.engine.clients import chat, complete, completions, eventually, messages, responses, text_of, words
-from tests.engine.serving import Server
+from tests.engine.serving import Server, log_evictions
 from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine
@@ -31,7 +31,7 @@ def server(models, tmp_path_factory):
     flags += ["--num-gpu-blocks-override", "20"]
     env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_LOG_STATS_INTERVAL": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models("llama"), log, *flags, env=env) as server:
+    with Server(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
         yield server
 
 
@@ -146,8 +146,10 @@ def test_fields_are_followed(server, client):
     answer = complete(
         client, words(500), fields={"kv_eviction": "snapkv", "kv_budget": 64, "kv_prefix_len": 400}
     )
-    line = eventually(lambda: re.search(rf"KV eviction: request {answer.id}.*", server.log))
-    assert f"at 400 tokens by snapkv: kept {ROWS * 64}/{ROWS * 400} entries" in line[0]
+    (line,) = eventually(lambda: [one for one in server.evictions if one["request"].startswith(answer.id)])
+    assert (line["tokens"], line["policy"]) == (400, "snapkv")
+    assert (line["kept"], line["stored"]) == (ROWS * 64, ROWS * 400)
+    assert line["heads"] == [[64, 64]] * 4
 
 
 ENDPOINTS = [completions, chat, responses, messages]

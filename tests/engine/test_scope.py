@@ -1,7 +1,6 @@
 """Compression that does not see the question: through ``LLM.chat``, and through every endpoint of a server."""
 
 import json
-import re
 
 import httpx
 import openai
@@ -11,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.clients import complete, eventually, words
 from tests.engine.running import Answer, _bring_decisions, evicting_engine
-from tests.engine.serving import Server
+from tests.engine.serving import Server, log_evictions
 
 pytestmark = pytest.mark.engine
 
@@ -106,9 +105,8 @@ def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.25", "--kv-eviction-config.min_prompt", "64"]
     flags += ["--kv-eviction-config.scope", "prefix", "--dtype", "float32", "--enforce-eager"]
     flags += ["--max-model-len", "2048"]
-    env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models("llama"), log, *flags, env=env) as server:
+    with Server(models("llama"), log, *flags, *log_evictions(log), env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server
 
 
@@ -150,36 +148,33 @@ ENDPOINTS = [ask_chat, ask_chat_in_parts, ask_responses, ask_messages]
 
 
 def evictions(server, count, start):
-    """What the log says of so many evictions since."""
-
-    def found():
-        lines = re.findall(r"KV eviction: request \S+ (at \d+ tokens.*)", server.log[start:])
-        return lines if len(lines) >= count else None
-
-    lines = eventually(found)
-    assert lines and len(lines) == count
+    """What the server wrote of so many evictions after the first ``start``."""
+    eventually(lambda: len(server.evictions) >= start + count)
+    lines = server.evictions[start:]
+    assert len(lines) == count
     return lines
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_endpoints(endpoint, server):
-    start = len(server.log)
+    start = len(server.evictions)
     for stream in (False, True):
         for question in QUESTIONS:
             endpoint(server, conversation(question), stream)
             endpoint(server, conversation(question), stream, {"kv_prefix_len": PREFIX})
-    lines = evictions(server, 8, start)
-    assert f"at {PREFIX} tokens by ada-snapkv: kept {8 * 75}/{8 * PREFIX} entries" in lines[0]
-    # With the numbers of entries that each layer and head kept.
-    assert "layer 3: " in lines[0] and set(lines) == {lines[0]}
+    for line in evictions(server, 8, start):
+        assert (line["tokens"], line["policy"]) == (PREFIX, "ada-snapkv")
+        assert (line["kept"], line["stored"]) == (8 * 75, 8 * PREFIX)
+        # The same prefix, so the same choice.
+        assert len(line["heads"]) == 4 and line["heads"] == server.evictions[start]["heads"]
 
 
 def test_a_chat_with_nothing_before_the_question_is_kept_whole(server, client):
-    start = len(server.log)
+    start = len(server.evictions)
     for stream in (False, True):
         ask_chat(server, [{"role": "user", "content": DOCUMENTS}], stream)
     ask_chat(server, conversation(QUESTIONS[0]), False)
-    assert evictions(server, 1, start)[0].count(f"at {PREFIX} tokens") == 1
+    assert evictions(server, 1, start)[0]["tokens"] == PREFIX
 
 
 def test_completions_have_to_say_where_their_prefix_ends(server, client):
@@ -187,11 +182,12 @@ def test_completions_have_to_say_where_their_prefix_ends(server, client):
         with pytest.raises(openai.BadRequestError) as error:
             complete(client, DOCUMENTS, stream=stream)
         assert "kv_prefix_len is required with --kv-eviction-config.scope prefix" in error.value.message
-    start = len(server.log)
+    start = len(server.evictions)
     assert complete(client, words(60)).choices[0].text
     assert complete(client, DOCUMENTS, fields={"kv_eviction": "full"}).choices[0].text
     assert complete(client, DOCUMENTS, fields={"kv_prefix_len": 200}).choices[0].text
-    assert "at 200 tokens by ada-snapkv" in evictions(server, 1, start)[0]
+    (line,) = evictions(server, 1, start)
+    assert (line["tokens"], line["policy"]) == (200, "ada-snapkv")
 
 
 def test_a_chat_that_is_cut_has_to_say_it_too(client, server):

@@ -35,6 +35,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "scope": "prompt",
     "kernels": True,
     "policies": UNRESERVED,
+    "eviction_log": None,
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
@@ -110,6 +111,7 @@ class Options:
         scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
         kernels: use the project's own kernels where there is one for the machine and the model.
         policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
+        eviction_log: file to which the scheduler appends a line of JSON for each evicted request; None for no file.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
 
@@ -122,6 +124,7 @@ class Options:
     scope: str = ENGINE_DEFAULTS["scope"]
     kernels: bool = ENGINE_DEFAULTS["kernels"]
     policies: str | tuple[str, ...] = ENGINE_DEFAULTS["policies"]
+    eviction_log: str | None = ENGINE_DEFAULTS["eviction_log"]
     check: bool = False
 
     @classmethod
@@ -283,6 +286,7 @@ def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
         "check": _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
         "kernels": _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
         "policies": _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
+        "eviction_log": _path("eviction_log", raw.pop("eviction_log", ENGINE_DEFAULTS["eviction_log"])),
     }
     for name, default in ENGINE_DEFAULTS.items():
         if name not in engine:
@@ -314,6 +318,13 @@ def _check_parameters(policy: str, budget: float, params: Mapping[str, Any]) -> 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise KVEvictionError(f"--kv-eviction-config.{name} must be true or false, got {value!r}")
+    return value
+
+
+def _path(name: str, value: Any) -> str | None:
+    """A file, or none; whether it can be written is found out at start-up, on the scheduler's machine."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise KVEvictionError(f"--kv-eviction-config.{name} must be the path of a file, got {value!r}")
     return value
 
 

@@ -1,19 +1,14 @@
-"""What operators see: Prometheus metrics, one summary in the periodic log line, one debug line per eviction."""
+"""What operators see: Prometheus metrics, and one summary in the periodic log line."""
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.logger import init_logger
 
 from vllm_kvevict.policies import available
 
 if TYPE_CHECKING:
-    from vllm_kvevict.engine.messages import Report
-
-logger = init_logger("vllm.kv_eviction")
+    from vllm_kvevict.engine.scheduler.evictions import Eviction
 
 PREFIX = "vllm:kv_eviction_"
 COUNTERS = {
@@ -43,34 +38,15 @@ class EvictionStats(KVConnectorStats):
 
     data: dict[str, Any] = field(default_factory=dict)
 
-    def on_eviction(self, request_id: str, reports: Sequence["Report"]) -> None:
-        """Record a request that every rank has evicted; ``reports`` has one of each."""
-        first = reports[0]
-        # Ranks that replicate a KV head report the same of it.
-        heads = {(report.first_layer, report.first_head): report.kept for report in reports}
-        rows = [count for kept in heads.values() for layer in kept for count in layer]
-        kept, stored = sum(rows), len(rows) * first.tokens
-        freed = sum(report.freed_pages for report in reports)
-        self._add("evicted_tokens", stored - kept)
-        self._add("freed_pages", freed)
+    def on_eviction(self, eviction: "Eviction") -> None:
+        """Record a request that every rank has evicted."""
+        self._add("evicted_tokens", eviction.stored - eviction.kept)
+        self._add("freed_pages", eviction.freed_pages)
         policies = self.data.setdefault("evictions", {})
-        policies[first.policy] = policies.get(first.policy, 0) + 1
-        self.data.setdefault("kept_ratio", []).append(kept / stored)
+        policies[eviction.policy] = policies.get(eviction.policy, 0) + 1
+        self.data.setdefault("kept_ratio", []).append(eviction.kept / eviction.stored)
         for name in ("decision_seconds", "compaction_seconds"):
-            self.data.setdefault(name, []).append(max(getattr(report, name) for report in reports))
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "KV eviction: request %s at %d tokens by %s: kept %d/%d entries, freed %d pages, held at most %d; "
-                "kept per layer (per KV head): %s",
-                request_id,
-                first.tokens,
-                first.policy,
-                kept,
-                stored,
-                freed,
-                sum(report.peak_pages for report in reports),
-                _per_layer(reports),
-            )
+            self.data.setdefault(name, []).append(getattr(eviction, name))
 
     def on_gauges(self, rank: int, physical_pages: int, logical_kv_tokens: int) -> None:
         """Record what a rank holds at the end of a step."""
@@ -109,18 +85,6 @@ class EvictionStats(KVConnectorStats):
 
     def reset(self) -> None:
         self.data = {}
-
-
-def _per_layer(reports: Sequence["Report"]) -> str:
-    layers: dict[int, dict[int, int]] = {}
-    for report in reports:
-        for layer, heads in enumerate(report.kept, report.first_layer):
-            layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
-    return "; ".join(
-        f"layer {layer}: {sum(heads.values())}/{len(heads) * reports[0].tokens} "
-        f"({' '.join(str(heads[head]) for head in sorted(heads))})"
-        for layer, heads in sorted(layers.items())
-    )
 
 
 class EvictionPromMetrics(KVConnectorPromMetrics):

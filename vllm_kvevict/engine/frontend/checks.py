@@ -248,5 +248,27 @@ def check_stages(config: EvictionConfig, stages: Sequence[int], name: str) -> No
         raise KVEvictionError(f"{name} {config.policy} {conflict}", name)
 
 
+def check_eviction_log(path: str | None) -> None:
+    """Refuse an ``eviction_log`` that the scheduler, which runs on this machine, could not append to.
+
+    Raises:
+        KVEvictionError: one sentence naming the flag.
+    """
+    if path is None:
+        return
+    try:
+        # Opening a pipe would block until somebody reads it.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("no regular file")
+        with open(path, "a"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise KVEvictionError(
+            f"--kv-eviction-config.eviction_log: {path!r} cannot be appended to ({reason}), so set it to a file in a "
+            "folder that exists"
+        ) from None
+
+
 def _layer_types(text: Any) -> set[str]:
     return set(getattr(text, "layer_types", None) or ())

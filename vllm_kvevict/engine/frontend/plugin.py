@@ -140,6 +140,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     vllm_config = create_engine_config(ours, *rest, **kwargs)
     checks.check_model(vllm_config)
     checks.check_policy(vllm_config, options.request_config(None)[0])
+    checks.check_eviction_log(options.eviction_log)
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
     requests.install()

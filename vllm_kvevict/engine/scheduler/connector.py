@@ -9,6 +9,7 @@ from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
 from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepMessage, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
+from vllm_kvevict.engine.scheduler.evictions import EvictionLog, join
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 
 logger = init_logger("vllm.kv_eviction")
@@ -22,6 +23,7 @@ class SchedulerEnd:
     def __init__(self, options: Options):
         self.options = options
         self.statistics = metrics.EvictionStats()
+        self.log = EvictionLog(options.eviction_log)
         self.incomplete: dict[tuple[str, int], list[Report]] = {}
 
     def on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
@@ -97,8 +99,10 @@ class SchedulerEnd:
         reports = self.incomplete.setdefault((request_id, report.epoch), [])
         reports.append(report)
         if len(reports) == len(self.ledger.ranks):
-            self.statistics.on_eviction(request_id, reports)
             del self.incomplete[request_id, report.epoch]
+            eviction = join(request_id, reports)
+            self.statistics.on_eviction(eviction)
+            self.log.write(eviction)
 
     def take_statistics(self) -> metrics.EvictionStats | None:
         """What was counted since the last call; None if nothing was."""
