@@ -320,10 +320,8 @@ class Hostile:
         model = make_model(
             SCRATCH / "model", layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=4, max_len=MAX_LEN
         )
-        server = Server(
-            model, SCRATCH / "server.log", self.flags, cpu_environment(1, self.ranks) | ENVIRONMENT,
-            log_evictions=False,
-        )  # fmt: skip
+        env = cpu_environment(1, self.ranks) | ENVIRONMENT
+        server = Server(model, SCRATCH / "server.log", self.flags, env)
         self.console.print(f"starting vllm serve {' '.join(self.flags)}", highlight=False)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with server, httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:

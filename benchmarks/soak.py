@@ -141,7 +141,7 @@ class Soak:
         model = arguments.model or make_model(SCRATCH / "model", layers=2, hidden=64, max_len=MAX_LEN)
         env = cpu_environment(1, self.ranks) | ENVIRONMENT
         env["VLLM_KVEVICT_CHECK"] = str(int(arguments.check))
-        server = Server(model, SCRATCH / "server.log", self.flags, env, log_evictions=False)
+        server = Server(model, SCRATCH / "server.log", self.flags, env)
         self.console.print(f"starting vllm serve {model} {' '.join(self.flags)}", highlight=False)
         # The server closes idle connections; a request that is on its way just then would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -304,4 +304,4 @@ def make_server(scenario: Scenario, side: str, threads: int) -> Server:
         flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.evicting[side]:g}"]
     log = SCRATCH / f"serve-{side.replace(' ', '-')}.log"
     env = cpu_environment(threads, scenario.ranks)
-    return Server(model(max(4096, scenario.max_len)), log, flags, env, log_evictions=False)
+    return Server(model(max(4096, scenario.max_len)), log, flags, env)

@@ -29,8 +29,6 @@ LOGGING: dict[str, Any] = {
         "vllm": {"handlers": ["out"], "level": "INFO", "propagate": False},
     },
 }
-EVICTION_LINES = {"vllm.kv_eviction": {"level": "DEBUG"}}
-"""The logger that writes one line for each eviction."""
 
 
 class ServerError(RuntimeError):
@@ -105,7 +103,6 @@ class Server:
         flags: further arguments of ``vllm serve``.
         env: environment variables on top of this process's.
         port: where to listen; a free one by default.
-        log_evictions: whether the log gets a line for each eviction, which takes the server some time.
     """
 
     def __init__(
@@ -115,7 +112,6 @@ class Server:
         flags: Sequence[str],
         env: Mapping[str, str],
         port: int | None = None,
-        log_evictions: bool = True,
     ):
         self.model, self.log = str(model), log
         self.port = port or _free_port()
@@ -124,14 +120,13 @@ class Server:
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         self.command = [str(vllm), "serve", self.model, *address, *flags]
         self._env = {**os.environ, **env}
-        self._loggers = LOGGING["loggers"] | (EVICTION_LINES if log_evictions else {})
         self._process: subprocess.Popen | None = None
 
     async def __aenter__(self) -> "Server":
         _require_port(self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         logging = self.log.with_suffix(".logging.json")
-        logging.write_text(json.dumps(LOGGING | {"loggers": self._loggers}))
+        logging.write_text(json.dumps(LOGGING))
         self._env["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
         self._client = httpx.AsyncClient(base_url=self.url, timeout=60)
         try:

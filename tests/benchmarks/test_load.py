@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.harness import load, server
 from benchmarks.harness.load import Load, drive, entry_bytes, longest, page_bytes, summarise
-from benchmarks.harness.server import LOGGING, Server, ServerError, Snapshot, cpu_environment, run_benchmark
+from benchmarks.harness.server import ServerError, Snapshot, cpu_environment, run_benchmark
 
 KV_BYTES = 1_000_000
 METRICS = """\
@@ -189,14 +189,6 @@ def test_ranks_are_bound_where_a_core_is_left(monkeypatch, cores, threads, ranks
     monkeypatch.setattr(server, "os", SimpleNamespace(sched_getaffinity=lambda _: cores))
     env = cpu_environment(threads, ranks)
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == (bound, str(threads))
-
-
-def test_a_measured_server_writes_no_line_for_each_eviction(tmp_path):
-    quiet, talking = (
-        Server(tmp_path, tmp_path / "log", [], {}, port=1, log_evictions=wanted) for wanted in (False, True)
-    )
-    assert quiet._loggers == LOGGING["loggers"]
-    assert talking._loggers["vllm.kv_eviction"] == {"level": "DEBUG"}
 
 
 def test_sigterm_lets_servers_be_ended(capsys):
