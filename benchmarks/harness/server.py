@@ -43,10 +43,10 @@ class Snapshot:
         running, waiting: requests.
         kv_usage: share of the KV memory in use.
         preemptions, output_tokens: counters.
-        evictions, evicted_entries, freed_pages: counters, 0 without eviction; an entry is one token in one
-            layer and KV head.
+        evictions, freed_pages: counters, 0 without eviction.
         decision_seconds, compaction_seconds: sums over all evictions.
-        physical_pages, logical_entries: held over all ranks; None without eviction.
+        physical_pages, logical_entries: held over all ranks, an entry is one token in one layer and KV head; None
+            without eviction.
     """
 
     running: int = 0
@@ -55,7 +55,6 @@ class Snapshot:
     preemptions: int = 0
     output_tokens: int = 0
     evictions: int = 0
-    evicted_entries: int = 0
     freed_pages: int = 0
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
@@ -85,7 +84,6 @@ class Snapshot:
             preemptions=count("num_preemptions_total"),
             output_tokens=count("generation_tokens_total"),
             evictions=count("kv_eviction_evictions_total"),
-            evicted_entries=count("kv_eviction_evicted_tokens_total"),
             freed_pages=count("kv_eviction_freed_pages_total"),
             decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
             compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),

@@ -15,7 +15,6 @@ import pytest
 
 ENGINE = Path(__file__).parents[2] / "vllm_kvevict" / "engine"
 
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
