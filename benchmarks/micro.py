@@ -96,7 +96,7 @@ def step_operations(batch: int, context: int, share: float, dtype: str) -> list[
             for attention, run in ((OP, by_op(holding)), (KERNEL, holding.decode))
         ]
 
-    places = part.cache.write_slots(part.step)
+    places = part.cache.entry_slots(part.step)
 
     def write() -> None:
         for layer in range(LAYERS):
@@ -149,7 +149,7 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
     refill(prompt.cache, context - chunk)
     step = prompt.cache.extend([0], [chunk])
     batch = lay_out(prompt.cache, step, kernel=False)
-    places = prompt.cache.write_slots(step)
+    places = prompt.cache.entry_slots(step)
     queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(prompt.dtype)
     entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(prompt.dtype)
     pairs = KV_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)

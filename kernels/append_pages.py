@@ -13,7 +13,7 @@ def _append_pages(
     arena,
     row_starts,
     kv_len,
-    slots,
+    request_slots,
     pages,
     first_page,
     num_rows,
@@ -21,9 +21,9 @@ def _append_pages(
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
-    slot = tl.load(slots + request)
-    row_starts += slot * num_rows
-    kv_len += slot * num_rows
+    request_slot = tl.load(request_slots + request)
+    row_starts += request_slot * num_rows
+    kv_len += request_slot * num_rows
     pages += tl.load(first_page + request)
     taken = 0
     for begin in range(0, num_rows, BLOCK):
@@ -50,7 +50,7 @@ def append_pages(
     arena: Tensor,
     row_starts: Tensor,
     kv_len: Tensor,
-    slots: Tensor,
+    request_slots: Tensor,
     pages: Tensor,
     first_page: Tensor,
     page_size: int,
@@ -65,20 +65,20 @@ def append_pages(
         arena: int32 [size], page ids; changed in place.
         row_starts: int32 [max_requests, num_rows], contiguous: place in the arena of each row's first page.
         kv_len: int32 [max_requests, num_rows], contiguous: entries of each row; changed in place.
-        slots: int64 [B], the requests, each at most once.
+        request_slots: int64 [B], the requests, each at most once.
         pages: int32 [P], the new pages: one for each row of the requests with kv_len % page_size == 0.
         first_page: int64 [B], where each request's pages begin among them.
         page_size: entries per page.
         storage: [num_pages, 2 * page_size * head_dim], contiguous.
     """
-    if not slots.numel():
+    if not request_slots.numel():
         return
     num_rows, size = kv_len.shape[1], storage.shape[1]
-    _append_pages[(slots.numel(),)](
+    _append_pages[(request_slots.numel(),)](
         arena,
         row_starts,
         kv_len,
-        slots,
+        request_slots,
         pages,
         first_page,
         num_rows,
@@ -94,18 +94,18 @@ def reference(
     arena: Tensor,
     row_starts: Tensor,
     kv_len: Tensor,
-    slots: Tensor,
+    request_slots: Tensor,
     pages: Tensor,
     first_page: Tensor,
     page_size: int,
     storage: Tensor,
 ) -> None:
     """The same in plain torch, row by row; arguments as above."""
-    for slot, first in zip(slots.tolist(), first_page.tolist(), strict=True):
+    for request_slot, first in zip(request_slots.tolist(), first_page.tolist(), strict=True):
         for row in range(kv_len.shape[1]):
-            old = int(kv_len[slot, row])
+            old = int(kv_len[request_slot, row])
             if old % page_size == 0:
-                arena[row_starts[slot, row] + old // page_size] = pages[first]
+                arena[row_starts[request_slot, row] + old // page_size] = pages[first]
                 storage[pages[first]] = 0
                 first += 1
-            kv_len[slot, row] += 1
+            kv_len[request_slot, row] += 1

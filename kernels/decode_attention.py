@@ -36,16 +36,16 @@ class Rows:
 
     Attributes:
         arena: int32 [size], page ids.
-        starts: int32 [slots, rows], contiguous: place in the arena of each row's first page.
-        lengths: int32 [slots, rows], contiguous: entries of each row, with the new token's.
-        slots: int64 [R], the batch's requests.
+        starts: int32 [request slots, rows], contiguous: place in the arena of each row's first page.
+        lengths: int32 [request slots, rows], contiguous: entries of each row, with the new token's.
+        request_slots: int64 [R], the batch's requests.
         first: row of the layer's first KV head.
     """
 
     arena: Tensor
     starts: Tensor
     lengths: Tensor
-    slots: Tensor
+    request_slots: Tensor
     first: int
 
 
@@ -100,10 +100,10 @@ class DecodeAttention:
             rows.arena.data_ptr(),
             rows.starts.data_ptr(),
             rows.lengths.data_ptr(),
-            rows.slots.data_ptr(),
+            rows.request_slots.data_ptr(),
             rows.lengths.shape[1],
             rows.first,
-            rows.slots.numel(),
+            rows.request_slots.numel(),
             kv_heads,
             query.shape[1] // kv_heads,
             head_dim,
@@ -128,11 +128,11 @@ def reference(
     group = query.shape[1] // kv_heads
     keys = pages[:, : page_size * head_dim].view(-1, head_dim, page_size)
     values = pages[:, page_size * head_dim :].view(-1, page_size, head_dim)
-    for i, slot in enumerate(rows.slots.tolist()):
+    for i, request_slot in enumerate(rows.request_slots.tolist()):
         token = i if tokens is None else int(tokens[i])
         for head in range(kv_heads):
             row = rows.first + head
-            start, length = int(rows.starts[slot, row]), int(rows.lengths[slot, row])
+            start, length = int(rows.starts[request_slot, row]), int(rows.lengths[request_slot, row])
             table = rows.arena[start : start + -(-length // page_size)].long()
             last = table[-1], (length - 1) % page_size
             keys[last[0], :, last[1]] = key[token, head]

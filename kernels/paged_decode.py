@@ -54,7 +54,7 @@ def _store(
     starts,
     lengths,
     num_rows,
-    slots,
+    request_slots,
     first,
     tokens,
     PAGE_SIZE: tl.constexpr,
@@ -63,10 +63,10 @@ def _store(
     BY_ADDRESS: tl.constexpr,
 ):
     request, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + request)
-    if slot < 0:
+    request_slot = tl.load(request_slots + request)
+    if request_slot < 0:
         return
-    row = slot * num_rows + first + head
+    row = request_slot * num_rows + first + head
     last = tl.load(lengths + row) - 1
     page = tl.load(_first_page(arena, starts, row, BY_ADDRESS) + last // PAGE_SIZE).to(tl.int64)
     token = _token(tokens, request)
@@ -135,7 +135,7 @@ def _attend(
     starts,
     lengths,
     num_rows,
-    slots,
+    request_slots,
     first,
     tokens,
     scale,
@@ -151,9 +151,9 @@ def _attend(
     BY_ADDRESS: tl.constexpr,
 ):
     request, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + request)
-    row = slot * num_rows + first + head
-    length = tl.load(lengths + row, mask=slot >= 0, other=0)
+    request_slot = tl.load(request_slots + request)
+    row = request_slot * num_rows + first + head
+    length = tl.load(lengths + row, mask=request_slot >= 0, other=0)
     part_length = _part_length(length, PARTS, BLOCK_N)
     if tl.program_id(2) * part_length >= length:
         return
@@ -188,7 +188,7 @@ def _combine(
     log_sums,
     lengths,
     num_rows,
-    slots,
+    request_slots,
     first,
     tokens,
     GROUP: tl.constexpr,
@@ -198,8 +198,10 @@ def _combine(
     PARTS: tl.constexpr,
 ):
     request, head = tl.program_id(0), tl.program_id(1)  # a query head
-    slot = tl.load(slots + request)
-    length = tl.load(lengths + slot * num_rows + first + head // GROUP, mask=slot >= 0, other=0)
+    request_slot = tl.load(request_slots + request)
+    length = tl.load(
+        lengths + request_slot * num_rows + first + head // GROUP, mask=request_slot >= 0, other=0
+    )
     used = tl.cdiv(length, _part_length(length, PARTS, BLOCK_N))
     part = tl.arange(0, PARTS)
     dim = tl.arange(0, BLOCK_D)
@@ -282,7 +284,7 @@ class PagedDecode:
     ) -> None:
         """Store each request's new entry as the last of its rows, and attend: softmax(scale * q k) v, in fp32.
 
-        A request whose slot is negative is skipped: nothing is read or stored for it, and its output is 0.
+        A request whose request slot is negative is skipped: nothing is read or stored for it, and its output is 0.
 
         Args:
             query: [T, Hq, head_dim], the dtype of the pages; tokens and heads may lie apart.
@@ -296,11 +298,11 @@ class PagedDecode:
             ValueError: more than max_requests requests, other numbers of heads than announced, or an entry whose
                 elements lie apart.
         """
-        requests = rows.slots.numel()
+        requests = rows.request_slots.numel()
         self._check(requests, query, key, value, output)
         if not requests:
             return
-        where = (rows.lengths, rows.lengths.shape[1], rows.slots, rows.first, tokens)
+        where = (rows.lengths, rows.lengths.shape[1], rows.request_slots, rows.first, tokens)
         self._store(key, value, rows, where)
         self._attend(query, rows, where, scale)
         self._combine(output, where)
@@ -318,7 +320,7 @@ class PagedDecode:
 
     def _store(self, key: Tensor, value: Tensor, rows: Rows, where: tuple) -> None:
         """Store the new entries; ``where`` says of each request which rows it has and which token is new."""
-        _store[rows.slots.numel(), self.num_kv_heads](
+        _store[rows.request_slots.numel(), self.num_kv_heads](
             self.pages,
             key,
             key.stride(0),
@@ -338,7 +340,7 @@ class PagedDecode:
 
     def _attend(self, query: Tensor, rows: Rows, where: tuple, scale: float) -> None:
         """Attend to every part of the rows, into the workspace."""
-        requests = rows.slots.numel()
+        requests = rows.request_slots.numel()
         _attend[requests, self.num_kv_heads, self._programs(requests)](
             self.pages,
             query,
@@ -414,14 +416,14 @@ def reference(
     kv_heads, head_dim = key.shape[1:]
     group = query.shape[1] // kv_heads
     keys, values = pages.view(-1, 2, page_size, head_dim).unbind(1)
-    for i, slot in enumerate(rows.slots.tolist()):
+    for i, request_slot in enumerate(rows.request_slots.tolist()):
         token = i if tokens is None else int(tokens[i])
-        if slot < 0:
+        if request_slot < 0:
             output[token] = 0
             continue
         for head in range(kv_heads):
             row = rows.first + head
-            start, length = int(rows.starts[slot, row]), int(rows.lengths[slot, row])
+            start, length = int(rows.starts[request_slot, row]), int(rows.lengths[request_slot, row])
             table = rows.arena[start : start + -(-length // page_size)].long()
             last = table[-1], (length - 1) % page_size
             keys[last], values[last] = key[token, head], value[token, head]

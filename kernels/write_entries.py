@@ -7,7 +7,7 @@ from torch import Tensor
 _ELEMENTS = 4096  # of the keys, and as many of the values, that one program copies
 
 
-def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
     """Copy each token's key and value of every KV head into the pages, bit for bit.
 
     Args:
@@ -15,7 +15,7 @@ def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor,
             [page_size, head_dim], then its values, likewise.
         page_size: entries per page.
         keys, values: [T, H, head_dim], the dtype of the storage; tokens and heads may lie apart.
-        slots: int64 [T * H], contiguous: page * page_size + place in the page, token by token, then head by head;
+        entry_slots: int64 [T * H], contiguous: page * page_size + place in the page, token by token, then head by head;
             negative: that entry is not stored. No place occurs twice.
 
     Raises:
@@ -23,16 +23,16 @@ def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor,
     """
     _check(storage, keys, values)
     heads, head_dim = keys.shape[1:]
-    if slots.numel() == 0:
+    if entry_slots.numel() == 0:
         return
     width = triton.next_power_of_2(head_dim)
     block = max(1, _ELEMENTS // width)
-    _write_entries[(triton.cdiv(slots.numel(), block),)](
+    _write_entries[(triton.cdiv(entry_slots.numel(), block),)](
         storage,
         keys,
         values,
-        slots,
-        slots.numel(),
+        entry_slots,
+        entry_slots.numel(),
         keys.stride(0),
         keys.stride(1),
         values.stride(0),
@@ -45,12 +45,12 @@ def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor,
     )
 
 
-def reference(storage: Tensor, page_size: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def reference(storage: Tensor, page_size: int, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
     """The same in plain torch; arguments as above."""
     _check(storage, keys, values)
     pages = storage.view(storage.shape[0], 2, page_size, -1)
-    stored = slots >= 0
-    page, place = slots[stored] // page_size, slots[stored] % page_size
+    stored = entry_slots >= 0
+    page, place = entry_slots[stored] // page_size, entry_slots[stored] % page_size
     pages[page, 0, place] = keys.flatten(0, 1)[stored]
     pages[page, 1, place] = values.flatten(0, 1)[stored]
 
@@ -69,7 +69,7 @@ def _write_entries(
     storage,
     keys,
     values,
-    slots,
+    entry_slots,
     entries,
     key_token_stride,
     key_head_stride,
@@ -82,15 +82,15 @@ def _write_entries(
     BLOCK_D: tl.constexpr,
 ):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + entry, mask=entry < entries, other=-1)
+    entry_slot = tl.load(entry_slots + entry, mask=entry < entries, other=-1)
     token = (entry // HEADS).to(tl.int64)[:, None]
     head = (entry % HEADS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (slot >= 0)[:, None] & (d < HEAD_DIM)
+    mask = (entry_slot >= 0)[:, None] & (d < HEAD_DIM)
     key = tl.load(keys + token * key_token_stride + head * key_head_stride + d, mask=mask)
     value = tl.load(values + token * value_token_stride + head * value_head_stride + d, mask=mask)
-    page = slot // PAGE_SIZE
-    place = page * (2 * PAGE_SIZE * HEAD_DIM) + (slot - page * PAGE_SIZE) * HEAD_DIM
+    page = entry_slot // PAGE_SIZE
+    place = page * (2 * PAGE_SIZE * HEAD_DIM) + (entry_slot - page * PAGE_SIZE) * HEAD_DIM
     target = storage + place[:, None] + d
     tl.store(target, key, mask=mask)
     tl.store(target + PAGE_SIZE * HEAD_DIM, value, mask=mask)

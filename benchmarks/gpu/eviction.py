@@ -99,19 +99,21 @@ class Prompt:
             raise NotImplementedError("policies that read the output projection are not measured here")
 
         self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.is_asynchronous, window_mean)
-        self.slot = self.cache.open()
+        self.request_slot = self.cache.open()
         self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 
     def refill(self) -> None:
         """Let the request hold the whole prompt again, whatever the pages hold."""
-        self.cache.close([self.slot])
-        self.slot = self.cache.open()
-        self.cache.extend([self.slot], [self.tokens])
+        self.cache.close([self.request_slot])
+        self.request_slot = self.cache.open()
+        self.cache.extend([self.request_slot], [self.tokens])
 
     def evict(self, config: EvictionConfig) -> None:
         """What the engine does at the end of the last step of a prefill, layer by layer."""
         window = config.window_for(self.tokens)
-        resident = ResidentRequest(Admission("", 1, plan_of(config, self.tokens)), self.slot, self.tokens)
+        resident = ResidentRequest(
+            Admission("", 1, plan_of(config, self.tokens)), self.request_slot, self.tokens
+        )
         rows = QueryRows(resident, slice(0, window), slice(0, window), window, True, None)
         for layer in range(self.layers):
             self.evictor.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)
@@ -122,7 +124,7 @@ class Prompt:
 
         def without_compaction() -> None:
             compact = self.cache.compact
-            self.cache.compact = lambda slot, layer, kept: 0  # type: ignore[method-assign]
+            self.cache.compact = lambda request_slot, layer, kept: 0  # type: ignore[method-assign]
             try:
                 self.evict(config)
             finally:
@@ -152,14 +154,14 @@ def check_eviction(config: EvictionConfig, tokens: int, layers: int, dtype: torc
     prompt.refill()
     cache, compact = prompt.cache, prompt.cache.compact
     before = [
-        [read(prompt.slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)]
+        [read(prompt.request_slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)]
         for layer in range(layers)
     ]
     chosen: list[Tensor] = []
 
-    def recording(slot: int, layer: int, kept: Sequence[Tensor]) -> int:
+    def recording(request_slot: int, layer: int, kept: Sequence[Tensor]) -> int:
         chosen.extend(positions.cpu() for positions in kept)
-        return compact(slot, layer, kept)
+        return compact(request_slot, layer, kept)
 
     cache.compact = recording  # type: ignore[method-assign]
     prompt.evict(config)
@@ -180,7 +182,9 @@ def check_eviction(config: EvictionConfig, tokens: int, layers: int, dtype: torc
         heads, entries = (
             x.to(prompt.storage.device) for x in (torch.full_like(kept, head), torch.arange(len(kept)))
         )
-        for now, then in zip(cache.gather(prompt.slot, layer, heads, entries), before[layer], strict=True):
+        for now, then in zip(
+            cache.gather(prompt.request_slot, layer, heads, entries), before[layer], strict=True
+        ):
             common.check(f"{config.policy}, entries kept", now.cpu(), then[head, kept], tolerance=0)
 
 

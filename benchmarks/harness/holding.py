@@ -102,7 +102,9 @@ class Holding:
         if self.kernel:
             tables = self.cache.tables
             for layer in range(LAYERS):
-                rows = Rows(tables.arena, tables.row_starts, tables.kv_len, self.step.slots, layer * KV_HEADS)
+                rows = Rows(
+                    tables.arena, tables.row_starts, tables.kv_len, self.step.request_slots, layer * KV_HEADS
+                )
                 self.kernel(self.query, self.entries, self.entries, self.output, rows, None, HEAD_DIM**-0.5)
             return
         (call,) = self.calls

@@ -22,7 +22,7 @@ def make(pages=400, max_requests=4, write=None, dtype=torch.float32):
 
 def store(cache, step, payload):
     """Write new payload into all entries of a step. Returns the ids, [L, T * H]."""
-    slots = cache.write_slots(step)
+    slots = cache.entry_slots(step)
     ids = payload.ids(slots.numel()).view(slots.shape)
     for layer in range(L):
         keys, values = payload.keys(ids[layer]), payload.values(ids[layer])
@@ -50,13 +50,13 @@ def test_prefill_is_token_then_head():
     a, b, c = cache.open(), cache.open(), cache.open()
     store(cache, cache.extend([b], [40]), payload)
     step = cache.extend([a, b, c], [70, 1, 5])
-    assert step.slots.tolist() == [a, b, c]
+    assert step.request_slots.tolist() == [a, b, c]
     assert step.max_lens == [70, 41, 5]
-    assert cache.seq_lens(step.slots).dtype == torch.int32
-    assert cache.seq_lens(step.slots).is_contiguous()
-    assert cache.write_slots(step).is_contiguous()
-    assert cache.seq_lens(step.slots).tolist() == [[70, 70, 41, 41, 5, 5]] * L
-    assert cache.write_slots(step).shape == (L, 76 * H)
+    assert cache.seq_lens(step.request_slots).dtype == torch.int32
+    assert cache.seq_lens(step.request_slots).is_contiguous()
+    assert cache.entry_slots(step).is_contiguous()
+    assert cache.seq_lens(step.request_slots).tolist() == [[70, 70, 41, 41, 5, 5]] * L
+    assert cache.entry_slots(step).shape == (L, 76 * H)
     ids = store(cache, step, payload)
     for layer in range(L):
         by_request = ids[layer].split([70 * H, H, 5 * H])
@@ -94,8 +94,12 @@ def test_index_tensors_of_one_head_are_contiguous(tokens):
         storage, num_layers=L, num_kv_heads=1, page_size=PS, max_requests=3, write=writer(PS)
     )
     step = cache.extend([cache.open() for _ in tokens], tokens)
-    assert cache.seq_lens(step.slots).tolist() == [tokens] * L
-    for index in (cache.seq_lens(step.slots), cache.write_slots(step), cache.block_tables(step.slots, 2)):
+    assert cache.seq_lens(step.request_slots).tolist() == [tokens] * L
+    for index in (
+        cache.seq_lens(step.request_slots),
+        cache.entry_slots(step),
+        cache.block_tables(step.request_slots, 2),
+    ):
         assert index.is_contiguous()
 
 
@@ -103,7 +107,10 @@ def test_block_tables_list_each_row_in_order():
     cache = make()
     slots = [cache.open() for _ in range(3)]
     step = cache.extend(slots, [100, 1, 64])
-    tables, subsets = cache.block_tables(step.slots, 7), cache.block_tables(step.slots[[2, 0]], 4)
+    tables, subsets = (
+        cache.block_tables(step.request_slots, 7),
+        cache.block_tables(step.request_slots[[2, 0]], 4),
+    )
     for layer, (table, subset) in enumerate(zip(tables, subsets, strict=True)):
         assert table.shape == (3 * H, 7)
         assert table.dtype == torch.int32
@@ -254,7 +261,7 @@ def test_slots_run_out_and_come_back():
     cache.close(slots)
     assert cache.num_free == 400
     again = cache.open()
-    assert cache.seq_lens(cache.extend([again], [3]).slots).tolist() == [[3, 3]] * L
+    assert cache.seq_lens(cache.extend([again], [3]).request_slots).tolist() == [[3, 3]] * L
     cache.verify()
 
 
@@ -263,8 +270,8 @@ def test_closing_a_request_without_tokens_and_empty_batches():
     cache.close([cache.open()])
     cache.close([])
     step = cache.extend([], [])
-    assert cache.write_slots(step).shape == (L, 0)
-    assert cache.seq_lens(step.slots).shape == (L, 0)
+    assert cache.entry_slots(step).shape == (L, 0)
+    assert cache.seq_lens(step.request_slots).shape == (L, 0)
     cache.verify()
 
 
@@ -275,7 +282,7 @@ def test_refuses_wrong_requests():
         with pytest.raises(ValueError, match="open and distinct"):
             cache.extend(slots, tokens)
     for tokens in ([0], [], [1, 2]):
-        with pytest.raises(ValueError, match="one positive count per slot"):
+        with pytest.raises(ValueError, match="one positive count per request slot"):
             cache.extend([slot], tokens)
     with pytest.raises(ValueError, match="open and distinct"):
         cache.close([slot + 1])
@@ -328,7 +335,7 @@ def test_with_vllms_cpu_kernel():
     cache = make(write=vllm_cpu_writer(PS), dtype=torch.bfloat16)
     slot = cache.open()
     step = cache.extend([slot], [77])
-    keys, places = torch.randn(L, H * 77, D).bfloat16(), cache.write_slots(step)
+    keys, places = torch.randn(L, H * 77, D).bfloat16(), cache.entry_slots(step)
     for layer in range(L):
         cache._write(cache.storage, keys[layer], -keys[layer], places[layer])
         stored = keys[layer].view(77, H, D).transpose(0, 1)
@@ -364,7 +371,7 @@ def test_one_layer_at_a_time_needs_the_pages_of_one():
     cache.settle(slot)
     cache.verify()
     step = cache.extend([slot], [1])
-    assert cache.seq_lens(step.slots).tolist() == [[26] * H] * L
+    assert cache.seq_lens(step.request_slots).tolist() == [[26] * H] * L
     for layer in range(L):
         assert torch.equal(cache.read_keys(slot, layer, 25), stored[layer].transpose(0, 1))
 

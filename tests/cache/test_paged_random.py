@@ -50,7 +50,7 @@ class Model:
                 return
             raise AssertionError("the pool gave pages that it does not have")
         step = self.cache.extend(slots, tokens)
-        places = self.cache.write_slots(step)
+        places = self.cache.entry_slots(step)
         ids = self.payload.ids(places.numel()).view(L, -1)
         for layer in range(L):
             self.cache._write(
@@ -67,7 +67,7 @@ class Model:
         want = [
             [len(row) for slot in slots for row in self.rows[slot][i * H : (i + 1) * H]] for i in range(L)
         ]
-        assert self.cache.seq_lens(step.slots).tolist() == want
+        assert self.cache.seq_lens(step.request_slots).tolist() == want
         assert step.max_lens == [max(map(len, self.rows[slot])) for slot in slots]
 
     def read_layer_by_layer(self, slot, tokens, fractions, rng):

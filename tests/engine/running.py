@@ -138,11 +138,11 @@ def _record(worker: Any) -> None:
     def recording_score(step, rows, *args):
         result = score(step, rows, *args)
         scores = rows.resident.scores[-1].scores
-        scored[rows.resident.slot, step.layer] = None if scores is None else scores.clone()
+        scored[rows.resident.request_slot, step.layer] = None if scores is None else scores.clone()
         return result
 
     def recording_compact(slot, layer, kept):
-        resident = next(resident for resident in runtime.residents.values() if resident.slot == slot)
+        resident = next(resident for resident in runtime.residents.values() if resident.request_slot == slot)
         heads = runtime.cache.num_kv_heads
         for first in range(0, len(kept), heads):
             key = resident.admission.request_id, resident.admission.epoch, layer + first // heads
@@ -156,7 +156,7 @@ def _record(worker: Any) -> None:
         head = evictor.comm.local_heads.start if evictor.comm else 0
         for layer in range(runtime.cache.num_layers):
             _, positions = stored[resident.admission.request_id, resident.admission.epoch, layer]
-            scores = scored.pop((resident.slot, layer), None)
+            scores = scored.pop((resident.request_slot, layer), None)
             runtime.decisions.append(
                 (resident.admission.request_id, evictor.first_layer + layer, head, positions, scores)
             )

@@ -55,7 +55,7 @@ def test_calls_cover_the_batch_in_head_order(lengths, kernel):
         decodes = batch.decodes
         tokens = list(range(len(lengths))) if decodes.tokens is None else decodes.tokens.tolist()
         requests = [i for i, length in enumerate(lengths) if length == 1]
-        assert decodes.slots.tolist() == [slots[i] for i in requests]
+        assert decodes.request_slots.tolist() == [slots[i] for i in requests]
         assert tokens == [starts[i] for i in requests]
         seen += [token * HEADS + head for token in tokens for head in range(HEADS)]
     else:
@@ -75,11 +75,11 @@ def test_tokens_that_are_not_in_the_order_of_requests(lengths, kernel):
     batch = lay_out(cache, cache.extend(slots, lengths), kernel, total + 5, order)
     usual = lay_out(plain, plain.extend(slots, lengths), kernel)
     assert batch.num_tokens == total + 5
-    if usual.write_slots is None:
-        assert batch.write_slots is None
+    if usual.entry_slots is None:
+        assert batch.entry_slots is None
     else:
-        written = batch.write_slots.view(LAYERS, total + 5, HEADS)
-        assert torch.equal(written[:, torch.from_numpy(order)].flatten(1), usual.write_slots)
+        written = batch.entry_slots.view(LAYERS, total + 5, HEADS)
+        assert torch.equal(written[:, torch.from_numpy(order)].flatten(1), usual.entry_slots)
         assert (np.delete(written.numpy(), order, axis=1) == -1).all()
     for call, other in zip(batch.calls, usual.calls, strict=True):
         places = np.arange(total * HEADS) if other.gather is None else other.gather.numpy()
@@ -99,14 +99,14 @@ def test_decodes_have_calls_of_their_own():
     assert [call.seq_lens[0].tolist() for call in by_op.calls] == [[1] * 6, prefill]
     by_both = lay_out(cache, step, kernel=True)
     assert [call.seq_lens[0].tolist() for call in by_both.calls] == [prefill]
-    assert torch.equal(by_op.write_slots, by_both.write_slots)
+    assert torch.equal(by_op.entry_slots, by_both.entry_slots)
 
 
 def test_a_step_of_decodes_needs_no_index_tensors_with_the_kernel():
     cache = _cache()
     slots = [cache.open() for _ in range(3)]
     batch = lay_out(cache, cache.extend(slots, [1] * 3), kernel=True)
-    assert batch.write_slots is None and batch.calls == [] and batch.decodes.slots.tolist() == slots
+    assert batch.entry_slots is None and batch.calls == [] and batch.decodes.request_slots.tolist() == slots
 
 
 @settings(deadline=None)

@@ -36,7 +36,7 @@ class Every64(Schedule):
 
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if rows.evicts:
-            stored = evictor.cache.lengths.shortest(rows.resident.slot, step.layer)
+            stored = evictor.cache.lengths.shortest(rows.resident.request_slot, step.layer)
             kept = torch.tensor(survivors(list(range(stored))))
             evictor.compact(rows.resident, step.layer, [kept] * evictor.cache.num_kv_heads)
 

@@ -161,7 +161,7 @@ def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes):
             query=case.query[one],
             key=case.key[one],
             value=case.value[one],
-            rows=replace(case.rows, slots=case.rows.slots[one]),
+            rows=replace(case.rows, request_slots=case.rows.request_slots[one]),
         )
         assert torch.equal(alone.run()[0], together[one])
 

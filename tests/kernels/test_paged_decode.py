@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
     def only(self, which: list[int]) -> "Case":
         """Some requests of the batch."""
-        rows = replace(self.rows, slots=self.rows.slots[which])
+        rows = replace(self.rows, request_slots=self.rows.request_slots[which])
         return self._replace(query=self.query[which], key=self.key[which], value=self.value[which], rows=rows)
 
 
@@ -157,15 +157,15 @@ def test_order_of_pages_does_not_matter(device):
 def test_requests_that_are_skipped(device):
     """A negative slot pads the batch of a CUDA graph; the slot before the first one is full of wild values."""
     case = _case([(5, 40), (300, 7), (64, 1), (3, 3)], device)
-    slots = case.rows.slots.clone()
+    slots = case.rows.request_slots.clone()
     slots[[0, 2]] = torch.tensor([-1, -9], device=device)
     wild = [torch.cat([torch.full_like(x[:1], 2**30), x]) for x in (case.rows.starts, case.rows.lengths)]
-    rows = replace(case.rows, starts=wild[0][1:], lengths=wild[1][1:], slots=slots)
+    rows = replace(case.rows, starts=wild[0][1:], lengths=wild[1][1:], request_slots=slots)
     case = case._replace(rows=rows)
     case.query[[0, 2]] = case.key[[0, 2]] = torch.nan
     case.check()
     assert (case.run()[0][[0, 2]] == 0).all()
-    everyone = case._replace(rows=replace(rows, slots=torch.full_like(slots, -1)))
+    everyone = case._replace(rows=replace(rows, request_slots=torch.full_like(slots, -1)))
     output, pages = everyone.run()
     assert (output == 0).all()
     assert torch.equal(pages.nan_to_num(), case.pages.nan_to_num())
@@ -219,19 +219,23 @@ def test_a_recorded_graph_sees_new_values(device):
     case = _case([(40, 600), (1, 300), (64, 65)], device, torch.bfloat16)
     kernel = case.kernel()
     kernel.set_arena(case.rows.arena)
-    rows = replace(case.rows, arena=kernel.arena_address, slots=case.rows.slots.clone())
+    rows = replace(case.rows, arena=kernel.arena_address, request_slots=case.rows.request_slots.clone())
     output = torch.empty_like(case.query)
     arguments = case.query, case.key, case.value, output, rows, None, case.scale
     kernel(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernel(*arguments)
-    for slots in (case.rows.slots, case.rows.slots.flip(0), torch.full_like(case.rows.slots, -1)):
-        rows.slots.copy_(slots)
+    for slots in (
+        case.rows.request_slots,
+        case.rows.request_slots.flip(0),
+        torch.full_like(case.rows.request_slots, -1),
+    ):
+        rows.request_slots.copy_(slots)
         kernel.set_arena(case.rows.arena.clone())
         output.fill_(torch.nan)
         graph.replay()
-        expected, _ = case._replace(rows=replace(case.rows, slots=slots)).expected()
+        expected, _ = case._replace(rows=replace(case.rows, request_slots=slots)).expected()
         torch.testing.assert_close(output.float(), expected, atol=1e-2, rtol=1e-2)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``write(storage, keys [N, D], values [N, D], slots int64 [N])`` stores entry i in page slots[i] // page_size,
-as its token slots[i] % page_size."""
+"""``write(storage, keys [N, D], values [N, D], entry_slots int64 [N])`` stores entry i in page
+entry_slots[i] // page_size, at its place entry_slots[i] % page_size."""
 
 Digits = tuple[tuple[int, int], ...]
 """(size, stride) of the mixed-radix digits of an index, most significant first."""
@@ -65,13 +65,13 @@ class PageLayout:
         """
         half = page_size * head_dim
         numbers = torch.arange(2 * half, device=device).view(2, page_size, head_dim)
-        slots = torch.arange(2 * page_size, device=device)
+        entry_slots = torch.arange(2 * page_size, device=device)
         found = torch.zeros(2 * half, dtype=torch.int64, device=device)
         # Numbers go byte by byte, because bfloat16 holds no integer above 256 exactly.
         for shift in range(0, (2 * half - 1).bit_length(), 8):
             digit = (numbers >> shift & 255).to(dtype)
             scratch = torch.full((2, 2 * half), -1, dtype=dtype, device=device)
-            write(scratch, digit[0].repeat(2, 1), digit[1].repeat(2, 1), slots)
+            write(scratch, digit[0].repeat(2, 1), digit[1].repeat(2, 1), entry_slots)
             if not torch.equal(scratch[0], scratch[1]):
                 raise RuntimeError("cannot read the KV pages: the writer orders one page unlike another")
             found += scratch[0].to(torch.int64) << shift

@@ -34,40 +34,40 @@ class RowLengths:
         """Sum of all row lengths."""
         return int(self._tokens.sum()) * self._offset[0].size + int(self._offset_sum.sum())
 
-    def clear(self, slot: int) -> None:
+    def clear(self, request_slot: int) -> None:
         """Set all rows of a request to length 0."""
-        self.pages[slot] = self._tokens[slot] = self._longest[slot] = self._offset_sum[slot] = 0
-        self._offset[slot] = 0
-        self._count(slot)
+        for record in (self.pages, self._tokens, self._longest, self._offset_sum, self._offset):
+            record[request_slot] = 0
+        self._count(request_slot)
 
-    def announce(self, slot: int, tokens: int) -> None:
+    def announce(self, request_slot: int, tokens: int) -> None:
         """Count tokens of an empty request whose rows stay at length 0 for now."""
-        self._tokens[slot] = tokens
-        self._offset[slot] = self._longest[slot] = -tokens
-        self._offset_sum[slot] = self._offset[slot].sum()
-        self._count(slot)
+        self._tokens[request_slot] = tokens
+        self._offset[request_slot] = self._longest[request_slot] = -tokens
+        self._offset_sum[request_slot] = self._offset[request_slot].sum()
+        self._count(request_slot)
 
-    def longest(self, slots: IntArray) -> IntArray:
+    def longest(self, request_slots: IntArray) -> IntArray:
         """Largest row length of each request, int64 [B]."""
-        return self._longest[slots] + self._tokens[slots]
+        return self._longest[request_slots] + self._tokens[request_slots]
 
-    def shortest(self, slot: int, layer: int) -> int:
+    def shortest(self, request_slot: int, layer: int) -> int:
         """Smallest row length of one layer."""
-        return int(self._offset[slot, layer].min() + self._tokens[slot])
+        return int(self._offset[request_slot, layer].min() + self._tokens[request_slot])
 
-    def of(self, slot: int) -> IntArray:
+    def of(self, request_slot: int) -> IntArray:
         """Lengths of a request's rows, int64 [L, H]."""
-        return self._offset[slot] + self._tokens[slot]
+        return self._offset[request_slot] + self._tokens[request_slot]
 
-    def residues(self, slot: int) -> IntArray:
+    def residues(self, request_slot: int) -> IntArray:
         """Number of rows at each length modulo page_size, int64 [page_size]."""
-        return np.roll(self._residues[slot], self._tokens[slot] % self._page_size)
+        return np.roll(self._residues[request_slot], self._tokens[request_slot] % self._page_size)
 
-    def demand(self, slots: IntArray, new_tokens: IntArray) -> tuple[IntArray, IntArray]:
+    def demand(self, request_slots: IntArray, new_tokens: IntArray) -> tuple[IntArray, IntArray]:
         """What the next tokens of some requests need.
 
         Args:
-            slots: int64 [B].
+            request_slots: int64 [B].
             new_tokens: int64 [B], tokens that each request is about to add.
 
         Returns:
@@ -75,35 +75,35 @@ class RowLengths:
             they do not fill.
         """
         size = self._page_size
-        filled = (self._fillings + self._tokens[slots, None]) % size
+        filled = (self._fillings + self._tokens[request_slots, None]) % size
         after = filled + new_tokens[:, None]
         pages = -(-after // size) - (filled > 0)
-        rows = self._residues[slots]
+        rows = self._residues[request_slots]
         partial = (pages > 0) & (after % size > 0)
         return (rows * pages).sum(1), (rows * partial).sum(1)
 
-    def append(self, slots: IntArray, new_tokens: IntArray, pages: IntArray) -> None:
+    def append(self, request_slots: IntArray, new_tokens: IntArray, pages: IntArray) -> None:
         """Record that requests added tokens and took the pages that :meth:`demand` named."""
-        self._tokens[slots] += new_tokens
-        self.pages[slots] += pages
+        self._tokens[request_slots] += new_tokens
+        self.pages[request_slots] += pages
 
-    def replace(self, slot: int, layer: int, lengths: IntArray) -> int:
+    def replace(self, request_slot: int, layer: int, lengths: IntArray) -> int:
         """Record that the rows of layers from ``layer`` on now have other lengths (int64 [layers * H]).
 
         Returns:
             The pages they hold less.
         """
         heads = self._offset.shape[2]
-        rows = self._offset[slot, layer : layer + len(lengths) // heads]
-        before = rows.ravel() + self._tokens[slot]
+        rows = self._offset[request_slot, layer : layer + len(lengths) // heads]
+        before = rows.ravel() + self._tokens[request_slot]
         freed = int((-(-before // self._page_size) + -lengths // self._page_size).sum())
-        rows[...] = (lengths - self._tokens[slot]).reshape(-1, heads)
-        self._longest[slot] = self._offset[slot].max()
-        self._offset_sum[slot] = self._offset[slot].sum()
-        self._count(slot)
-        self.pages[slot] -= freed
+        rows[...] = (lengths - self._tokens[request_slot]).reshape(-1, heads)
+        self._longest[request_slot] = self._offset[request_slot].max()
+        self._offset_sum[request_slot] = self._offset[request_slot].sum()
+        self._count(request_slot)
+        self.pages[request_slot] -= freed
         return freed
 
-    def _count(self, slot: int) -> None:
-        rows = self._offset[slot].ravel() % self._page_size
-        self._residues[slot] = np.bincount(rows, minlength=self._page_size)
+    def _count(self, request_slot: int) -> None:
+        rows = self._offset[request_slot].ravel() % self._page_size
+        self._residues[request_slot] = np.bincount(rows, minlength=self._page_size)

@@ -76,39 +76,41 @@ class PagedKVCache:
         """Start a request without tokens. Returns its slot; raises RuntimeError if max_requests are open."""
         if not self._closed:
             raise RuntimeError(f"all {len(self._is_open)} request slots are in use")
-        slot = self._closed.pop()
-        self._is_open[slot] = True
-        return slot
+        request_slot = self._closed.pop()
+        self._is_open[request_slot] = True
+        return request_slot
 
-    def close(self, slots: Sequence[int]) -> None:
+    def close(self, request_slots: Sequence[int]) -> None:
         """End requests and free all they hold. Raises ValueError, and does nothing, if one is not open."""
-        which = self._opened(slots)
-        for slot in slots:
-            held = int(self.lengths.pages[slot])
+        which = self._opened(request_slots)
+        for request_slot in request_slots:
+            held = int(self.lengths.pages[request_slot])
             if held:
-                table = self.tables.region(slot)
-                used = self._pages(self.tables.kv_len[slot])[:, None]
+                table = self.tables.region(request_slot)
+                used = self._pages(self.tables.kv_len[request_slot])[:, None]
                 own = torch.arange(table.shape[1], device=self.device) < used
                 self.pool.give(table.flatten()[_where(own, held)])
-            self.lengths.clear(slot)
-            self._closed.append(slot)
+            self.lengths.clear(request_slot)
+            self._closed.append(request_slot)
         self._is_open[which] = False
         self.tables.release(which)
 
-    def extend(self, slots: Sequence[int], new_tokens: Sequence[int]) -> Step:
+    def extend(self, request_slots: Sequence[int], new_tokens: Sequence[int]) -> Step:
         """Make room for new tokens in all layers and heads.
 
         Args:
-            slots: the batch's requests, each at most once.
+            request_slots: the batch's requests, each at most once.
             new_tokens: how many tokens each of them adds, at least 1.
 
         Raises:
-            ValueError: a slot is not open or occurs twice, or a count is below 1.
+            ValueError: a request slot is not open or occurs twice, or a count is below 1.
             RuntimeError: the pool has too few free pages. In both cases nothing has changed.
         """
-        which, tokens = self._opened(slots), np.asarray(new_tokens, np.int64)
+        which, tokens = self._opened(request_slots), np.asarray(new_tokens, np.int64)
         if tokens.shape != which.shape or (tokens < 1).any():
-            raise ValueError(f"new_tokens must be one positive count per slot, got {list(new_tokens)}")
+            raise ValueError(
+                f"new_tokens must be one positive count per request slot, got {list(new_tokens)}"
+            )
         pages, partial = self.lengths.demand(which, tokens)
         self.pool.require(int(pages.sum()))
         max_lens = self.lengths.longest(which) + tokens
@@ -126,51 +128,53 @@ class PagedKVCache:
         self.lengths.append(which, tokens, pages)
         return Step(batch, tokens, max_lens.tolist())
 
-    def announce(self, slot: int, tokens: int) -> None:
+    def announce(self, request_slot: int, tokens: int) -> None:
         """Begin a request whose layers get room for its first tokens one by one, each by :meth:`fill`.
 
         Raises:
-            ValueError: the slot is not open or not empty.
+            ValueError: the request slot is not open or not empty.
         """
-        if self.lengths.of(slot).any():
-            raise ValueError(f"request slot {slot} is not empty")
-        self.tables.reserve(self._opened([slot]), np.array([-(-tokens // self.page_size)]))
-        self.lengths.announce(slot, tokens)
+        if self.lengths.of(request_slot).any():
+            raise ValueError(f"request slot {request_slot} is not empty")
+        self.tables.reserve(self._opened([request_slot]), np.array([-(-tokens // self.page_size)]))
+        self.lengths.announce(request_slot, tokens)
 
-    def fill(self, slot: int, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fill(self, request_slot: int, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room in one layer, still empty, for the T tokens with which a request was announced.
 
         Returns:
-            int64 [T * H], places of the entries as of :meth:`write_slots`; int32 [H, pages], their page table.
+            int64 [T * H], places of the entries as of :meth:`entry_slots`; int32 [H, pages], their page table.
 
         Raises:
             RuntimeError: the pool has too few free pages.
         """
         heads, size = self.num_kv_heads, self.page_size
         columns = -(-tokens // size)
-        self.table(slot, layer)[:, :columns] = pages = self.pool.take_run(heads * columns).view(heads, -1)
+        self.table(request_slot, layer)[:, :columns] = pages = self.pool.take_run(heads * columns).view(
+            heads, -1
+        )
         if tokens % size:
             self.storage.index_fill_(0, pages[:, -1].to(torch.int64), 0)
-        self.tables.kv_len[slot, layer * heads : (layer + 1) * heads] = tokens
-        self.lengths.replace(slot, layer, np.full(heads, tokens))
+        self.tables.kv_len[request_slot, layer * heads : (layer + 1) * heads] = tokens
+        self.lengths.replace(request_slot, layer, np.full(heads, tokens))
         entry = torch.arange(tokens, device=self.device)
         places = pages.to(torch.int64)[:, entry // size].mul_(size).add_(entry % size)
         return places.t().flatten(), pages
 
-    def seq_lens(self, slots: torch.Tensor) -> torch.Tensor:
+    def seq_lens(self, request_slots: torch.Tensor) -> torch.Tensor:
         """kv_len of all rows of some requests.
 
         Args:
-            slots: int64 [B] on the device: a step's slots or some of them.
+            request_slots: int64 [B] on the device: a step's request slots or some of them.
 
         Returns:
             int32 [L, B * H], contiguous.
         """
-        kv_len = self.tables.kv_len.index_select(0, slots)
-        by_layer = kv_len.view(len(slots), self.num_layers, self.num_kv_heads).transpose(0, 1)
+        kv_len = self.tables.kv_len.index_select(0, request_slots)
+        by_layer = kv_len.view(len(request_slots), self.num_layers, self.num_kv_heads).transpose(0, 1)
         return by_layer.flatten(1).contiguous()  # with one head, flatten gives a view
 
-    def write_slots(self, step: Step) -> torch.Tensor:
+    def entry_slots(self, step: Step) -> torch.Tensor:
         """Where a step's entries go, while no later step and no compaction has changed its rows. T tokens.
 
         Returns:
@@ -179,7 +183,7 @@ class PagedKVCache:
         """
         heads, tokens = self.num_kv_heads, step.tokens
         if (tokens == 1).all():
-            return self._new_entries(step.slots, 1).flatten(1).contiguous()
+            return self._new_entries(step.request_slots, 1).flatten(1).contiguous()
         result = torch.empty(
             self.num_layers, int(tokens.sum()) * heads, dtype=torch.int64, device=self.device
         )
@@ -187,42 +191,44 @@ class PagedKVCache:
         decodes = np.flatnonzero(tokens == 1)
         if decodes.size:
             at = to_device((first[decodes, None] + np.arange(heads)).ravel(), self.device)
-            result[:, at] = self._new_entries(step.slots[to_device(decodes, self.device)], 1).flatten(1)
+            result[:, at] = self._new_entries(step.request_slots[to_device(decodes, self.device)], 1).flatten(
+                1
+            )
         for i in np.flatnonzero(tokens > 1):
-            slots = self._new_entries(step.slots[i : i + 1], int(tokens[i]))
-            result[:, first[i] : first[i] + int(tokens[i]) * heads] = slots.flatten(1)
+            placed = self._new_entries(step.request_slots[i : i + 1], int(tokens[i]))
+            result[:, first[i] : first[i] + int(tokens[i]) * heads] = placed.flatten(1)
         return result
 
-    def block_tables(self, slots: torch.Tensor, width: int) -> torch.Tensor:
+    def block_tables(self, request_slots: torch.Tensor, width: int) -> torch.Tensor:
         """Pages of all layers' rows: one pass a step, since a compaction only shortens rows.
 
         Args:
-            slots: int64 [B] on the device: a step's slots or some of them.
+            request_slots: int64 [B] on the device: a step's request slots or some of them.
             width: columns of the result.
 
         Returns:
             int32 [L, B * H, width]. What follows a row's own pages is arbitrary, but valid page ids.
         """
-        return self.tables.block_tables(slots, self.num_layers, width)
+        return self.tables.block_tables(request_slots, self.num_layers, width)
 
-    def read_keys(self, slot: int, layer: int, n: int) -> torch.Tensor:
+    def read_keys(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
         """The first ``n`` keys of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
-        pages = self._first_pages(slot, layer, n)
+        pages = self._first_pages(request_slot, layer, n)
         return self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)[:, :n]
 
-    def read_values(self, slot: int, layer: int, n: int) -> torch.Tensor:
+    def read_values(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
         """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
-        pages = self._first_pages(slot, layer, n)
+        pages = self._first_pages(request_slot, layer, n)
         return self.layout.values.read(self._values, pages, self._in_page).flatten(1, 2)[:, :n]
 
     def gather(
-        self, slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
+        self, request_slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each [N, head_dim], of the given entries of the given heads, both int64 [N].
 
         Entries must lie below the kv_len of their head; this is not checked.
         """
-        return self._gather(self.table(slot, layer), heads, entries)
+        return self._gather(self.table(request_slot, layer), heads, entries)
 
     def _gather(
         self, table: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
@@ -232,11 +238,11 @@ class PagedKVCache:
         keys = self.layout.keys.read(self._keys, pages, tokens)
         return keys, self.layout.values.read(self._values, pages, tokens)
 
-    def compact(self, slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
+    def compact(self, request_slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
         """Keep only some entries of layers: move them to the front of each row's own pages and free the rest.
 
         Args:
-            slot: an open request.
+            request_slot: an open request.
             layer: the first of the layers, all of which are full.
             kept: for each KV head, layer after layer, the entries to keep, int64, strictly ascending, at least one.
                 The values are not checked.
@@ -248,18 +254,18 @@ class PagedKVCache:
             ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds.
         """
         layers = slice(layer, layer - -len(kept) // self.num_kv_heads)
-        before = self.lengths.of(slot)[layers].ravel()
+        before = self.lengths.of(request_slot)[layers].ravel()
         after = np.array([entries.numel() for entries in kept], np.int64)
         if not kept or after.shape != before.shape or (after < 1).any() or (after > before).any():
             raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
         if (after == before).all():
             return 0
         first = layer * self.num_kv_heads
-        table = self.tables.region(slot)[first : first + len(kept)]
+        table = self.tables.region(request_slot)[first : first + len(kept)]
         counts = to_device(after, self.device)
         self._move(table, torch.cat(list(kept)), counts, int(after.sum()))
-        kv_len = self.tables.kv_len[slot, first : first + len(kept)]
-        freed = self.lengths.replace(slot, layer, after)
+        kv_len = self.tables.kv_len[request_slot, first : first + len(kept)]
+        freed = self.lengths.replace(request_slot, layer, after)
         if freed:
             column = torch.arange(table.shape[1], device=self.device)
             behind = column >= self._pages(counts)[:, None]
@@ -283,15 +289,17 @@ class PagedKVCache:
         places += entries % self.page_size
         self._write(self.storage, keys, values, places)
 
-    def settle(self, slot: int) -> Settled:
+    def settle(self, request_slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
-        longest = int(self.lengths.longest(np.array([slot]))[0])
-        self.tables.shrink(slot, -(-longest // self.page_size))
-        return Settled(self.held(slot), self.lengths.residues(slot), self.lengths.of(slot))
+        longest = int(self.lengths.longest(np.array([request_slot]))[0])
+        self.tables.shrink(request_slot, -(-longest // self.page_size))
+        return Settled(
+            self.held(request_slot), self.lengths.residues(request_slot), self.lengths.of(request_slot)
+        )
 
-    def held(self, slot: int) -> int:
+    def held(self, request_slot: int) -> int:
         """Pages that a request holds."""
-        return int(self.lengths.pages[slot])
+        return int(self.lengths.pages[request_slot])
 
     @property
     def num_free(self) -> int:
@@ -312,37 +320,39 @@ class PagedKVCache:
         """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits)."""
         self.pool.verify()
         owned = []
-        for slot in range(len(self._is_open)):
-            lengths = torch.from_numpy(self.lengths.of(slot).ravel())
-            if not torch.equal(self.tables.kv_len[slot].cpu().to(torch.int64), lengths):
-                raise RuntimeError(f"kv_len of request slot {slot} differs between host and device")
-            if self.held(slot) != int(self._pages(lengths).sum()):
-                raise RuntimeError(f"request slot {slot} does not hold ceil(kv_len / page_size) pages a row")
-            table = self.tables.region(slot).cpu()
+        for request_slot in range(len(self._is_open)):
+            lengths = torch.from_numpy(self.lengths.of(request_slot).ravel())
+            if not torch.equal(self.tables.kv_len[request_slot].cpu().to(torch.int64), lengths):
+                raise RuntimeError(f"kv_len of request slot {request_slot} differs between host and device")
+            if self.held(request_slot) != int(self._pages(lengths).sum()):
+                raise RuntimeError(
+                    f"request slot {request_slot} does not hold ceil(kv_len / page_size) pages a row"
+                )
+            table = self.tables.region(request_slot).cpu()
             owned.append(table[torch.arange(table.shape[1]) < self._pages(lengths)[:, None]])
         times = torch.bincount(torch.cat(owned), minlength=self.pool.num_pages)
         if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 
-    def _append_one(self, slots: torch.Tensor, pages: IntArray, partial: IntArray) -> None:
-        """Add one entry to each row of ``slots`` (int64 [B]); ``pages`` and ``partial``, int64 [B], as of demand."""
+    def _append_one(self, request_slots: torch.Tensor, pages: IntArray, partial: IntArray) -> None:
+        """Add one entry to each row of requests (int64 [B]); ``pages`` and ``partial``, int64 [B], as of demand."""
         tables = self.tables
         if not self.uses_triton:
-            self._append(slots, 1, int(pages.sum()), int(partial.sum()))
+            self._append(request_slots, 1, int(pages.sum()), int(partial.sum()))
             return
         from vllm_kvevict.kernels.append_pages import append_pages
 
         taken, first = self.pool.take(int(pages.sum())), to_device(pages.cumsum() - pages, self.device)
-        arguments = tables.arena, tables.row_starts, tables.kv_len, slots, taken, first
+        arguments = tables.arena, tables.row_starts, tables.kv_len, request_slots, taken, first
         append_pages(*arguments, self.page_size, self.storage)
 
-    def _append(self, slots: torch.Tensor, tokens: int, pages: int, partial: int) -> None:
-        """Add ``tokens`` entries to each row of ``slots`` (int64 [B]); ``pages`` and ``partial`` in total."""
+    def _append(self, request_slots: torch.Tensor, tokens: int, pages: int, partial: int) -> None:
+        """Add ``tokens`` entries to each row of ``request_slots`` (int64 [B]); ``pages`` and ``partial`` in total."""
         tables, size = self.tables, self.page_size
-        before = tables.kv_len.index_select(0, slots)
+        before = tables.kv_len.index_select(0, request_slots)
         kv_len = before + tokens
         if pages:
-            starts = tables.row_starts.index_select(0, slots)
+            starts = tables.row_starts.index_select(0, request_slots)
             column = self._pages(before)[..., None]
             new = self._pages(kv_len)[..., None]
             if tokens > 1:
@@ -356,36 +366,36 @@ class PagedKVCache:
                 taken = tables.pages_at(ends)
             # What another request left behind the new entries (inf or NaN) would spoil the attention.
             self.storage.index_fill_(0, taken.to(torch.int64), 0)
-        tables.kv_len.index_copy_(0, slots, kv_len)
+        tables.kv_len.index_copy_(0, request_slots, kv_len)
 
-    def _new_entries(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Places of the last ``tokens`` entries of each row of ``slots`` (int64 [B]), int64 [L, B, tokens, H]."""
+    def _new_entries(self, request_slots: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Places of the last ``tokens`` entries of each row of requests (int64 [B]), int64 [L, B, tokens, H]."""
         tables, size = self.tables, self.page_size
-        kv_len = tables.kv_len.index_select(0, slots)[..., None]
+        kv_len = tables.kv_len.index_select(0, request_slots)[..., None]
         entry = kv_len + torch.arange(-tokens, 0, dtype=torch.int32, device=self.device)
         column = entry // size
-        pages = tables.pages_at(tables.row_starts.index_select(0, slots)[..., None] + column)
+        pages = tables.pages_at(tables.row_starts.index_select(0, request_slots)[..., None] + column)
         places = pages.to(torch.int64).mul_(size).add_(entry - column * size)
-        return places.view(len(slots), self.num_layers, self.num_kv_heads, tokens).permute(1, 0, 3, 2)
+        return places.view(len(request_slots), self.num_layers, self.num_kv_heads, tokens).permute(1, 0, 3, 2)
 
     def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
         return (lengths + (self.page_size - 1)) // self.page_size
 
-    def table(self, slot: int, layer: int) -> torch.Tensor:
+    def table(self, request_slot: int, layer: int) -> torch.Tensor:
         """A request's pages in one layer, int32 [H, columns]; behind a row's own pages it is arbitrary."""
-        return self.tables.region(slot)[layer * self.num_kv_heads : (layer + 1) * self.num_kv_heads]
+        return self.tables.region(request_slot)[layer * self.num_kv_heads : (layer + 1) * self.num_kv_heads]
 
-    def _first_pages(self, slot: int, layer: int, n: int) -> torch.Tensor:
+    def _first_pages(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
         """Pages of the first ``n`` entries of each head, [H, pages, 1]."""
-        shortest = self.lengths.shortest(slot, layer)
+        shortest = self.lengths.shortest(request_slot, layer)
         if n > shortest:
             raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
-        return self.table(slot, layer)[:, : -(-n // self.page_size), None]
+        return self.table(request_slot, layer)[:, : -(-n // self.page_size), None]
 
-    def _opened(self, slots: Sequence[int]) -> IntArray:
-        which = np.asarray(slots, np.int64)
-        if len(set(slots)) != which.size or not self._is_open[which].all():
-            raise ValueError(f"request slots must be open and distinct, got {list(slots)}")
+    def _opened(self, request_slots: Sequence[int]) -> IntArray:
+        which = np.asarray(request_slots, np.int64)
+        if len(set(request_slots)) != which.size or not self._is_open[which].all():
+            raise ValueError(f"request slots must be open and distinct, got {list(request_slots)}")
         return which
 
 

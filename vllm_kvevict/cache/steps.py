@@ -19,12 +19,12 @@ class Step:
     """One step's new tokens, for which there is room. B requests.
 
     Attributes:
-        slots: int64 [B], the requests in the order of the batch.
+        request_slots: int64 [B], the requests in the order of the batch.
         tokens: int64 [B], new tokens of each, on the host.
         max_lens: the largest kv_len of each request after them, on the host.
     """
 
-    slots: torch.Tensor
+    request_slots: torch.Tensor
     tokens: IntArray
     max_lens: list[int]
 

@@ -39,18 +39,24 @@ class PageTables:
         """Device memory of the tables, in bytes."""
         return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts))
 
-    def region(self, slot: int) -> torch.Tensor:
+    def region(self, request_slot: int) -> torch.Tensor:
         """The table of one request, int32 [num_rows, columns], a view of the arena."""
-        start, columns = int(self._starts[slot]), int(self._columns[slot])
+        start, columns = int(self._starts[request_slot]), int(self._columns[request_slot])
         return self.arena[start : start + self.num_rows * columns].view(self.num_rows, columns)
 
-    def block_tables(self, slots: torch.Tensor, layers: int, width: int) -> torch.Tensor:
-        """Pages of all rows of ``slots`` (int64 [B]), layer by layer, int32 [layers, B * num_rows / layers, width].
+    def block_tables(self, request_slots: torch.Tensor, layers: int, width: int) -> torch.Tensor:
+        """Pages of all rows of requests (int64 [B]), layer by layer, int32 [layers, B * num_rows / layers, width].
 
         What follows a row's own pages is arbitrary, but valid page ids.
         """
-        start = self.row_starts.index_select(0, slots).view(len(slots), layers, -1).transpose(0, 1)
-        place = start.reshape(layers, -1, 1) + torch.arange(width, dtype=torch.int32, device=slots.device)
+        start = (
+            self.row_starts.index_select(0, request_slots)
+            .view(len(request_slots), layers, -1)
+            .transpose(0, 1)
+        )
+        place = start.reshape(layers, -1, 1) + torch.arange(
+            width, dtype=torch.int32, device=request_slots.device
+        )
         place.clamp_(max=self.arena.numel() - 1)
         return self.pages_at(place)
 
@@ -58,40 +64,40 @@ class PageTables:
         """Page ids at some places (int32) of the arena, int32 of the same shape."""
         return self.arena.index_select(0, place.flatten()).view(place.shape)
 
-    def reserve(self, slots: IntArray, columns: IntArray) -> None:
-        """Make room for at least ``columns`` (int64 [B]) pages a row of ``slots`` (int64 [B])."""
-        short = np.flatnonzero(columns > self._columns[slots])
+    def reserve(self, request_slots: IntArray, columns: IntArray) -> None:
+        """Make room for at least ``columns`` (int64 [B]) pages a row of ``request_slots`` (int64 [B])."""
+        short = np.flatnonzero(columns > self._columns[request_slots])
         for i in short:
-            self._grow(int(slots[i]), _roomy(int(columns[i])))
+            self._grow(int(request_slots[i]), _roomy(int(columns[i])))
         if short.size:
             self._mirror()
 
-    def shrink(self, slot: int, columns: int) -> None:
+    def shrink(self, request_slot: int, columns: int) -> None:
         """Give up room beyond twice what a longest row of ``columns`` pages needs."""
         roomy = _roomy(columns)
-        if self._columns[slot] > 2 * roomy:
-            kept = self.region(slot)[:, :roomy].clone()
-            self._columns[slot] = roomy
-            self.region(slot).copy_(kept)
+        if self._columns[request_slot] > 2 * roomy:
+            kept = self.region(request_slot)[:, :roomy].clone()
+            self._columns[request_slot] = roomy
+            self.region(request_slot).copy_(kept)
             self._trim()
             self._mirror()
 
-    def release(self, slots: IntArray) -> None:
+    def release(self, request_slots: IntArray) -> None:
         """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
-        self.kv_len.index_fill_(0, to_device(slots, self.kv_len.device), 0)
-        self._columns[slots] = 0
+        self.kv_len.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
+        self._columns[request_slots] = 0
         self._trim()
         self._mirror()
 
-    def _grow(self, slot: int, columns: int) -> None:
+    def _grow(self, request_slot: int, columns: int) -> None:
         """Move a region to the end of the arena and give it more columns."""
         size = self.num_rows * columns
         if self._end + size > self.arena.numel():
             self._repack(more=size)
-        old = self.region(slot)
-        self._starts[slot], self._columns[slot] = self._end, columns
+        old = self.region(request_slot)
+        self._starts[request_slot], self._columns[request_slot] = self._end, columns
         self._end += size
-        self.region(slot)[:, : old.shape[1]] = old
+        self.region(request_slot)[:, : old.shape[1]] = old
 
     def _trim(self) -> None:
         live = int(self._columns.sum()) * self.num_rows
@@ -104,10 +110,10 @@ class PageTables:
         old = self.arena
         self.arena = old.new_zeros(max((live + more) * 3 // 2, self.num_rows * MIN_COLUMNS))
         self._end = 0
-        for slot in np.flatnonzero(self._columns):
-            start, size = int(self._starts[slot]), int(self._columns[slot]) * self.num_rows
+        for request_slot in np.flatnonzero(self._columns):
+            start, size = int(self._starts[request_slot]), int(self._columns[request_slot]) * self.num_rows
             self.arena[self._end : self._end + size] = old[start : start + size]
-            self._starts[slot] = self._end
+            self._starts[request_slot] = self._end
             self._end += size
 
     def _mirror(self) -> None:

@@ -81,13 +81,12 @@ class Chunked(Schedule):
         before = resident.probe.get(step.layer) if self.probe(config, n) else None
         probe = take.ema(before, now.transpose(0, 1), config.params["take_alpha"])
         resident.probe[step.layer] = probe
-        stored = evictor.cache.lengths.shortest(resident.slot, step.layer) - resident.plan.extra_tokens(
-            resident.tokens
-        )
+        shortest = evictor.cache.lengths.shortest(resident.request_slot, step.layer)
+        stored = shortest - resident.plan.extra_tokens(resident.tokens)
         kept = take.select(
             config,
             probe,
-            evictor.cache.read_keys(resident.slot, step.layer, stored),
+            evictor.cache.read_keys(resident.request_slot, step.layer, stored),
             index,
             evictor.num_model_layers,
             last,

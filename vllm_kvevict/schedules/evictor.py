@@ -29,7 +29,7 @@ class ResidentRequest:
 
     Attributes:
         admission: what the scheduler decided.
-        slot: the request's slot in the cache.
+        request_slot: the request's place in the cache.
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
             step has all of them.
@@ -41,7 +41,7 @@ class ResidentRequest:
     """
 
     admission: "Admission"
-    slot: int
+    request_slot: int
     tokens: int = 0
     window: Tensor | None = None
     col_sums: Tensor | None = None
@@ -174,7 +174,7 @@ class Evictor:
         resident = rows.resident
         n = resident.plan.evict_at
         assert n is not None
-        resident.peak_pages = max(resident.peak_pages, self.cache.held(resident.slot))
+        resident.peak_pages = max(resident.peak_pages, self.cache.held(resident.request_slot))
         started, moving = time.perf_counter(), resident.compaction_seconds
         window = self._collect(step, rows, n)
         resident.plan.schedule.after_layer(self, step, rows, window)
@@ -218,19 +218,21 @@ class Evictor:
         """
         resident, n = rows.resident, rows.resident.plan.evict_at
         assert n is not None
-        config, layer, mean = resident.plan.config, step.layer, None
+        config, layer, mean, values = resident.plan.config, step.layer, None, None
         if self.window_mean is not None and config.scores_by_mean:
             assert window is not None
-            table = self.cache.table(resident.slot, layer)
+            table = self.cache.table(resident.request_slot, layer)
             mean = self.window_mean(window, table, n, step.scale, step.softcap)
             keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
         else:
-            keys = self.cache.read_keys(resident.slot, layer, n)
+            keys = self.cache.read_keys(resident.request_slot, layer, n)
+        if "values" in config.needs:
+            values = self.cache.read_values(resident.request_slot, layer, n)
         inputs = LayerInputs(
             q_window=None if window is None else window.transpose(0, 1),
             keys=keys,
             window_mean=mean,
-            values=self.cache.read_values(resident.slot, layer, n) if "values" in config.needs else None,
+            values=values,
             scale=step.scale,
             logit_softcap=step.softcap or None,
             col_sums=None if resident.col_sums is None else resident.col_sums[layer],
@@ -269,7 +271,7 @@ class Evictor:
     def compact(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
         """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do."""
         started = time.perf_counter()
-        resident.freed_pages += self.cache.compact(resident.slot, layer, kept)
+        resident.freed_pages += self.cache.compact(resident.request_slot, layer, kept)
         resident.compaction_seconds += time.perf_counter() - started
 
     def _collect(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor | None:
@@ -300,7 +302,7 @@ class Evictor:
             assert self.reserve is not None
             place = self.reserve[resident.admission.reserved_at :][:n]
             resident.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
-        keys = self.cache.read_keys(resident.slot, step.layer, resident.tokens)
+        keys = self.cache.read_keys(resident.request_slot, step.layer, resident.tokens)
         queries = step.query[rows.rows].transpose(0, 1)
         add_column_sums(resident.col_sums[step.layer], queries, keys, step.scale, step.softcap)
 
@@ -318,7 +320,7 @@ class Evictor:
             self.compact(resident, layer, kept)
 
     def _report(self, resident: ResidentRequest, n: int) -> None:
-        pages, residues, kept = self.cache.settle(resident.slot)
+        pages, residues, kept = self.cache.settle(resident.request_slot)
         self.reports[resident.admission.request_id] = Report(
             policy=resident.plan.config.label,
             epoch=resident.admission.epoch,

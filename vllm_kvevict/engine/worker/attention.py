@@ -88,7 +88,7 @@ class RaggedImpl(AttentionImpl):
         index = runtime.layer_index[layer.layer_name]
         if batch.decodes:
             runtime.decode(index, batch.decodes, query, key, value, output, self.scale)
-        if batch.write_slots is not None:
+        if batch.entry_slots is not None:
             self._serve(index, batch, query, key, value, output)
         for request in batch.by_layer:
             self._serve_by_layer(index, request, query, key, value, output)
@@ -101,8 +101,8 @@ class RaggedImpl(AttentionImpl):
     ) -> None:
         """Store the batch's entries and attend to them."""
         pages, tokens, heads = get_runtime().pages, batch.num_tokens, self.num_kv_heads
-        assert batch.write_slots is not None
-        pages.append(key[:tokens], value[:tokens], batch.write_slots[layer])
+        assert batch.entry_slots is not None
+        pages.append(key[:tokens], value[:tokens], batch.entry_slots[layer])
         # One row holds the query heads of one KV head; a request's rows are wanted head by head.
         queries = query[:tokens].reshape(tokens * heads, -1, self.head_size)
         result = output[:tokens].view(tokens * heads, -1, self.head_size)
@@ -122,8 +122,8 @@ class RaggedImpl(AttentionImpl):
         """The same for a request that takes the layer's pages only now."""
         runtime, rows, heads = get_runtime(), request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
-        slots, table = runtime.cache.fill(request.slot, layer, tokens)
-        runtime.pages.append(key[rows], value[rows], slots)
+        entry_slots, table = runtime.cache.fill(request.request_slot, layer, tokens)
+        runtime.pages.append(key[rows], value[rows], entry_slots)
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)

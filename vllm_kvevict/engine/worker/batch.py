@@ -67,11 +67,11 @@ class Decodes:
     """Requests with one query token, which our kernel serves. R requests.
 
     Attributes:
-        slots: int64 [R], the requests; negative ones are padding.
+        request_slots: int64 [R], the requests; negative ones are padding.
         tokens: int64 [R], their tokens in the batch; None when these are all of it.
     """
 
-    slots: Tensor
+    request_slots: Tensor
     tokens: Tensor | None
 
 
@@ -80,13 +80,13 @@ class ByLayer:
     """A request whose pages each layer takes for itself, since all it has is in this step. T tokens, H KV heads.
 
     Attributes:
-        slot: the request.
+        request_slot: the request.
         rows: its tokens in the batch.
         seq_lens: [H] int32, T of each head.
         query_start_loc: [H + 1] int32.
     """
 
-    slot: int
+    request_slot: int
     rows: slice
     seq_lens: Tensor
     query_start_loc: Tensor
@@ -103,7 +103,7 @@ class Batch:
 
     Attributes:
         num_tokens: T, the step's tokens.
-        write_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
+        entry_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
             out the few of decodes would cost more, but -1 for those of ``by_layer``; None when there is nothing else.
         calls: one call of paged attention each.
         decodes: what our kernel serves.
@@ -111,18 +111,18 @@ class Batch:
     """
 
     num_tokens: int
-    write_slots: Tensor | None
+    entry_slots: Tensor | None
     calls: list[Call]
     decodes: Decodes | None
     by_layer: list[ByLayer] = field(default_factory=list)
 
 
-def lay_out_by_layer(cache: PagedKVCache, slot: int, rows: slice) -> ByLayer:
+def lay_out_by_layer(cache: PagedKVCache, request_slot: int, rows: slice) -> ByLayer:
     """Lay out a request whose layers make room for its tokens one by one; its slot must be empty."""
     tokens, heads = rows.stop - rows.start, cache.num_kv_heads
-    cache.announce(slot, tokens)
+    cache.announce(request_slot, tokens)
     starts = torch.arange(heads + 1, dtype=torch.int32, device=cache.device) * tokens
-    return ByLayer(slot, rows, starts.diff(), starts)
+    return ByLayer(request_slot, rows, starts.diff(), starts)
 
 
 def lay_out(
@@ -150,48 +150,48 @@ def lay_out(
     calls = []
     for requests in _calls(step.tokens, widths, np.flatnonzero(~served)):
         calls.append(_call(cache, step, requests, int(widths[requests].max()), order))
-    return Batch(total, _write_slots(cache, step, total, order), calls, decodes)
+    return Batch(total, _entry_slots(cache, step, total, order), calls, decodes)
 
 
 def _decodes(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Decodes:
     """Those of the step's requests that our kernel serves."""
-    device = step.slots.device
+    device = step.request_slots.device
     if served.all():
-        return Decodes(step.slots, None if order is None else to_device(order, device))
+        return Decodes(step.request_slots, None if order is None else to_device(order, device))
     first = (step.tokens.cumsum() - step.tokens)[served]
     if order is not None:
         first = order[first]
-    return Decodes(step.slots[to_device(np.flatnonzero(served), device)], to_device(first, device))
+    return Decodes(step.request_slots[to_device(np.flatnonzero(served), device)], to_device(first, device))
 
 
 def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order: IntArray | None) -> Call:
     """A call of paged attention that serves some of the step's requests, whose widest table has so many pages."""
-    tokens, slots, heads = step.tokens, step.slots, cache.num_kv_heads
+    tokens, request_slots, heads = step.tokens, step.request_slots, cache.num_kv_heads
     if len(requests) < len(tokens):
-        slots = slots[to_device(requests, slots.device)]
+        request_slots = request_slots[to_device(requests, request_slots.device)]
     query_start_loc, gather = _query_order(tokens, requests, heads)
     if order is not None:
         in_step = np.arange(int(tokens.sum()) * heads) if gather is None else gather
         token, head = np.divmod(in_step, heads)
         gather = order[token] * heads + head
     return Call(
-        seq_lens=cache.seq_lens(slots),
-        block_tables=cache.block_tables(slots, width),
-        query_start_loc=to_device(query_start_loc, slots.device),
+        seq_lens=cache.seq_lens(request_slots),
+        block_tables=cache.block_tables(request_slots, width),
+        query_start_loc=to_device(query_start_loc, request_slots.device),
         longest=int(np.asarray(step.max_lens, np.int64)[requests].max()),
         longest_query=int(tokens[requests].max()),
-        gather=None if gather is None else to_device(gather, slots.device),
+        gather=None if gather is None else to_device(gather, request_slots.device),
     )
 
 
-def _write_slots(cache: PagedKVCache, step: Step, num_tokens: int, order: IntArray | None) -> Tensor:
-    """Where the batch's new entries go, as of :attr:`Batch.write_slots`."""
-    slots = cache.write_slots(step)
+def _entry_slots(cache: PagedKVCache, step: Step, num_tokens: int, order: IntArray | None) -> Tensor:
+    """Where the batch's new entries go, as of :attr:`Batch.entry_slots`."""
+    placed = cache.entry_slots(step)
     if order is None:
-        return slots
+        return placed
     layers, heads = cache.num_layers, cache.num_kv_heads
-    in_batch = slots.new_full((layers, num_tokens, heads), -1)
-    in_batch.index_copy_(1, to_device(order, slots.device), slots.view(layers, len(order), heads))
+    in_batch = placed.new_full((layers, num_tokens, heads), -1)
+    in_batch.index_copy_(1, to_device(order, placed.device), placed.view(layers, len(order), heads))
     return in_batch.flatten(1)
 
 

@@ -121,8 +121,8 @@ def op_step(shape: Shape, pages: Any) -> Step:
         requests, heads, width = table.shape
         query, entry = shape.vectors(requests)
         output = torch.empty_like(query)
-        last_slots = table[..., -1].flatten().long() * shape.page_size + shape.page_size - 1
-        pages.append(entry, entry, last_slots)
+        last_entry_slots = table[..., -1].flatten().long() * shape.page_size + shape.page_size - 1
+        pages.append(entry, entry, last_entry_slots)
         by_head = (requests * heads, shape.group, shape.head_dim)
         sequences = Sequences(
             seq_lens=torch.full((requests * heads,), width * shape.page_size, dtype=torch.int32),

@@ -50,18 +50,18 @@ class CPUPages:
         self.isa = _get_attn_isa(storage.dtype, page_size, self.head_dim)
         self.key_pages, self.value_pages = self._views(storage)
 
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """As of :meth:`Pages.write`."""
-        self._write(*self._views(storage), keys, values, slots)
+        self._write(*self._views(storage), keys, values, entry_slots)
 
-    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """As of :meth:`Pages.append`."""
         self._write(
             self.key_pages,
             self.value_pages,
             keys.reshape(-1, self.head_dim),
             values.reshape(-1, self.head_dim),
-            slots,
+            entry_slots,
         )
 
     def attend(
@@ -139,8 +139,8 @@ class CPUPages:
         return keys, values
 
     def _write(
-        self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+        self, key_pages: Tensor, value_pages: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor
     ) -> None:
         ops.cpu_attn_reshape_and_cache(
-            keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, slots, self.isa
+            keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, entry_slots, self.isa
         )

@@ -86,13 +86,13 @@ class CUDAPages:
             with set_current_vllm_config(vllm_config):
                 self.flash_attention = get_flash_attn_version(head_size=self.head_dim)
 
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write entries into pages of any storage; arguments as of :meth:`Pages.write`."""
-        write_entries(storage, self.page_size, keys.unsqueeze(1), values.unsqueeze(1), slots)
+        write_entries(storage, self.page_size, keys.unsqueeze(1), values.unsqueeze(1), entry_slots)
 
-    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write a step's entries into the pool; arguments as of :meth:`Pages.append`."""
-        write_entries(self.storage, self.page_size, keys, values, slots)
+        write_entries(self.storage, self.page_size, keys, values, entry_slots)
 
     def attend(
         self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float

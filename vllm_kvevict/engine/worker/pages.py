@@ -19,16 +19,16 @@ class Pages(Protocol):
     def window_mean(self) -> WindowMean | None:
         """Mean attention of the window, from pages; None where policies read the keys."""
 
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write entries into pages of any storage.
 
         Args:
             storage: [pages, 2 * page_size * head_dim].
             keys, values: [N, head_dim].
-            slots: int64 [N], page * page_size + offset; what is negative is skipped.
+            entry_slots: int64 [N], page * page_size + offset; what is negative is skipped.
         """
 
-    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
 
     def attend(

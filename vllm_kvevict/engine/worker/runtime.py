@@ -168,7 +168,7 @@ class Runtime:
         tables, first = self.cache.tables, layer * self.cache.num_kv_heads
         # Kernels on a GPU look up where the arena is: it moves, and CUDA graphs outlive that.
         arena = self.decode_attention.arena_address if self.pages.uses_triton else tables.arena
-        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.slots, first)
+        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.request_slots, first)
         self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
 
     # A step, from the scheduler's message to the report.
@@ -183,7 +183,7 @@ class Runtime:
         gone += [admission.request_id for admission in admissions]
         closed = [self.residents.pop(name) for name in dict.fromkeys(gone) if name in self.residents]
         if closed:
-            self.cache.close([resident.slot for resident in closed])
+            self.cache.close([resident.request_slot for resident in closed])
         self.cache.pool.fewest_free = self.cache.num_free
         for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
             if name in self.residents:
@@ -215,7 +215,7 @@ class Runtime:
         num_tokens = max((span.stop for span in (*spans.values(), *probes.values())), default=0)
         batch = self._take_pages(at_once, probes, num_tokens, reordered)
         for name, span in by_layer.items():
-            batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].slot, span))
+            batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].request_slot, span))
         prefills = []
         for name, span in spans.items():
             rows = query_rows(self.residents[name], span, probes.get(name))
@@ -254,7 +254,7 @@ class Runtime:
         if reordered:
             parts = itertools.chain.from_iterable(token_rows.values())
             order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        step = self.cache.extend([self.residents[name].slot for name in spans], lengths)
+        step = self.cache.extend([self.residents[name].request_slot for name in spans], lengths)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
 
     def build_dummy(self, common: Any) -> StepState:
@@ -272,8 +272,8 @@ class Runtime:
         self.decode_attention.set_arena(self.cache.tables.arena)
         if batch.decodes.tokens is not None:
             return batch
-        count = batch.decodes.slots.numel()
-        self.decode_slots[:count] = batch.decodes.slots
+        count = batch.decodes.request_slots.numel()
+        self.decode_slots[:count] = batch.decodes.request_slots
         self.decode_slots[count:num_requests] = -1
         return replace(batch, decodes=Decodes(self.decode_slots[:num_requests], None))
 
@@ -304,7 +304,7 @@ class Runtime:
                     f"{self.most_pages[rank]}"
                 )
             holdings = {
-                name: (resident.admission.epoch, resident.tokens, self.cache.held(resident.slot))
+                name: (resident.admission.epoch, resident.tokens, self.cache.held(resident.request_slot))
                 for name, resident in self.residents.items()
             }
         return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)

@@ -21,13 +21,13 @@ def warm_up(runtime: "Runtime") -> None:
     server, _ = runtime.options.request_config(None)
     window = server.params.get("window") or WINDOW
     n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
-    slot = cache.open()
-    step = cache.extend([slot], [n])
+    request_slot = cache.open()
+    step = cache.extend([request_slot], [n])
     entries = cache.storage.new_zeros(n, heads, cache.head_dim)
-    pages.append(entries, entries, cache.write_slots(step)[0])
+    pages.append(entries, entries, cache.entry_slots(step)[0])
     query = cache.storage.new_zeros(window, heads * runtime.group, cache.head_dim)
     assert pages.window_mean is not None
-    mean = pages.window_mean(query, cache.table(slot, 0), n, 1.0, runtime.softcap)
+    mean = pages.window_mean(query, cache.table(request_slot, 0), n, 1.0, runtime.softcap)
     scores = mean.view(heads, -1, n - window).mean(1)
     scored = [
         LayerScores(
@@ -37,12 +37,12 @@ def warm_up(runtime: "Runtime") -> None:
     ]
     config = EvictionConfig("ada-snapkv", budget=window + window // 2 + 1, window=window)
     chosen = select(config, scored, n, evictor.comm)
-    cache.compact(slot, 0, list(itertools.chain.from_iterable(chosen)))
-    cache.settle(slot)
-    step = cache.extend([slot], [1])
+    cache.compact(request_slot, 0, list(itertools.chain.from_iterable(chosen)))
+    cache.settle(request_slot)
+    step = cache.extend([request_slot], [1])
     if runtime.decode_attention is not None:
         runtime.decode_attention.set_arena(cache.tables.arena)
         query, entries = query[:1], entries[:1]
-        decodes = Decodes(step.slots, None)
+        decodes = Decodes(step.request_slots, None)
         runtime.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
-    cache.close([slot])
+    cache.close([request_slot])
