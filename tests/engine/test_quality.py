@@ -10,11 +10,15 @@ from benchmarks.quality.tasks import TASKS, Sample, make, score
 from tests.engine.running import engine, evicting_engine
 
 LENGTH = 1500
-SETTINGS = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 4096}
+SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
 
 
 def samples(tasks: list[str], count: int, length: int = LENGTH) -> list[Sample]:
     return [make(task, length, random.Random(f"{task}{i}")) for task in tasks for i in range(count)]
+
+
+def every_task() -> list[Sample]:
+    return samples(list(TASKS), 6)
 
 
 def replies(llm, asked: list[Sample], **fields) -> list[str]:
@@ -27,29 +31,37 @@ def replies(llm, asked: list[Sample], **fields) -> list[str]:
     return [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
 
 
+@pytest.fixture(scope="module")
+def stock() -> list[str]:
+    """What vLLM itself makes of all tasks, before ``ours`` is in the process."""
+    with engine(NEEDLE, **SETTINGS) as llm:
+        return replies(llm, every_task())
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """An engine for the whole module."""
+    with evicting_engine(NEEDLE, **SETTINGS) as llm:
+        yield llm
+
+
 def mean_score(asked: list[Sample], said: list[str]) -> float:
     return sum(map(score, asked, said)) / len(asked)
 
 
 @pytest.mark.engine
-def test_full_cache_scores_like_stock_vllm():
-    asked = samples(list(TASKS), 6)
-    with engine(NEEDLE, **SETTINGS) as llm:
-        stock = replies(llm, asked)
-    with evicting_engine(NEEDLE, **SETTINGS) as llm:
-        ours = replies(llm, asked, kv_eviction="full")
-    assert ours == stock
+def test_full_cache_scores_like_stock_vllm(stock, ours):
+    assert replies(ours, every_task(), kv_eviction="full") == stock
 
 
 @pytest.mark.engine
-def test_a_fifth_of_the_cache_keeps_the_answers():
+def test_a_fifth_of_the_cache_keeps_the_answers(ours):
     """ada-snapkv finds what the question is about, streaming-llm cannot."""
     asked = samples(["single", "multikey"], 25)
-    with evicting_engine(NEEDLE, **SETTINGS) as llm:
-        full, adaptive, streaming = (
-            mean_score(asked, replies(llm, asked, kv_eviction=policy, kv_budget=0.2))
-            for policy in ("full", "ada-snapkv", "streaming-llm")
-        )
+    full, adaptive, streaming = (
+        mean_score(asked, replies(ours, asked, kv_eviction=policy, kv_budget=0.2))
+        for policy in ("full", "ada-snapkv", "streaming-llm")
+    )
     assert full >= 0.95
     assert adaptive >= 0.95 * full
     assert streaming < 0.95 * full
