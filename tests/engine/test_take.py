@@ -135,7 +135,7 @@ def test_preempted_in_the_middle_of_a_prompt(split) -> None:
 def test_a_prompt_that_the_pool_could_never_hold_whole(models) -> None:
     """32k and 128k tokens in the memory of 6k: vLLM starts, the peak stays within the bound, enough entries stay."""
     longest = 131_072 + 64
-    model = models("llama", layers=2, max_len=longest)
+    model = models("llama", layers=2, hidden=64, heads=2, max_len=longest)
     options = {"policy": "take", "budget": 512, "take_chunk": 2048, "take_warmup_budget": 2048}
     settings = {"max_model_len": longest, "max_num_batched_tokens": 2048, "eviction": options}
     with evicting_engine(model, **settings, num_gpu_blocks_override=6144 // 128) as llm:
@@ -149,5 +149,5 @@ def test_a_prompt_that_the_pool_could_never_hold_whole(models) -> None:
         ):
             run(llm, [dataclasses.replace(asks[0], policy="full")])
         # An answer ends where the memory does; its last token is not stored.
-        long = run(llm, [Ask(5000, "full", max_tokens=4000)])[0]
-        assert 5000 + len(long.tokens) - 1 == 6144
+        long = run(llm, [Ask(6000, "full", max_tokens=4000)])[0]
+        assert 6000 + len(long.tokens) - 1 == 6144
