@@ -1,5 +1,6 @@
 """Defaults for every test, set before anything imports vLLM or transformers. Values from outside win."""
 
+import gc
 import os
 
 import pytest
@@ -9,6 +10,16 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Threads that wait for each other cost more than they bring on models this small, and workers are forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_KVEVICT_CHECK", "1")  # compare ledger and worker after every step
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; looking through it for garbage takes longer than many a test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries that are unloaded count what is left of theirs
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:

@@ -92,6 +92,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()  # engines refer to themselves, and each holds its KV memory
+            gc.freeze()  # as after the tests were collected; vLLM has just undone that
 
 
 @contextlib.contextmanager
