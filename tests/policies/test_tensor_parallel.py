@@ -115,6 +115,33 @@ def with_budgets(cfg: EvictionConfig, layers: list[LayerScores]) -> list[LayerSc
     return [dataclasses.replace(x, budget=b) for x, b in zip(layers, budgets, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What one device makes of a model's tensors, and of scores full of ties."""
+
+    scores: list[LayerScores]
+    kept: list
+    ties: list[LayerScores]
+    kept_of_ties: list
+
+
+References = dict[EvictionConfig, Whole]
+LAYOUTS = ((4, 8), (8, 8), (2, 8), (1, 4))
+"""KV heads and query heads of the models."""
+
+
+def references(kv_heads: int, query_heads: int) -> References:
+    """Of all configurations; computed once, since every rank compares with the same."""
+    layers = layers_of_a_model(kv_heads, query_heads)
+    g = torch.Generator().manual_seed(kv_heads)
+    found = {}
+    for cfg in (*CONFIGS, *LOCAL):
+        scores = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(layers)]
+        ties = given_scores(cfg, kv_heads, g)
+        found[cfg] = Whole(scores, select(cfg, scores, N), ties, select(cfg, ties, N))
+    return found
+
+
 class SilentComm(TensorComm):
     """Lets only the replicas of a KV head exchange the rows of its query heads."""
 
@@ -125,68 +152,72 @@ class SilentComm(TensorComm):
         raise AssertionError("sum_counts where every rank can decide alone")
 
 
-def check_rank(rank: int, size: int, group: dist.ProcessGroup, kv_heads: int, query_heads: int) -> None:
+class Rank:
     """One rank's share of a layer stack, decided with the others, against the decision of one device."""
-    comm = TensorComm(group, rank, size, kv_heads)
-    silent = SilentComm(group, rank, size, kv_heads)
-    heads = comm.local_heads
-    queries = slice(rank * query_heads // size, (rank + 1) * query_heads // size)
-    whole = layers_of_a_model(kv_heads, query_heads)
-    g = torch.Generator().manual_seed(kv_heads)
-    for cfg in CONFIGS:
-        scoring = silent if cfg.policy in QUIET_SCORES else comm
-        choosing = silent if cfg.policy in QUIET_CHOICES else comm
-        wanted = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(whole)]
-        scores = [
-            score_layer(cfg, part(x, queries, heads), i, NUM_LAYERS, scoring) for i, x in enumerate(whole)
-        ]
-        for mine, theirs in zip(scores, wanted, strict=True):
-            assert equal(mine.scores, theirs.scores, heads), cfg
-            assert equal(mine.second, theirs.second, heads), cfg
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        layout: tuple[int, int],
+        wanted: References,
+    ):
+        kv_heads, query_heads = layout
+        self.comm = TensorComm(group, rank, size, kv_heads)
+        self.silent = SilentComm(group, rank, size, kv_heads)
+        self.heads = self.comm.local_heads
+        queries = slice(rank * query_heads // size, (rank + 1) * query_heads // size)
+        self.layers = [part(x, queries, self.heads) for x in layers_of_a_model(*layout)]
+        self.wanted = wanted
+
+    def scores(self, cfg: EvictionConfig, comm: TensorComm) -> list[LayerScores]:
+        """Scores of the rank's heads, which equal one device's."""
+        scores = [score_layer(cfg, x, i, NUM_LAYERS, comm) for i, x in enumerate(self.layers)]
+        for mine, theirs in zip(scores, self.wanted[cfg].scores, strict=True):
+            assert equal(mine.scores, theirs.scores, self.heads), cfg
+            assert equal(mine.second, theirs.second, self.heads), cfg
             assert (mine.weight is None) == (theirs.weight is None), cfg
             assert mine.weight is None or float(mine.weight) == float(theirs.weight), cfg
+        return scores
+
+    def check(self, cfg: EvictionConfig) -> None:
+        wanted, heads = self.wanted[cfg], self.heads
+        choosing = self.silent if cfg.policy in QUIET_CHOICES else self.comm
+        scores = self.scores(cfg, self.silent if cfg.policy in QUIET_SCORES else self.comm)
         kept = select(cfg, scores, N, choosing)
-        assert same(kept, [layer[heads] for layer in select(cfg, wanted, N)]), cfg
+        assert same(kept, [layer[heads] for layer in wanted.kept]), cfg
         if cfg.policy in reference_select.DYNAMIC:  # a pipeline stage with one layer
             for i, x in enumerate(with_budgets(cfg, scores)):
                 assert same(select(cfg, [x], N, choosing), [kept[i]]), cfg
+        kept = select(cfg, [slice_of(x, heads) for x in wanted.ties], N, choosing)
+        assert same(kept, [layer[heads] for layer in wanted.kept_of_ties]), cfg
 
-        wanted = given_scores(cfg, kv_heads, g)
-        kept = select(cfg, [slice_of(x, heads) for x in wanted], N, choosing)
-        assert same(kept, [layer[heads] for layer in select(cfg, wanted, N)]), cfg
-
-
-def check_local(rank: int, size: int, group: dist.ProcessGroup, kv_heads: int, query_heads: int) -> None:
-    """tp_local: the same scores, of which a rank chooses as if its own heads were the whole layer."""
-    comm = TensorComm(group, rank, size, kv_heads)
-    silent = SilentComm(group, rank, size, kv_heads)
-    heads = comm.local_heads
-    queries = slice(rank * query_heads // size, (rank + 1) * query_heads // size)
-    whole = layers_of_a_model(kv_heads, query_heads)
-    g = torch.Generator().manual_seed(kv_heads)
-    for cfg in LOCAL:
-        wanted = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(whole)]
-        scores = [score_layer(cfg, part(x, queries, heads), i, NUM_LAYERS, comm) for i, x in enumerate(whole)]
-        assert all(equal(x.scores, y.scores, heads) for x, y in zip(scores, wanted, strict=True)), cfg
-        given = [slice_of(x, heads) for x in given_scores(cfg, kv_heads, g)]
-        for layers in (scores, given):
-            assert same(select(cfg, layers, N, silent), select(cfg, layers, N)), cfg
+    def check_local(self, cfg: EvictionConfig) -> None:
+        """tp_local: the same scores, of which a rank chooses as if its own heads were the whole layer."""
+        given = [slice_of(x, self.heads) for x in self.wanted[cfg].ties]
+        for layers in (self.scores(cfg, self.comm), given):
+            assert same(select(cfg, layers, N, self.silent), select(cfg, layers, N)), cfg
             if cfg.policy in reference_select.DYNAMIC:
                 one = with_budgets(cfg, layers)[1:2]
-                assert same(select(cfg, one, N, silent), select(cfg, one, N)), cfg
+                assert same(select(cfg, one, N, self.silent), select(cfg, one, N)), cfg
+
+    def check_all(self) -> None:
+        for cfg in CONFIGS:
+            self.check(cfg)
+        for cfg in LOCAL:
+            self.check_local(cfg)
 
 
-def worker(rank: int, init: str) -> None:
+def worker(rank: int, init: str, wanted: dict[tuple[int, int], References]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=WORLD)
     try:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for kv_heads, query_heads in ((4, 8), (8, 8), (2, 8), (1, 4)):
-            for check in (check_rank, check_local):
-                check(rank, 4, dist.group.WORLD, kv_heads, query_heads)
-                check(rank % 2, 2, pairs[rank // 2], kv_heads, query_heads)
-        for check in (check_rank, check_local):
-            check(0, 1, None, 4, 8)
+        for layout, found in wanted.items():
+            Rank(rank, 4, dist.group.WORLD, layout, found).check_all()
+            Rank(rank % 2, 2, pairs[rank // 2], layout, found).check_all()
+        Rank(0, 1, None, LAYOUTS[0], wanted[LAYOUTS[0]]).check_all()
         tagged = torch.full((1, 2), float(rank))
         comm = TensorComm(None, rank, WORLD, 2)
         assert comm.gather_heads(tagged)[:, 0].tolist() == [0, 2]
@@ -199,7 +230,13 @@ def worker(rank: int, init: str) -> None:
 
 
 def test_ranks_decide_like_one_device(tmp_path):
-    multiprocessing.spawn(worker, args=(str(tmp_path / "init"),), nprocs=WORLD)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on the ranks, lest sums differ in their last digit
+    wanted = {layout: references(*layout) for layout in LAYOUTS}
+    torch.set_num_threads(threads)
+    # Forked, so that they have what was computed and imported here.
+    arguments = (str(tmp_path / "init"), wanted)
+    multiprocessing.start_processes(worker, args=arguments, nprocs=WORLD, start_method="fork")
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
