@@ -8,15 +8,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.runs import Runs
 
 from .writers import Payload, dim_pairs, plain, token_pairs, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
+SLOTS = 5
 ORDERS = [(plain, plain), (transposed, plain), (dim_pairs, token_pairs)]
 
 
 class Model:
-    """A cache and what it should hold: for each open request the payload ids of every row."""
+    """A cache and what it should hold: for each open request and each run the payload ids of every row.
+
+    Attributes:
+        borrows: the run of each request that borrows one.
+    """
 
     def __init__(self, pages, max_requests, orders):
         self.cache = PagedKVCache(
@@ -30,6 +36,9 @@ class Model:
         self.pages = pages
         self.payload = Payload(D)
         self.rows: dict[int, list[list[int]]] = {}
+        self.runs = Runs(self.cache)
+        self.run_rows: dict[int, list[list[int]]] = {}
+        self.borrows: dict[int, int] = {}
 
     def open(self):
         slot = self.cache.open()
@@ -111,9 +120,50 @@ class Model:
         self.cache.close(slots)
         for slot in slots:
             del self.rows[slot]
+            self.borrows.pop(slot, None)
+
+    def share(self, source, act, rows):
+        """Freeze or fork by ``act``, which needs a page for each row that ends within one."""
+        need = sum(len(row) % PS > 0 for row in rows)
+        if need > self.cache.num_free:
+            try:
+                act(source)
+            except RuntimeError as error:
+                assert f"{need} pages needed" in str(error)
+                return None
+            raise AssertionError("the pool gave pages that it does not have")
+        return act(source)
+
+    def freeze(self, slot):
+        run = self.share(slot, self.runs.freeze, self.rows[slot])
+        if run is not None:
+            self.run_rows[run] = [list(row) for row in self.rows[slot]]
+            self.borrows[slot] = run
+
+    def fork(self, run):
+        slot = self.share(run, self.runs.fork, self.run_rows[run])
+        if slot is not None:
+            self.rows[slot] = [list(row) for row in self.run_rows[run]]
+            self.borrows[slot] = run
+
+    def drop(self, run):
+        borrowers = [slot for slot, lender in self.borrows.items() if lender == run]
+        assert sorted(self.runs.borrowers(run)) == sorted(borrowers)
+        if len(borrowers) > 1:
+            try:
+                self.runs.drop(run)
+            except ValueError as error:
+                assert f"borrowed by {len(borrowers)} requests" in str(error)
+                return
+            raise AssertionError("a run was dropped that two requests borrow")
+        self.runs.drop(run)
+        del self.run_rows[run]
+        for slot in borrowers:
+            del self.borrows[slot]
 
     def check_content(self, slot):
-        for i, row in enumerate(self.rows[slot]):
+        rows = self.rows[slot] if slot in self.rows else self.run_rows[slot]
+        for i, row in enumerate(rows):
             heads = torch.full((len(row),), i % H)
             keys, values = self.cache.gather(slot, i // H, heads, torch.arange(len(row)))
             want = self.payload.keys(torch.tensor(row, dtype=torch.int64))
@@ -122,17 +172,28 @@ class Model:
 
     def check_counts(self):
         self.cache.verify()
-        held = {slot: sum(-(-len(row) // PS) for row in rows) for slot, rows in self.rows.items()}
+        held = {
+            slot: sum(-(-len(row) // PS) for row in rows)
+            for slot, rows in (self.rows | self.run_rows).items()
+        }
+        for slot, run in self.borrows.items():
+            held[slot] -= sum(len(row) // PS for row in self.run_rows[run])
         assert all(self.cache.held(slot) == pages for slot, pages in held.items())
         assert self.cache.physical_pages == sum(held.values())
+        assert self.runs.pages == sum(held[run] for run in self.run_rows)
+        assert self.runs.entries == sum(len(row) for rows in self.run_rows.values() for row in rows)
 
 
 class CacheMachine(RuleBasedStateMachine):
     @initialize(orders=st.sampled_from(ORDERS), pages=st.sampled_from([24, 100]))
     def start(self, orders, pages):
-        self.model = Model(pages, 4, orders)
+        self.model = Model(pages, SLOTS, orders)
 
-    @precondition(lambda self: len(self.model.rows) < 4)
+    @property
+    def is_full(self):
+        return len(self.model.rows) + len(self.model.run_rows) == SLOTS
+
+    @precondition(lambda self: not self.is_full)
     @rule()
     def open(self):
         self.model.open()
@@ -161,10 +222,33 @@ class CacheMachine(RuleBasedStateMachine):
         fractions = data.draw(st.lists(st.floats(0, 1), min_size=L * H, max_size=L * H))
         self.model.read_layer_by_layer(data.draw(st.sampled_from(empty)), tokens, fractions, rng)
 
-    @precondition(lambda self: any(rows[0] for rows in self.model.rows.values()))
+    def own(self):
+        """Requests that hold something, all of it their own."""
+        return [
+            slot
+            for slot, rows in sorted(self.model.rows.items())
+            if rows[0] and slot not in self.model.borrows
+        ]
+
+    @precondition(lambda self: self.own() and not self.is_full)
+    @rule(data=st.data())
+    def freeze(self, data):
+        self.model.freeze(data.draw(st.sampled_from(self.own())))
+
+    @precondition(lambda self: self.model.run_rows and not self.is_full)
+    @rule(data=st.data())
+    def fork(self, data):
+        self.model.fork(data.draw(st.sampled_from(sorted(self.model.run_rows))))
+
+    @precondition(lambda self: self.model.run_rows)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.model.drop(data.draw(st.sampled_from(sorted(self.model.run_rows))))
+
+    @precondition(lambda self: self.own())
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def evict(self, data, rng):
-        slot = data.draw(st.sampled_from([slot for slot, rows in sorted(self.model.rows.items()) if rows[0]]))
+        slot = data.draw(st.sampled_from(self.own()))
         fraction = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
         self.model.evict(slot, data.draw(st.lists(fraction, min_size=L * H, max_size=L * H)), rng)
 
@@ -177,12 +261,14 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.model.check_counts()
-        for slot in self.model.rows:
+        for slot in (*self.model.rows, *self.model.run_rows):
             self.model.check_content(slot)
 
     def teardown(self):
         if hasattr(self, "model"):
             self.model.close(sorted(self.model.rows))
+            for run in sorted(self.model.run_rows):
+                self.model.drop(run)
             assert self.model.cache.num_free == self.model.pages
 
 

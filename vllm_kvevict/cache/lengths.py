@@ -40,6 +40,11 @@ class RowLengths:
             record[request_slot] = 0
         self._count(request_slot)
 
+    def copy(self, source: int, to: int) -> None:
+        """Give all rows of an empty request the lengths of another's; ``pages`` stays 0."""
+        for record in (self._tokens, self._longest, self._offset_sum, self._offset, self._residues):
+            record[to] = record[source]
+
     def announce(self, request_slot: int, tokens: int) -> None:
         """Count tokens of an empty request whose rows stay at length 0 for now."""
         self._tokens[request_slot] = tokens

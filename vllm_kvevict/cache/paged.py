@@ -87,8 +87,7 @@ class PagedKVCache:
             held = int(self.lengths.pages[request_slot])
             if held:
                 table = self.tables.region(request_slot)
-                used = self._pages(self.tables.kv_len[request_slot])[:, None]
-                own = torch.arange(table.shape[1], device=self.device) < used
+                own = self._own_columns(request_slot, table.shape[1])
                 self.pool.give(table.flatten()[_where(own, held)])
             self.lengths.clear(request_slot)
             self._closed.append(request_slot)
@@ -127,6 +126,12 @@ class PagedKVCache:
                 self._append(batch[i : i + 1], int(tokens[i]), int(pages[i]), int(partial[i]))
         self.lengths.append(which, tokens, pages)
         return Step(batch, tokens, max_lens.tolist())
+
+    def _own_columns(self, request_slot: int, columns: int) -> torch.Tensor:
+        """Which places of a request's page table hold pages of its own, bool [rows, columns]."""
+        column = torch.arange(columns, device=self.device)
+        used = self._pages(self.tables.kv_len[request_slot])[:, None]
+        return (column >= self.tables.borrowed[request_slot][:, None]) & (column < used)
 
     def announce(self, request_slot: int, tokens: int) -> None:
         """Begin a request whose layers get room for its first tokens one by one, each by :meth:`fill`.
@@ -251,8 +256,11 @@ class PagedKVCache:
             Pages freed.
 
         Raises:
-            ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds.
+            ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds; or the
+                request borrows pages.
         """
+        if self.tables.lenders[request_slot] >= 0:
+            raise ValueError(f"request slot {request_slot} borrows pages, which cannot be compacted")
         layers = slice(layer, layer - -len(kept) // self.num_kv_heads)
         before = self.lengths.of(request_slot)[layers].ravel()
         after = np.array([entries.numel() for entries in kept], np.int64)
@@ -289,6 +297,10 @@ class PagedKVCache:
         places += entries % self.page_size
         self._write(self.storage, keys, values, places)
 
+    def write(self, keys: torch.Tensor, values: torch.Tensor, entry_slots: torch.Tensor) -> None:
+        """Store entries, each [N, head_dim], at places int64 [N] as of :meth:`entry_slots`."""
+        self._write(self.storage, keys, values, entry_slots)
+
     def settle(self, request_slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
         longest = int(self.lengths.longest(np.array([request_slot]))[0])
@@ -319,20 +331,43 @@ class PagedKVCache:
     def verify(self) -> None:
         """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits)."""
         self.pool.verify()
-        owned = []
-        for request_slot in range(len(self._is_open)):
-            lengths = torch.from_numpy(self.lengths.of(request_slot).ravel())
-            if not torch.equal(self.tables.kv_len[request_slot].cpu().to(torch.int64), lengths):
-                raise RuntimeError(f"kv_len of request slot {request_slot} differs between host and device")
-            if self.held(request_slot) != int(self._pages(lengths).sum()):
-                raise RuntimeError(
-                    f"request slot {request_slot} does not hold ceil(kv_len / page_size) pages a row"
-                )
-            table = self.tables.region(request_slot).cpu()
-            owned.append(table[torch.arange(table.shape[1]) < self._pages(lengths)[:, None]])
-        times = torch.bincount(torch.cat(owned), minlength=self.pool.num_pages)
+        lengths = np.stack([self.lengths.of(slot).ravel() for slot in range(len(self._is_open))])
+        differs = (self.tables.kv_len.cpu().numpy() != lengths).any(1)
+        if differs.any():
+            raise RuntimeError(f"kv_len of request slot {differs.argmax()} differs between host and device")
+        borrowed = self.tables.borrowed.cpu().numpy()
+        pages = -(-lengths // self.page_size)
+        wrong = (pages - borrowed).sum(1) != self.lengths.pages
+        if wrong.any():
+            raise RuntimeError(
+                f"request slot {wrong.argmax()} does not hold ceil(kv_len / page_size) pages a row, but for those it "
+                "borrows"
+            )
+        for slot in np.flatnonzero(self.tables.lenders >= 0):
+            self._verify_borrowed(int(slot))
+        self._verify_owned()
+
+    def _verify_owned(self) -> None:
+        """Each page that was taken is in the table of one owner."""
+        owned = [self.tables.arena[:0]]
+        for slot in np.flatnonzero(self.lengths.pages):
+            table = self.tables.region(int(slot))
+            owned.append(table[self._own_columns(int(slot), table.shape[1])])
+        times = torch.bincount(torch.cat(owned).cpu(), minlength=self.pool.num_pages)
         if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
+
+    def _verify_borrowed(self, request_slot: int) -> None:
+        """What a request borrows is what its lender owns."""
+        lender, borrowed = int(self.tables.lenders[request_slot]), self.tables.borrowed[request_slot]
+        most = int(borrowed.max())
+        table, lent = self.tables.region(request_slot)[:, :most], self.tables.region(lender)[:, :most]
+        shared = torch.arange(most, device=self.device) < borrowed[:, None]
+        owned = self._own_columns(lender, most)
+        if not self._is_open[lender] or not ((table == lent) & owned)[shared].all():
+            raise RuntimeError(
+                f"request slot {request_slot} borrows pages that request slot {lender} does not own"
+            )
 
     def _append_one(self, request_slots: torch.Tensor, pages: IntArray, partial: IntArray) -> None:
         """Add one entry to each row of requests (int64 [B]); ``pages`` and ``partial``, int64 [B], as of demand."""

@@ -23,6 +23,8 @@ class PageTables:
         kv_len: int32 [max_requests, num_rows], entries stored in each row.
         arena: int32 [size], page ids.
         row_starts: int32 [max_requests, num_rows], place in the arena of each row's first page.
+        borrowed: int32 [max_requests, num_rows], columns at the front of each row that another request owns.
+        lenders: int64 [max_requests] on the host, the request that owns them; -1 where none are borrowed.
     """
 
     def __init__(self, max_requests: int, num_rows: int, device: torch.device | str) -> None:
@@ -30,6 +32,8 @@ class PageTables:
         self.kv_len = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
         self.arena = torch.zeros(num_rows * MIN_COLUMNS, dtype=torch.int32, device=device)
         self.row_starts = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
+        self.borrowed = torch.zeros_like(self.kv_len)
+        self.lenders: IntArray = np.full(max_requests, -1, np.int64)
         self._starts: IntArray = np.zeros(max_requests, np.int64)
         self._columns: IntArray = np.zeros(max_requests, np.int64)
         self._end = 0  # the arena is unused from here on
@@ -37,7 +41,7 @@ class PageTables:
     @property
     def nbytes(self) -> int:
         """Device memory of the tables, in bytes."""
-        return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts))
+        return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts, self.borrowed))
 
     def region(self, request_slot: int) -> torch.Tensor:
         """The table of one request, int32 [num_rows, columns], a view of the arena."""
@@ -72,6 +76,18 @@ class PageTables:
         if short.size:
             self._mirror()
 
+    def copy(self, source: int, to: int, columns: int) -> None:
+        """Let an empty request have the page ids of another, ``columns`` of each row, and its kv_len."""
+        self.reserve(np.array([to]), np.array([columns]))
+        columns = min(columns, self.region(source).shape[1])
+        self.region(to)[:, :columns] = self.region(source)[:, :columns]
+        self.kv_len[to] = self.kv_len[source]
+
+    def borrow(self, request_slot: int, lender: int, columns: IntArray) -> None:
+        """Note that so many columns (int64 [num_rows]) of a request's rows belong to a lender; -1 for nobody."""
+        self.lenders[request_slot] = lender
+        self.borrowed[request_slot] = to_device(columns.astype(np.int32), self.borrowed.device)
+
     def shrink(self, request_slot: int, columns: int) -> None:
         """Give up room beyond twice what a longest row of ``columns`` pages needs."""
         roomy = _roomy(columns)
@@ -86,6 +102,9 @@ class PageTables:
         """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
         self.kv_len.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
         self._columns[request_slots] = 0
+        if (self.lenders[request_slots] >= 0).any():
+            self.borrowed.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
+            self.lenders[request_slots] = -1
         self._trim()
         self._mirror()
 
