@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -27,14 +29,41 @@ def interpreted() -> Iterator[None]:
         patch.setattr(JITFunction, "run", lambda self, *args, **kw: _interpreted(self.fn).run(*args, **kw))
         # A function that a kernel calls, of Triton's library or ours.
         patch.setattr(JITFunction, "__call__", lambda self, *args, **kw: _interpreted(self.fn)(*args, **kw))
+        patch.setattr(interpreter, "_get_np_dtype", _numpy_type)
         patch.setattr(InterpreterBuilder, "cast_impl", _cast)
         patch.setattr(InterpreterBuilder, "create_dot", _dot)
+        with _language(patch):
+            yield
+
+
+@contextlib.contextmanager
+def _language(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's language means the interpreter's meanwhile.
+
+    The interpreter sees to that for every launch, and again for every function that a kernel calls, which takes longer
+    than to run them.
+    """
+    function = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # one that knows both
+    scope = interpreter._patch_lang(function)
+    patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+    try:
         yield
+    finally:
+        scope.restore()
 
 
 @cache
 def _interpreted(function: Callable[..., Any]) -> InterpretedFunction:
     return InterpretedFunction(function)
+
+
+# The interpreter makes a table of all types whenever it asks for one.
+_original_numpy_type = interpreter._get_np_dtype
+_of_scalar = cache(_original_numpy_type)
+
+
+def _numpy_type(kind: Any) -> np.dtype:
+    return _original_numpy_type(kind) if kind.scalar.is_ptr() else _of_scalar(kind.scalar)
 
 
 # The interpreter keeps bfloat16 as uint16. It multiplies matrices of these integers, truncates where a GPU rounds, and
