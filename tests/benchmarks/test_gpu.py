@@ -216,7 +216,10 @@ def test_kernels_refuse_a_wrong_compaction(card, monkeypatch):
 
 @pytest.fixture
 def small_model(monkeypatch):
-    """Matrix products and checks of a size for a CPU."""
+    """Heads, matrix products and checks of a size for a CPU."""
+    for module in (common, eviction):
+        monkeypatch.setattr(module, "QUERY_HEADS", 8)
+        monkeypatch.setattr(module, "KV_HEADS", 2)
     monkeypatch.setattr(eviction, "MATRICES", {name: (32, 64) for name in eviction.MATRICES})
     monkeypatch.setattr(eviction, "CHECKED_TOKENS", 96)
     monkeypatch.setattr(eviction, "TARGET_LENGTH", 96)
@@ -236,7 +239,7 @@ def test_eviction(card, small_model, tmp_path, capsys, dtype):
 
 
 def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
-    monkeypatch.setattr(eviction, "window_attention", lambda query, *others: torch.rand(32, 200 - len(query)))
+    monkeypatch.setattr(eviction, "window_attention", lambda query, *others: torch.rand(8, 200 - len(query)))
     with pytest.raises(WrongResult, match="snapkv"):
         eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1, torch.bfloat16)
 
