@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -15,6 +17,7 @@ import torch._dynamo
 import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
+from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
 
@@ -81,8 +84,13 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
         "kv_cache_memory_bytes": KV_BYTES,
     }
     settings = {**defaults, **settings}
-    # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
-    with torch._dynamo.config.patch(disable=settings["enforce_eager"]):
+    with (
+        # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
+        torch._dynamo.config.patch(disable=settings["enforce_eager"]),
+        # On CPUs vLLM starts each worker anew, whatever its settings say: for longer than these tests take, and without
+        # what a test has changed in this process.
+        mock.patch.object(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork")),
+    ):
         llm = LLM(
             str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
         )

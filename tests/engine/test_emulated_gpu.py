@@ -63,8 +63,14 @@ def test_ranks(models):
     model = models("llama", layers=2)
     asks = [Ask(70, policy, 0.5, max_tokens=2) for policy in ("ada-snapkv", "lava")]
     with emulated_gpu(), evicting_engine(model, tensor_parallel_size=2) as llm:
+        assert llm.collective_rpc(_pages) == ["EmulatedPages"] * 2
         answers = run(llm, asks, logits=True)
     _check_all(model, asks, answers)
+
+
+def _pages(worker):
+    """Name of the class that a worker stores and attends with."""
+    return type(get_runtime().pages).__name__
 
 
 @pytest.mark.engine

@@ -100,6 +100,8 @@ def test_gauges_show_what_a_running_request_holds(server, client):
     with complete(client, words(300), **settings) as stream:
         for _ in itertools.islice(stream, 5):
             pass
+        # The server counts a step after it has sent the step's tokens.
+        assert eventually(lambda: server.metrics()['logical_kv_tokens{rank="0"}'] > 0)
         numbers = server.metrics()
     entries, pages = (numbers[f'{name}{{rank="0"}}'] for name in ("logical_kv_tokens", "physical_pages"))
     assert entries % ROWS == 0 and entries / ROWS >= 60 + 4

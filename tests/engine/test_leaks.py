@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.running import Ask, engine, num_preemptions, run
 from vllm_kvevict.policies import available
+from vllm_kvevict.schedules.plan import plan_of
 
 ROUNDS, PER_ROUND = 3, 100
 
@@ -27,6 +28,10 @@ def test_no_object_stays(models):
                 for _ in range(PER_ROUND)
             ]
             run(llm, asks, recorded=False)
+            assert (
+                plan_of.cache_info().maxsize == 128
+            )  # a bounded number of plans stays, by length and configuration
+            plan_of.cache_clear()
             gc.unfreeze()  # vLLM hides from the collector what it has made at the start
             gc.collect()
             counts.append(Counter(type(thing).__name__ for thing in gc.get_objects()))

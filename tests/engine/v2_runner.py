@@ -9,7 +9,6 @@ reads pickled keywords of :func:`answers`, one dictionary a case, and pickles wh
 """
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -174,10 +173,6 @@ def _dummy_runs(worker: Any) -> None:
 
 
 def main() -> None:
-    import vllm.v1.executor.multiproc_executor as executor
-
-    # vLLM starts each worker anew on CPUs, which takes longer than these tests.
-    executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
     cases, results = map(Path, sys.argv[1:])
     done = [answers(**settings) for settings in pickle.loads(cases.read_bytes())]
     results.write_bytes(pickle.dumps(done))

@@ -55,7 +55,7 @@ class Plan:
         return self.schedule.window(self.config, self.evict_at, position)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def plan_of(config: EvictionConfig, n: int) -> Plan:
     """The plan of a prompt, or of a prefix, of n tokens."""
     if not config.evicts(n):
