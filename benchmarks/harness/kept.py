@@ -1,6 +1,5 @@
 """What evictions kept, read from the file of a server's ``eviction_log``, and the demo's tables."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,28 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.server import Snapshot
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """One request's eviction.
-
-    Attributes:
-        request: as the server calls it.
-        tokens: of the prompt.
-        policy: that chose.
-        kept, stored: entries after and before, over all layers and KV heads.
-        freed_pages: given back.
-        heads: [layers][KV heads], entries kept.
-    """
-
-    request: str
-    tokens: int
-    policy: str
-    kept: int
-    stored: int
-    freed_pages: int
-    heads: Sequence[Sequence[int]]
+from vllm_kvevict.schedules.reports import Eviction
 
 
 def read_evictions(path: Path) -> Iterator[Eviction]:
@@ -43,11 +21,8 @@ def read_evictions(path: Path) -> Iterator[Eviction]:
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
-                fields = json.loads(line)
-                eviction = Eviction(
-                    **{field.name: fields[field.name] for field in dataclasses.fields(Eviction)}
-                )
-            except (ValueError, TypeError, KeyError) as error:
+                eviction = Eviction(**json.loads(line))
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: no line of an eviction log") from error
             yield eviction
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.kept import Eviction, read_evictions
+from benchmarks.harness.kept import read_evictions
 from benchmarks.quality.results import Column, Result
+from vllm_kvevict.schedules.reports import Eviction
 
 
 def evictions_by_request(path: Path) -> dict[str, Eviction]:

@@ -13,7 +13,6 @@ from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.harness.answers import answers_table, make_questions
 from benchmarks.harness.kept import (
-    Eviction,
     Run,
     comparison_table,
     kept_table,
@@ -21,8 +20,8 @@ from benchmarks.harness.kept import (
     read_evictions,
 )
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
-from vllm_kvevict.engine.scheduler.evictions import EvictionLog, join
-from vllm_kvevict.schedules.reports import Report
+from vllm_kvevict.engine.scheduler.evictions import EvictionLog
+from vllm_kvevict.schedules.reports import Eviction
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -59,30 +58,14 @@ def test_metrics_of_a_stock_server():
     assert Snapshot.parse(stock) == Snapshot(13, 3, 0.75, 2, 128)
 
 
-def report(first_head: int, kept: list[list[int]]) -> Report:
-    """What a rank of two layers and one KV head says of a prompt of 500 tokens."""
-    return Report(
-        policy="snapkv",
-        epoch=1,
-        tokens=500,
-        last=True,
-        pages=14,
-        freed_pages=50,
-        peak_pages=64,
-        residues=[0] * 32,
-        first_layer=0,
-        first_head=first_head,
-        kept=kept,
-        decision_seconds=0.0,
-        compaction_seconds=0.0,
-    )
+EVICTION = Eviction("cmpl-7", 500, "snapkv", 390, 2000, 100, 128, [[100, 90], [120, 80]], 0.0, 0.0)
 
 
 def test_evictions_as_the_engine_writes_them(tmp_path):
     path = tmp_path / "evictions.jsonl"
-    EvictionLog(str(path)).write(join("cmpl-7", [report(0, [[100], [120]]), report(1, [[90], [80]])]))
+    EvictionLog(str(path)).write(EVICTION)
     (found,) = read_evictions(path)
-    assert found == Eviction("cmpl-7", 500, "snapkv", 390, 2000, 100, [[100, 90], [120, 80]])
+    assert found == EVICTION
     text = rendered(kept_table(found))
     for part in ("KV head 1", "100", "80", "19.0%", "20.0%", "390 of 2,000"):
         assert part in text
@@ -91,7 +74,7 @@ def test_evictions_as_the_engine_writes_them(tmp_path):
 @pytest.mark.parametrize("line", ["INFO a line of another log", "[]", '{"request": "cmpl-7"}'])
 def test_another_file_is_no_eviction_log(tmp_path, line):
     path = tmp_path / "evictions.jsonl"
-    EvictionLog(str(path)).write(join("cmpl-7", [report(0, [[100], [120]])]))
+    EvictionLog(str(path)).write(EVICTION)
     with path.open("a") as file:
         file.write(f"{line}\n")
     with pytest.raises(ValueError, match="line 2: no line of an eviction log"):

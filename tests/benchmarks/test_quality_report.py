@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from benchmarks.quality.results import (
     write_settings,
 )
 from benchmarks.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
+from vllm_kvevict.schedules.reports import Eviction
 
 FULL_CACHE = Column(FULL)
 
@@ -182,8 +184,9 @@ def test_table():
 
 def eviction_line(request: str, policy: str) -> str:
     """A line of an eviction log."""
-    kept = {"kept": 80, "stored": 400, "freed_pages": 8, "held_pages": 16, "heads": [[20, 40], [10, 10]]}
-    return json.dumps({"request": request, "tokens": 100, "policy": policy, **kept}) + "\n"
+    heads = [[20, 40], [10, 10]]
+    eviction = Eviction(request, 100, policy, 80, 400, 8, 16, heads, 0.0, 0.0)
+    return json.dumps(asdict(eviction)) + "\n"
 
 
 def test_evictions_find_their_requests(tmp_path):

@@ -11,8 +11,8 @@ from tests.engine.running import Ask, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import checks
 from vllm_kvevict.engine.metrics import EvictionStats
-from vllm_kvevict.engine.scheduler.evictions import Eviction, EvictionLog, join
-from vllm_kvevict.schedules.reports import Report
+from vllm_kvevict.engine.scheduler.evictions import EvictionLog
+from vllm_kvevict.schedules.reports import Eviction, Report, join
 
 
 def report(first_layer: int, first_head: int, kept: list[list[int]], seconds: float = 0.0) -> Report:

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_kvevict.policies import available
 
 if TYPE_CHECKING:
-    from vllm_kvevict.engine.scheduler.evictions import Eviction
+    from vllm_kvevict.schedules.reports import Eviction
 
 PREFIX = "vllm:kv_eviction_"
 COUNTERS = {

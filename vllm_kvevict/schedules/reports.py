@@ -64,3 +64,60 @@ class Report:
     kept: Sequence[Sequence[int]]
     decision_seconds: float
     compaction_seconds: float
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One request's eviction, over all ranks; its fields are those of a line of ``eviction_log``.
+
+    Attributes:
+        request: id of the request in the engine, which begins with the one that the client was told.
+        tokens: the request's token count when it was evicted.
+        policy: label of the policy that chose.
+        kept, stored: KV entries after and before, over all layers and KV heads.
+        freed_pages: pages returned to the pools.
+        held_pages: the most pages that the request held until then.
+        heads: [layers][KV heads] of the model, entries kept.
+        decision_seconds, compaction_seconds: spent on choosing and on moving, on the slowest rank.
+    """
+
+    request: str
+    tokens: int
+    policy: str
+    kept: int
+    stored: int
+    freed_pages: int
+    held_pages: int
+    heads: list[list[int]]
+    decision_seconds: float
+    compaction_seconds: float
+
+
+def join(request_id: str, reports: Sequence[Report]) -> Eviction:
+    """Make one eviction of the reports of all ranks, one of each."""
+    first, heads = reports[0], kept_by_head(reports)
+    return Eviction(
+        request=request_id,
+        tokens=first.tokens,
+        policy=first.policy,
+        kept=sum(map(sum, heads)),
+        stored=sum(map(len, heads)) * first.tokens,
+        freed_pages=sum(report.freed_pages for report in reports),
+        held_pages=sum(report.peak_pages for report in reports),
+        heads=heads,
+        decision_seconds=max(report.decision_seconds for report in reports),
+        compaction_seconds=max(report.compaction_seconds for report in reports),
+    )
+
+
+def kept_by_head(reports: Sequence[Report]) -> list[list[int]]:
+    """[layers][KV heads] of the model, entries kept.
+
+    Stages report layers of their own. Ranks of a stage report heads of the same layers; where they replicate a KV head
+    they report the same of it, and it counts once.
+    """
+    layers: dict[int, dict[int, int]] = {}
+    for report in reports:
+        for layer, heads in enumerate(report.kept, report.first_layer):
+            layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
+    return [[heads[head] for head in sorted(heads)] for _, heads in sorted(layers.items())]

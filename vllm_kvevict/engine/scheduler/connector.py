@@ -9,8 +9,9 @@ from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
 from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepMessage, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
-from vllm_kvevict.engine.scheduler.evictions import EvictionLog, join
+from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.reports import join
 
 logger = init_logger("vllm.kv_eviction")
 
