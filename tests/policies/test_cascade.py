@@ -10,6 +10,7 @@ import torch
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
 
 from . import reference
+from .seeds import named
 
 HEADS, NUM_LAYERS, N, B, WINDOW = 3, 5, 60, 20, 8
 WEIGHTS = [0.0, 0.01, 0.5, 0.5, 0.9, 1.0, 30.0, math.nan]
@@ -48,7 +49,6 @@ def cascade(scores: list, weights: list[float], alpha: float | None) -> list:
     return [[sorted(x) + list(range(m, N)) for x in layer] for layer in held]
 
 
-@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize(
     ("policy", "alpha"),
     [
@@ -60,7 +60,13 @@ def cascade(scores: list, weights: list[float], alpha: float | None) -> list:
         ("cake", None),
     ],
 )
-def test_cascade_is_the_one_shot_decision(policy, alpha, seed):
+def test_cascade_is_the_one_shot_decision(policy, alpha):
+    for seed in range(40):
+        with named(seed):
+            check(policy, alpha, seed)
+
+
+def check(policy, alpha, seed):
     rng = random.Random(f"{policy}{seed}")
     weights = [rng.choice([*WEIGHTS, *[rng.random()] * 8]) for _ in range(NUM_LAYERS)]
     g = torch.Generator().manual_seed(seed)
