@@ -69,7 +69,8 @@ class Workers:
 
     def held(self, rank: int) -> int:
         """Pages held on a rank."""
-        return sum(self.pages(resident.kv_len[rank]) for resident in self.live.values())
+        rows = [resident.kv_len[rank] for resident in self.live.values()]
+        return self.pages(np.concatenate(rows)) if rows else 0
 
     def execute(self, output: SchedulerOutput) -> WorkerMessages:
         """Carry out a step.
