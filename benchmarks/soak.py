@@ -244,7 +244,8 @@ class Soak:
 
     async def _sample(self, server: Server, seconds: float) -> Sample:
         seen = await server.snapshot()
-        pages, entries = seen.physical_pages or 0, seen.logical_entries or 0
+        # What is cached stays when nobody asks.
+        pages, entries = (seen.physical_pages or 0) - seen.cached_pages, seen.logical_entries or 0
         load = seen.running, seen.waiting, seen.preemptions
         return Sample(seconds, self.answered, resident_memory(), pages, entries, *load)
 

@@ -110,7 +110,9 @@ def test_bytes_and_limits_of_even_heads() -> None:
     )  # one layer whole, the others evicted
     assert row["at end"] == 4 * 64 // 16
     assert (row["limit"], row["longest"]) == ("answers", 4 * 2048)
+    assert row["cached"] == 4 * 64 // 8
     whole = size(machine, {"policy": "full"}, 2048, 256)
+    assert whole["cached"] == 0
     assert (whole["kept"], whole["at once"], whole["at end"], whole["layered"]) == (2048, 3, 3, "no")
     assert whole["longest"] == 4 * 2048
     none = size(machine, {"policy": "full"}, 9000, 256)

@@ -59,6 +59,9 @@ class Snapshot:
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
     physical_pages: int | None = None
+    cached_pages: int = 0
+    cached_prefixes: int = 0
+    prefix_hits: int = 0
     logical_entries: int | None = None
 
     @classmethod
@@ -88,6 +91,9 @@ class Snapshot:
             decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
             compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
             physical_pages=count_if_there("kv_eviction_physical_pages"),
+            cached_pages=count("kv_eviction_cached_pages"),
+            cached_prefixes=count("kv_eviction_cached_entries"),
+            prefix_hits=count("prefix_cache_hits_total"),
             logical_entries=count_if_there("kv_eviction_logical_kv_tokens"),
         )
 

@@ -58,11 +58,29 @@ def entries(cache, slot):
 
 def pages_of(cache, run):
     """A run's pages as they lie in memory."""
-    table = cache.tables.region(run)
-    return cache.storage[table[cache._own_columns(run, table.shape[1])].long()].clone()
+    return cache.storage[cache.own_pages(run).long()].clone()
 
 
 KEPT = [64, 70, 1, 33]
+
+
+def test_the_checksum_of_a_run_tells_whether_anybody_wrote_to_it(cache):
+    runs, donor = Runs(cache), read(cache, 100, KEPT)
+    run = runs.freeze(donor)
+    checksum = runs.checksum(run)
+    fork = runs.fork(run)
+    append(cache, fork, 40)
+    assert runs.checksum(run) == checksum
+    page = cache.own_pages(run)[-1]
+    for element in (0, -1):
+        cache.storage[page, element] += 1
+        assert runs.checksum(run) != checksum
+        cache.storage[page, element] -= 1
+    first, second = cache.own_pages(run)[:2].tolist()
+    cache.storage[[first, second]] = cache.storage[[second, first]]
+    assert runs.checksum(run) != checksum
+    with pytest.raises(ValueError, match="there is no run"):
+        runs.checksum(fork)
 
 
 def test_a_fork_has_what_was_kept_and_takes_partial_pages_only(cache):

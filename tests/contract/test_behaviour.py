@@ -54,6 +54,12 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "_build_kv_connector_meta _update_after_schedule",
         "chunks are not cut for running and waiting requests alike, or plans miss their step",
     ),
+    "prefixes-are-looked-up": (
+        f"{SCHEDULER}.schedule",
+        "_get_local_prefix_cache_hit get_num_new_matched_tokens skip_request _reserve_prefill_lookahead "
+        "allocate_slots record_prefix_cache_stats",
+        "no request begins with a cached prefix, or waits for one",
+    ),
     "step-starts": (
         f"{SCHEDULER}.schedule",
         "new_step_starts allocate_slots allocate_slots",
@@ -188,17 +194,18 @@ CALLS: dict[str, tuple[str, str, str]] = {
 
 OURS = """
     new_step_starts allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens
-    take_new_block_ids cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks
+    take_new_block_ids cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks get_computed_blocks
+    reset_prefix_cache
 """
 """What vLLM's scheduler asks of the block manager and our ledger answers."""
 
 HARMLESS = """
-    block_pool coordinator evict_blocks finalize_partial_tail_offloads get_computed_blocks
+    block_pool coordinator evict_blocks finalize_partial_tail_offloads
     get_block_ids_for_computed_tokens get_computed_blocks_for_connector make_prefix_cache_stats
     mamba_shared_prefix_checkpoint record_blocks_for_zeroing record_prefix_cache_stats
-    reset_prefix_cache take_boundary_state_offloads take_events take_kv_cache_block_copies truncate_computed_blocks
+    take_boundary_state_offloads take_events take_kv_cache_block_copies truncate_computed_blocks
 """
-"""What vLLM's own, idle manager may answer: without blocks and prefix caching that does no harm."""
+"""What vLLM's own, idle manager may answer: it has no blocks, and only counts what our ledger finds cached."""
 
 
 @pytest.mark.parametrize("seam", CALLS)

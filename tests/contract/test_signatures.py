@@ -20,6 +20,7 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "scheduler_output model_runner_output",
         "clients of requests that the scheduler ended wait for ever",
     ),
+    f"{SCHEDULER}.has_requests": ("", "an idle engine does not tell its workers which prefixes to drop"),
     f"{SCHEDULER}.finish_requests": (
         "request_ids finished_status",
         "requests that cannot go on are never ended",
@@ -40,6 +41,8 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
     f"{MANAGER}:KVCacheManager.get_blocks": ("request_id", "the scheduler reads blocks that do not exist"),
     f"{MANAGER}:KVCacheManager.get_block_ids": ("request_id", "the scheduler reads blocks that do not exist"),
     f"{MANAGER}:KVCacheManager.estimate_cached_tokens": ("request", "admission reads vLLM's own accounts"),
+    f"{MANAGER}:KVCacheManager.get_computed_blocks": ("request", "no request begins with a cached prefix"),
+    f"{MANAGER}:KVCacheManager.reset_prefix_cache": ("", "cached prefixes outlive a reset"),
     f"{MANAGER}:KVCacheManager.take_new_block_ids": (
         "",
         "workers zero blocks that hold other requests' pages",
@@ -187,7 +190,10 @@ WRAPPED: dict[str, tuple[str, str]] = {
         "conversations chat_params tok_params",
         "chats over HTTP fail under scope=prefix",
     ),
-    f"{MANAGER}:KVCacheManager.allocate_slots": ("request num_new_tokens", "nothing is admitted"),
+    f"{MANAGER}:KVCacheManager.allocate_slots": (
+        "request num_new_tokens num_new_computed_tokens",
+        "nothing is admitted",
+    ),
 }
 
 CALLED: dict[str, tuple[str, str]] = {

@@ -154,7 +154,9 @@ class Choices:
         return greed, order
 
     def _random(self, request_id: str, purpose: str) -> np.random.Generator:
-        return np.random.default_rng([self.seed, zlib.crc32(f"{purpose} {request_id}".encode())])
+        # What one document keeps does not depend on the question: "document: question".
+        document = request_id.split(":")[0]
+        return np.random.default_rng([self.seed, zlib.crc32(f"{purpose} {document}".encode())])
 
 
 def _compete(config: EvictionConfig, budget: int, m: int, order: np.ndarray, share) -> np.ndarray:

@@ -105,8 +105,12 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **settings: Any) -> Iterator[LLM]:
-    """An engine with eviction on, opt-in per request unless ``eviction`` says more, recording decisions."""
+    """An engine with eviction on, opt-in per request unless ``eviction`` says more, recording decisions.
+
+    Without prefix caching unless told otherwise, so that each request has an eviction to record.
+    """
     options = {"policy": "full", "min_prompt": 0, "policies": "all", **(eviction or {})}
+    settings = {"enable_prefix_caching": False, **settings}
     with engine(model, additional_config={"kv_eviction": options}, **settings) as llm:
         llm.collective_rpc(_record)
         yield llm

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,6 +14,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -51,6 +53,7 @@ class Setup:
         has_w_o: whether the workers can read output projections.
         gpu: whether admission counts as on a GPU, where fewer prompts are evicted layer by layer; holds within
             :func:`surroundings`.
+        prefix_caching: whether evicted prefixes are cached; else each request is evicted.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -69,6 +72,7 @@ class Setup:
     long_prefill: int = 0
     has_w_o: bool = True
     gpu: bool = False
+    prefix_caching: bool = False
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
 
 
@@ -136,6 +140,7 @@ def make_config(setup: Setup) -> VllmConfig:
     model.get_num_kv_heads = lambda parallel_config: room.num_kv_heads
     model.get_total_num_kv_heads = lambda: room.num_model_kv_heads
     config.cache_config.block_size = PAGE
+    config.cache_config.enable_prefix_caching = setup.prefix_caching
     config.cache_config.num_gpu_blocks = room.pages // room.rows
     if setup.options is not None:
         config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
@@ -175,15 +180,37 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 def make_request(
     name: str,
-    prompt: int,
+    prompt: int | Sequence[int],
     max_tokens: int,
     extra_args: dict[str, Any] | None = None,
     priority: int = 0,
     arrival: float = 0.0,
+    salt: str | None = None,
 ) -> Request:
-    """A request of ``prompt`` tokens that ends after exactly ``max_tokens`` outputs."""
+    """A request that ends after exactly ``max_tokens`` outputs.
+
+    Args:
+        prompt: how many tokens it has; or the tokens, which are then hashed as for a prefix cache.
+    """
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
-    return Request(name, [TOKEN] * prompt, params, None, arrival_time=arrival, priority=priority)
+    tokens = [TOKEN] * prompt if isinstance(prompt, int) else list(prompt)
+    return Request(
+        name,
+        tokens,
+        params,
+        None,
+        arrival_time=arrival,
+        priority=priority,
+        cache_salt=salt,
+        block_hasher=None if isinstance(prompt, int) else _block_hasher(),
+    )
+
+
+@functools.cache
+def _block_hasher() -> Callable[[Request], list[Any]]:
+    """What the engine core hashes prompts with."""
+    init_none_hash(sha256)
+    return get_request_block_hasher(PAGE, sha256)
 
 
 def options_of(setup: Setup) -> Options:

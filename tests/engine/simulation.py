@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
 from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
-from vllm_kvevict.engine.messages import RankMessage, WorkerMessages
+from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.registry import lookup
@@ -25,13 +25,24 @@ from vllm_kvevict.schedules.reports import LayerWeights, Report
 
 @dataclass
 class Resident:
-    """A request on the workers: its admission, the length of each of its rows by rank, whether it waits for budgets."""
+    """A request on the workers.
+
+    Attributes:
+        kv_len: length of each of its rows, by rank.
+        waits: whether it waits for budgets.
+        store: number of the prefix that is cached once it is evicted.
+        lent: by rank, pages of each row that it borrows; None where it borrows none.
+        prefix: number of the one that it borrows of.
+    """
 
     admission: Admission
     kv_len: list[np.ndarray]
     tokens: int = 0
     waits: bool = False
     kept: list[np.ndarray] | None = None
+    store: int | None = None
+    lent: list[np.ndarray] | None = None
+    prefix: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -50,6 +61,9 @@ class Workers:
         evictions: (request id, epoch, token count) of every eviction so far.
         peak_pages: most pages ever held on each rank.
         most_reserved: most tokens of the reserve ever in use.
+        cached: lengths of the rows of cached prefixes, by number and rank.
+        hits: requests that began with one.
+        dropped: numbers of those that were dropped, in order.
         tamper: changes a report before it is sent.
     """
 
@@ -58,6 +72,9 @@ class Workers:
         self.ranks = capacities(setup)
         self.choices = Choices(self.ranks, setup.replicas, seed, greeds)
         self.live: dict[str, Resident] = {}
+        self.cached: dict[int, list[np.ndarray]] = {}
+        self.hits = 0
+        self.dropped: list[int] = []
         self.evictions: list[tuple[str, int, int]] = []
         self.peak_pages = [0] * len(setup.shapes)
         self.most_reserved = 0
@@ -70,7 +87,48 @@ class Workers:
     def held(self, rank: int) -> int:
         """Pages held on a rank."""
         rows = [resident.kv_len[rank] for resident in self.live.values()]
-        return self.pages(np.concatenate(rows)) if rows else 0
+        pages = self.pages(np.concatenate(rows)) if rows else 0
+        lent = sum(int(r.lent[rank].sum()) for r in self.live.values() if r.lent is not None)
+        return pages - lent + self.cached_pages(rank)
+
+    def cached_pages(self, rank: int) -> int:
+        """Pages of a rank that cached prefixes hold."""
+        return sum(self.pages(rows[rank]) for rows in self.cached.values())
+
+    def borrowers(self, number: int) -> list[str]:
+        """Requests that borrow a cached prefix."""
+        return [name for name, resident in self.live.items() if resident.prefix == number]
+
+    def _drop(self, number: int) -> None:
+        """Drop a prefix; what one request borrows of it becomes its own."""
+        borrowers = self.borrowers(number)
+        assert len(borrowers) <= 1, f"prefix {number} is dropped while {borrowers} borrow it"
+        for name in borrowers:
+            self.live[name].lent = self.live[name].prefix = None
+        del self.cached[number]
+        self.dropped.append(number)
+
+    def _store(self, resident: Resident) -> None:
+        """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower."""
+        number, resident.store = resident.store, None
+        if number is not None and resident.tokens == resident.plan.evict_at:
+            self.cached[number] = [rows.copy() for rows in resident.kv_len]
+            self._borrow(resident, number)
+
+    def _borrow(self, resident: Resident, number: int) -> None:
+        resident.prefix = number
+        resident.lent = [rows // PAGE for rows in self.cached[number]]
+
+    def _open(self, admission: Admission) -> Resident:
+        """Open a request, with what its cached prefix holds if it has one."""
+        rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
+        if admission.prefix is None:
+            return Resident(admission, rows)
+        rows = [kept.copy() for kept in self.cached[admission.prefix]]
+        resident = Resident(admission, rows, tokens=admission.tokens)
+        self._borrow(resident, admission.prefix)
+        self.hits += 1
+        return resident
 
     def execute(self, output: SchedulerOutput) -> WorkerMessages:
         """Carry out a step.
@@ -82,6 +140,8 @@ class Workers:
         probes = message.probes
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
+        for number in message.drops:
+            self._drop(number)
         trimmed: list[Resident] = []
         for name, decided in message.layer_budgets.items():
             resident = self.live.get(name)
@@ -96,8 +156,9 @@ class Workers:
         for admission in message.admissions:
             name = admission.request_id
             assert name not in self.live, f"{name} was admitted while it was running"
-            rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
-            self.live[name] = Resident(admission, rows)
+            self.live[name] = self._open(admission)
+        for name, number in message.stores.items():
+            self.live[name].store = number
         self._check_reserve(output)
         leaving: list[Resident] = []
         # Pages that are held for a part of the step only.
@@ -139,6 +200,10 @@ class Workers:
             resident.waits = True
         leaving = [resident for resident in leaving if not resident.waits]
         reports += [self._evict(resident) for resident in leaving]
+        for rank, most in (message.most_pages or {}).items():
+            assert self.held(rank) <= most, (
+                f"rank {rank} holds {self.held(rank)} pages, the ledger allows {most}"
+            )
         return WorkerMessages(
             {
                 rank: RankMessage(
@@ -148,11 +213,15 @@ class Workers:
                     },
                     {resident.admission.request_id: self._weights(resident, rank) for resident in waiting},
                     physical_pages=self.held(rank),
+                    cached_pages=self.cached_pages(rank),
                     logical_tokens=sum(int(r.kv_len[rank].sum()) for r in self.live.values()),
-                    holdings={
-                        name: (r.admission.epoch, r.tokens, self.pages(r.kv_len[rank]))
-                        for name, r in self.live.items()
-                    },
+                    holdings=Holdings(
+                        {
+                            name: (r.admission.epoch, r.tokens, self.pages(r.kv_len[rank]))
+                            for name, r in self.live.items()
+                        },
+                        {number: self.pages(rows[rank]) for number, rows in self.cached.items()},
+                    ),
                 )
                 for rank in range(len(self.setup.shapes))
             }
@@ -250,6 +319,7 @@ class Workers:
                     compaction_seconds=0.0,
                 )
             )
+        self._store(resident)
         return reports
 
 
@@ -303,7 +373,7 @@ class Simulation:
         ended = getattr(self.scheduler, "_ended", None)
         sends = (
             output.preempted_req_ids or ended or getattr(output.kv_connector_metadata, "layer_budgets", None)
-        )
+        ) or getattr(output.kv_connector_metadata, "drops", None)
         self.idle = 0 if output.total_num_scheduled_tokens or sends else self.idle + 1
         if self.idle > self.setup.depth:
             unfinished = self.scheduler.get_num_unfinished_requests()

@@ -324,7 +324,7 @@ def test_an_unknown_keyword_is_still_an_error(model):
     [
         (["--kv-eviction", "snapkv", "--kv-budget", "2.5"], "--kv-budget"),
         (["--kv-eviction", "snapkv", "--kv-eviction-config.sinks", "4"], "--kv-eviction-config.sinks"),
-        (["--kv-eviction", "snapkv", "--enable-prefix-caching"], "--enable-prefix-caching"),
+        (["--kv-eviction", "snapkv", "--enable-sleep-mode"], "--enable-sleep-mode"),
     ],
 )
 def test_serve_says_what_is_wrong_in_one_line(words, expected, model):

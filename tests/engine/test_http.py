@@ -28,8 +28,13 @@ def server(models, tmp_path_factory):
     flags += ["--kv-eviction-config.policies", "all", "--max-logprobs", "-1"]
     flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     # So few blocks of 128 tokens that requests of the soak have to wait for pages.
-    flags += ["--num-gpu-blocks-override", "20"]
-    env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_LOG_STATS_INTERVAL": "1"}
+    flags += ["--num-gpu-blocks-override", "20", "--enable-prompt-tokens-details"]
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_KVEVICT_CHECK": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_LOG_STATS_INTERVAL": "1",
+    }
     log = tmp_path_factory.mktemp("server") / "log"
     with Server(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
         yield server
@@ -42,12 +47,11 @@ def client(server):
 
 
 def idle(server) -> bool:
-    """Whether the server holds nothing."""
+    """Whether the server holds nothing but cached prefixes."""
     numbers = server.metrics()
     usage = re.search(r"^vllm:kv_cache_usage_perc.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)
-    return (
-        numbers['physical_pages{rank="0"}'] == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
-    )
+    held = numbers['physical_pages{rank="0"}'] - numbers['cached_pages{rank="0"}']
+    return held == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
 
 
 # What is done, and what is reported of it.
@@ -56,7 +60,7 @@ def idle(server) -> bool:
 def test_start_up_and_request_lines(server, client):
     line = re.search(r"KV eviction: policy ada-snapkv, budget 0.2, .*", server.log)
     assert "page size 32 tokens" in line[0] and "(rank 0: 640)" in line[0]
-    assert len(re.findall("WARNING.*KV eviction turns prefix caching off", server.log)) == 1
+    assert len(re.findall("WARNING.*KV eviction: .* their prefixes are not cached", server.log)) == 1
     answer = complete(client, words(300), fields={"kv_eviction": "streaming-llm"})
     line = eventually(lambda: re.search(rf"DEBUG.*KV eviction: request {answer.id}.*", server.log))
     assert "at 300 tokens by streaming-llm: kept 480/2400 entries, freed 64 pages" in line[0]
@@ -103,9 +107,10 @@ def test_gauges_show_what_a_running_request_holds(server, client):
         # The server counts a step after it has sent the step's tokens.
         assert eventually(lambda: server.metrics()['logical_kv_tokens{rank="0"}'] > 0)
         numbers = server.metrics()
-    entries, pages = (numbers[f'{name}{{rank="0"}}'] for name in ("logical_kv_tokens", "physical_pages"))
+    names = ("logical_kv_tokens", "physical_pages", "cached_pages")
+    entries, pages, cached = (numbers[f'{name}{{rank="0"}}'] for name in names)
     assert entries % ROWS == 0 and entries / ROWS >= 60 + 4
-    assert pages == ROWS * -(-entries / ROWS // PAGE)
+    assert pages - cached == ROWS * -(-entries / ROWS // PAGE)
     # The client went away: so do the pages.
     assert eventually(lambda: idle(server))
 
@@ -159,7 +164,7 @@ ENDPOINTS = [completions, chat, responses, messages]
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_endpoints(endpoint, server, client):
-    before = server.metrics()
+    before, hits = server.metrics(), prefix_hits(server)
     full = endpoint(client, {"kv_eviction": "full"})
     assert endpoint(client, {"kv_eviction": "full"}, stream=True) == full != ""
     evicted = endpoint(client, {"kv_eviction": "snapkv", "kv_budget": 64, "kv_prefix_len": 300})
@@ -169,11 +174,37 @@ def test_endpoints(endpoint, server, client):
     )
     assert evicted != full
 
-    def count():
+    def evictions():
         name = 'evictions_total{policy="snapkv"}'
         return server.metrics()[name] - before[name]
 
-    assert eventually(lambda: count() == 2)
+    # Each was evicted, or began with what another one had kept of the same 300 tokens.
+    assert eventually(lambda: evictions() + (prefix_hits(server) - hits) / 300 == 2)
+    assert prefix_hits(server) > hits
+
+
+def prefix_hits(server) -> float:
+    """Prompt tokens that were found in the prefix cache."""
+    return float(
+        re.search(r"^vllm:prefix_cache_hits_total.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)[1]
+    )
+
+
+def test_usage_tells_what_was_cached_and_a_reset_empties_it(server, client):
+    """Salts keep users apart."""
+    cached = []
+    for salt in ("one", "other", "one", "other"):
+        fields = {"kv_prefix_len": 250, "kv_budget": 0.3}
+        extra = {"vllm_xargs": fields, "cache_salt": salt}
+        answer = client.completions.create(
+            model=server.model, prompt=words(280, seed=5), max_tokens=3, temperature=0, extra_body=extra
+        )
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert cached == [0, 0, 250, 250]
+    assert eventually(lambda: server.metrics()["cached_entries"] >= 2)
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
+    assert eventually(lambda: server.metrics()['physical_pages{rank="0"}'] == 0)
+    assert server.metrics()["cached_entries"] == server.metrics()['cached_pages{rank="0"}'] == 0
 
 
 BAD = [

@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 
 from tests.engine.servers import PAGE, Setup, Shape, make_request, make_scheduler
 from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.reports import Report
 
@@ -235,15 +236,15 @@ def test_verify_compares_requests_and_totals() -> None:
     ledger = make_ledger([1000])
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 100)
-    ledger.verify(0, {"r": (1, 100, 16), "gone": (1, 5, 99)})
-    ledger.verify(0, {"r": (2, 100, 99)})  # of another admission
+    ledger.verify(0, Holdings({"r": (1, 100, 16), "gone": (1, 5, 99)}))
+    ledger.verify(0, Holdings({"r": (2, 100, 99)}))  # of another admission
     with pytest.raises(
         RuntimeError, match="holds 17 pages of request r at 100 tokens, the ledger expects 16"
     ):
-        ledger.verify(0, {"r": (1, 100, 17)})
+        ledger.verify(0, Holdings({"r": (1, 100, 17)}))
     ledger.used = [15]
     with pytest.raises(RuntimeError, match="ledger of rank 0 sums to 16, not 15"):
-        ledger.verify(0, {})
+        ledger.verify(0, Holdings({}))
 
 
 def test_block_ids_are_empty_and_never_shared() -> None:
@@ -265,7 +266,7 @@ def test_a_prompt_read_in_one_step_holds_its_bound_until_it_is_reported() -> Non
     assert ledger.must_wait("r")
     account = ledger.accounts["r"]
     assert ledger.control.expected_pages(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
-    ledger.verify(0, {"r": (1, 0, 0)})  # a step in flight before it
+    ledger.verify(0, Holdings({"r": (1, 0, 0)}))  # a step in flight before it
     ledger.on_report(0, "r", report(1, 640, [128] * 8))
     assert ledger.used == [8 * 4] and not ledger.must_wait("r")
     assert grow(ledger, request, 1)

@@ -164,7 +164,6 @@ def test_a_plain_model_is_accepted(model):
 # Flags.
 
 FLAGS = {
-    "--enable-prefix-caching": {"enable_prefix_caching": True},
     "--speculative-config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     "--spec-method": {"spec_method": "ngram", "spec_tokens": 2},
     "--spec-model": {"spec_model": "somewhere"},
@@ -221,13 +220,17 @@ def test_pages_that_divide_blocks(page_size, block_size, model):
     args.create_engine_config()
 
 
-@pytest.mark.parametrize("given, warnings", [(None, 1), (False, 0)])
-def test_prefix_caching_is_turned_off_with_one_warning(given, warnings, model, monkeypatch):
+@pytest.mark.parametrize(
+    "given, scope, warnings",
+    [(None, "prompt", 1), (True, "prompt", 1), (False, "prompt", 0), (None, "prefix", 0)],
+)
+def test_one_warning_where_no_prefix_will_be_cached(given, scope, warnings, model, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
-    args = EngineArgs(model=model, dtype="float32", kv_eviction="snapkv", enable_prefix_caching=given)
-    assert args.create_engine_config().cache_config.enable_prefix_caching is False
-    assert len(lines) == warnings and all("prefix caching off" in line for line in lines)
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"scope": scope}}
+    args = EngineArgs(model=model, dtype="float32", enable_prefix_caching=given, **settings)
+    assert args.create_engine_config().cache_config.enable_prefix_caching is (given is not False)
+    assert len(lines) == warnings and all("prefixes are not cached" in line for line in lines)
     # Of several API servers none repeats it.
     args._api_process_count = 2
     for args._api_process_rank in (-1, 0, 1):

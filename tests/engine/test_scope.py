@@ -104,7 +104,8 @@ def test_other_prompts_have_to_say_where_their_prefix_ends(llm):
 def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.25", "--kv-eviction-config.min_prompt", "64"]
     flags += ["--kv-eviction-config.scope", "prefix", "--dtype", "float32", "--enforce-eager"]
-    flags += ["--max-model-len", "2048"]
+    # So that each request has an eviction to look at.
+    flags += ["--max-model-len", "2048", "--no-enable-prefix-caching"]
     log = tmp_path_factory.mktemp("server") / "log"
     with Server(models("llama"), log, *flags, *log_evictions(log), env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server

@@ -62,6 +62,7 @@ def second(model, tmp_path_factory):
             {**tight, "batches": [TIGHT], "ahead": True, "aborting": (ASKS, ABORTED_AFTER)},
             {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
             {**small, "batches": [SMALL], "ahead": True, "gpu": True},
+            {**mixed, "batches": [ASKS, ASKS], "logits": True, "ahead": True, "enable_prefix_caching": True},
         ],
     )
     yield process
@@ -96,6 +97,18 @@ def test_equals_v1(first, second, case, name) -> None:
             assert one.kept[-1:] == other.kept[-1:], ask
             if other.logits.numel():
                 torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
+def test_a_cached_prefix_makes_no_difference(first, second) -> None:
+    (read, cached), _, _ = second.result()[4]
+    for ask, expected, *answers in zip(ASKS, first["mixed"], read, cached, strict=True):
+        for answer in answers:
+            assert answer.tokens == expected.tokens, ask
+            torch.testing.assert_close(answer.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    with_prefix = [bool(ask.prefix_len) for ask in ASKS]
+    was_cached = [bool(one.kept) and not other.kept for one, other in zip(read, cached, strict=True)]
+    assert was_cached == with_prefix and any(with_prefix)
 
 
 @pytest.mark.engine

@@ -88,7 +88,7 @@ def _engine(ahead: bool, gpu: bool, **settings: Any) -> Iterator[Any]:
 
 
 def _left(worker: Any) -> tuple[str, int]:
-    """In the worker: where its runner's code is from, and the pages held once what finished last is closed."""
+    """In the worker: where its runner's code is from, and what requests hold once those that finished are closed."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_kvevict.engine.worker.runtime import get_runtime
@@ -97,8 +97,8 @@ def _left(worker: Any) -> tuple[str, int]:
     step = SchedulerOutput.make_empty()
     step.finished_req_ids = set(runtime.residents)
     runtime.begin_step(step)
-    pool = runtime.cache.pool
-    return type(worker.model_runner).__mro__[1].__module__, pool.num_pages - pool.num_free
+    held = runtime.cache.physical_pages - runtime.prefixes.runs.pages
+    return type(worker.model_runner).__mro__[1].__module__, held
 
 
 def answers(

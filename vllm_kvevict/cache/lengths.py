@@ -1,5 +1,7 @@
 """The length of every row, known to the host without asking the device."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,12 @@ class RowLengths:
     @property
     def total_entries(self) -> int:
         """Sum of all row lengths."""
-        return int(self._tokens.sum()) * self._offset[0].size + int(self._offset_sum.sum())
+        return self.entries(slice(None))
+
+    def entries(self, request_slots: Sequence[int] | slice) -> int:
+        """Sum of the row lengths of some requests."""
+        tokens, offsets = self._tokens[request_slots].sum(), self._offset_sum[request_slots].sum()
+        return int(tokens) * self._offset[0].size + int(offsets)
 
     def clear(self, request_slot: int) -> None:
         """Set all rows of a request to length 0."""

@@ -127,6 +127,11 @@ class PagedKVCache:
         self.lengths.append(which, tokens, pages)
         return Step(batch, tokens, max_lens.tolist())
 
+    def own_pages(self, request_slot: int) -> torch.Tensor:
+        """Pages of a request that it does not borrow, int32 (waits for the device)."""
+        table = self.tables.region(request_slot)
+        return table[self._own_columns(request_slot, table.shape[1])]
+
     def _own_columns(self, request_slot: int, columns: int) -> torch.Tensor:
         """Which places of a request's page table hold pages of its own, bool [rows, columns]."""
         column = torch.arange(columns, device=self.device)
@@ -349,11 +354,10 @@ class PagedKVCache:
 
     def _verify_owned(self) -> None:
         """Each page that was taken is in the table of one owner."""
-        owned = [self.tables.arena[:0]]
-        for slot in np.flatnonzero(self.lengths.pages):
-            table = self.tables.region(int(slot))
-            owned.append(table[self._own_columns(int(slot), table.shape[1])])
-        times = torch.bincount(torch.cat(owned).cpu(), minlength=self.pool.num_pages)
+        owned = [self.own_pages(int(slot)) for slot in np.flatnonzero(self.lengths.pages)]
+        times = torch.bincount(
+            torch.cat([self.tables.arena[:0], *owned]).cpu(), minlength=self.pool.num_pages
+        )
         if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 

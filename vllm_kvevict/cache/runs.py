@@ -37,12 +37,17 @@ class Runs:
     @property
     def pages(self) -> int:
         """Pages that runs hold."""
-        return sum(self.cache.held(run) for run in self._runs)
+        return int(self.cache.lengths.pages[list(self._runs)].sum())
 
     @property
     def entries(self) -> int:
         """Entries in runs, over all layers and KV heads."""
-        return sum(int(self.cache.lengths.of(run).sum()) for run in self._runs)
+        return self.cache.lengths.entries(list(self._runs))
+
+    def lent(self, request_slot: int) -> int:
+        """Pages that a request borrows."""
+        run = int(self.cache.tables.lenders[request_slot])
+        return int(self._split(run)[0].sum()) if run >= 0 else 0
 
     def borrowers(self, run: int) -> list[int]:
         """Request slots that begin with the pages of a run."""
@@ -103,6 +108,18 @@ class Runs:
             self.cache.lengths.pages[run] -= full.sum()
         self._runs.remove(run)
         self.cache.close([run])
+
+    def checksum(self, run: int) -> int:
+        """A number that changes when anything in a run's pages does (waits for the device).
+
+        Raises:
+            ValueError: there is no such run.
+        """
+        self._require(run)
+        pages = self.cache.own_pages(run).to(torch.int64)
+        halves = self.cache.storage[pages].flatten().view(torch.int16).to(torch.int64)
+        places = torch.arange(1, halves.numel() + 1, device=halves.device)
+        return int((halves * places).sum())
 
     def _require(self, run: int) -> None:
         if run not in self._runs:

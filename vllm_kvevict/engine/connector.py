@@ -1,8 +1,8 @@
 """Transport between scheduler and workers, on vLLM's KV-connector channel; no KV moves through it.
 
-Down, with every step: the admissions of requests in it, and layer budgets decided from the weights of all
-pipeline stages. Up, from every rank of TP and PP: such weights, reports of evictions, and in check mode what the rank
-holds. The connector is also where vLLM asks for metrics.
+Down, with every step: the admissions of requests in it, layer budgets decided from the weights of all pipeline stages,
+and which prefixes are cached or dropped. Up, from every rank of TP and PP: such weights, reports of evictions, and in
+check mode what the rank holds. The connector is also where vLLM asks for metrics.
 """
 
 from collections.abc import Mapping
@@ -107,8 +107,11 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.ledger.awaits_reports
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # None makes vLLM look again in the next step, and go on with other requests.
+        return (None if self.scheduler.ledger.is_awaited(request) else 0), False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

@@ -37,6 +37,9 @@ class StepMessage(KVConnectorMetadata):
     Attributes:
         admissions: of the requests that it admits.
         layer_budgets: to apply before it, by request id.
+        stores: numbers of the prefixes to be cached once their eviction is done, by the id of the request that the
+            step evicts.
+        drops: numbers of the cached prefixes that are dropped before it.
         probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
             request.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
@@ -44,8 +47,23 @@ class StepMessage(KVConnectorMetadata):
 
     admissions: list[Admission] = field(default_factory=list)
     layer_budgets: dict[str, LayerBudgets] = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
+    drops: list[int] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     most_pages: dict[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that a rank holds at the end of a step, told in check mode.
+
+    Attributes:
+        requests: (epoch, tokens, pages) by request id; what a cached prefix lends a request is among its pages.
+        prefixes: pages of cached prefixes by number.
+    """
+
+    requests: dict[str, tuple[int, int, int]]
+    prefixes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,15 +73,17 @@ class RankMessage:
     Attributes:
         reports: by request id, of the evictions in this step.
         weights: by request id, of evictions in this step that wait for the other pipeline stages.
-        physical_pages, logical_tokens: what the rank holds at the end of the step.
-        holdings: in check mode (epoch, tokens, pages) by request id, else None.
+        physical_pages, cached_pages: held on the rank at the end of the step, in all and by cached prefixes.
+        logical_tokens: entries that requests have stored on the rank, each those of its prefix too.
+        holdings: in check mode, else None.
     """
 
     reports: dict[str, Report]
     weights: dict[str, LayerWeights]
     physical_pages: int
+    cached_pages: int
     logical_tokens: int
-    holdings: dict[str, tuple[int, int, int]] | None
+    holdings: Holdings | None
 
 
 @dataclass

@@ -14,6 +14,7 @@ PREFIX = "vllm:kv_eviction_"
 COUNTERS = {
     "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
     "freed_pages": "Pages returned to the pools by evictions, over all ranks.",
+    "cache_drops": "Cached prefixes that were dropped to make room.",
 }
 HISTOGRAMS = {
     "kept_ratio": ("Share of a request's KV entries kept by its eviction.", [i / 20 for i in range(1, 21)]),
@@ -27,8 +28,10 @@ HISTOGRAMS = {
     ),
 }
 GAUGES = {
-    "physical_pages": "Pages held on a rank.",
-    "logical_kv_tokens": "KV entries stored on a rank; a token counts once per layer and KV head.",
+    "physical_pages": "Pages held on a rank, those of cached prefixes included.",
+    "cached_pages": "Pages of a rank that hold cached prefixes; requests that use a prefix share most of its pages.",
+    "logical_kv_tokens": "KV entries that requests have stored on a rank, each those of its prefix too; a token counts "
+    "once per layer and KV head.",
 }
 
 
@@ -48,12 +51,18 @@ class EvictionStats(KVConnectorStats):
         for name in ("decision_seconds", "compaction_seconds"):
             self.data.setdefault(name, []).append(getattr(eviction, name))
 
-    def on_gauges(self, rank: int, physical_pages: int, logical_kv_tokens: int) -> None:
+    def on_gauges(self, rank: int, physical_pages: int, cached_pages: int, logical_kv_tokens: int) -> None:
         """Record what a rank holds at the end of a step."""
         self.data.setdefault("ranks", {})[str(rank)] = {
             "physical_pages": physical_pages,
+            "cached_pages": cached_pages,
             "logical_kv_tokens": logical_kv_tokens,
         }
+
+    def on_prefixes(self, cached: int, dropped: int) -> None:
+        """Record how many prefixes are cached, and how many were dropped since the last call."""
+        self.data["cached_entries"] = cached
+        self._add("cache_drops", dropped)
 
     def _add(self, name: str, amount: int) -> None:
         self.data[name] = self.data.get(name, 0) + amount
@@ -63,6 +72,8 @@ class EvictionStats(KVConnectorStats):
         for name, value in other.data.items():
             if name == "ranks":
                 merged.data[name] = {**merged.data.get(name, {}), **value}
+            elif name == "cached_entries":
+                merged.data[name] = value
             elif name == "evictions":
                 known = merged.data.get(name, {})
                 merged.data[name] = {p: known.get(p, 0) + value.get(p, 0) for p in {**known, **value}}
@@ -109,6 +120,12 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        self.cached_entries = self._gauge_cls(
+            name=PREFIX + "cached_entries",
+            documentation="Compressed prefixes that are cached.",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
         self.gauges = {
             name: self._gauge_cls(
                 name=PREFIX + name,
@@ -120,7 +137,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         }
         # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
         for labels in per_engine.values():
-            for metric in (*self.counters.values(), *self.histograms.values()):
+            for metric in (*self.counters.values(), *self.histograms.values(), self.cached_entries):
                 metric.labels(*labels)
             for policy in available():
                 if policy != "full":
@@ -130,6 +147,8 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for name, counter in self.counters.items():
             counter.labels(*labels).inc(transfer_stats_data.get(name, 0))
+        if "cached_entries" in transfer_stats_data:
+            self.cached_entries.labels(*labels).set(transfer_stats_data["cached_entries"])
         for policy, count in transfer_stats_data.get("evictions", {}).items():
             self.evictions.labels(*labels, policy).inc(count)
         for name, histogram in self.histograms.items():

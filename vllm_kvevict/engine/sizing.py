@@ -53,8 +53,16 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "at end": min(rank.pages // pages for rank, pages in zip(bounds.ranks, ends, strict=True)),
         "longest": bounds.longest_prompt(options.plan, server.max_len),
         "layered": "yes" if alone.by_layer else "no",
+        "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
     }
+
+
+def cached(plan: Plan, ranks: Sequence[RankCapacity], pages: Sequence[int]) -> int:
+    """How many evicted prefixes that hold so many pages of each rank can be cached; what is kept whole never is."""
+    if plan.evict_at is None:
+        return 0
+    return min(min(rank.pages // held, rank.most_prefixes) for rank, held in zip(ranks, pages, strict=True))
 
 
 @dataclass(frozen=True)

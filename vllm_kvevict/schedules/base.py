@@ -32,6 +32,11 @@ class RankCapacity:
         """Rows (layers x KV heads) that each request has there."""
         return self.num_layers * self.num_kv_heads
 
+    @property
+    def most_prefixes(self) -> int:
+        """Cached prefixes that it has room for: each holds a page of nearly every row."""
+        return self.pages // self.rows
+
 
 class Schedule(ABC):
     """One way of evicting a prompt of n tokens under a configuration; it has no state.

@@ -73,6 +73,7 @@ class Admission:
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
         reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
+        prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
     """
 
     request_id: str
@@ -80,3 +81,9 @@ class Admission:
     plan: Plan
     by_layer: bool = False
     reserved_at: int = 0
+    prefix: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has stored from the start."""
+        return 0 if self.prefix is None else self.plan.evict_at or 0

@@ -90,9 +90,6 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
     publishes = events and getattr(events, "enable_kv_cache_events", True)
     launched = args.distributed_executor_backend == "external_launcher"
     return {
-        "evicted KV cannot be shared between requests": {
-            "--enable-prefix-caching": args.enable_prefix_caching
-        },
         "draft tokens would have to be taken back from pages": {
             "--speculative-config": args.speculative_config,
             "--spec-method": args.spec_method,

@@ -147,7 +147,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     if isinstance(args, AsyncEngineArgs):
         requests.install_in_server()
         stopping.install()
-    _warn(args, vllm_config, device)
+    _warn(args, options, vllm_config, device)
     return vllm_config
 
 
@@ -156,7 +156,6 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
     from vllm.config import KVTransferConfig
 
     ours = copy.copy(args)
-    ours.enable_prefix_caching = False
     ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
     ours.worker_cls = device.worker
     if device is not CPU:
@@ -172,8 +171,8 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
     return ours
 
 
-def _warn(args: Any, vllm_config: Any, device: Device) -> None:
-    """Say what is turned off, slow or unproven."""
+def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None:
+    """Say what has no effect, is slow or unproven."""
     if device is not CPU:
         logger.warning(
             "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
@@ -182,8 +181,11 @@ def _warn(args: Any, vllm_config: Any, device: Device) -> None:
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
         return
-    if args.enable_prefix_caching is None:
-        logger.warning("KV eviction turns prefix caching off: evicted KV cannot be shared between requests")
+    if vllm_config.cache_config.enable_prefix_caching and options.scope == "prompt":
+        logger.warning(
+            "KV eviction: prompts are evicted with their question in view, so their prefixes are not cached; to cache "
+            "them, set --kv-eviction-config.scope prefix, or kv_prefix_len in requests"
+        )
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
 

@@ -12,6 +12,7 @@ from itertools import repeat
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.scheduler.prefixes import Prefix
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 
@@ -29,14 +30,17 @@ class Account:
         prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
         max_tokens: of the answer.
         preemptions: how often it was preempted.
-        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound.
-        peak: the most pages of each rank that the prefill holds.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What a cached
+            prefix lends it is counted as its own.
+        peak: the most pages of each rank that the prefill holds itself.
         replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         unreported: ranks whose report of a dispatched eviction is still to come.
         undecided: whether its layers' budgets are still to be decided.
         reserved_at: where its tokens begin in the reserve.
+        prefix: the cached prefix that it borrows pages of.
+        lent: pages of each rank that it borrows.
     """
 
     plan: Plan
@@ -50,6 +54,8 @@ class Account:
     replayed: list[PageCount] | None
     held: list[int]
     promise: list[int]
+    lent: list[int]
+    prefix: Prefix | None = None
     tokens: int = 0
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
@@ -64,6 +70,11 @@ class Account:
     def last_token(self) -> int:
         """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
         return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of the workers' reserve that it needs until its eviction."""
+        return self.plan.reserved if self.tokens < (self.plan.evict_at or 0) else 0
 
     @property
     def is_reading(self) -> bool:
@@ -86,7 +97,7 @@ class Account:
         if self.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
             return list(self.peak)
         extra = self.plan.extra_tokens(tokens)
-        return [count.at(tokens + extra) for count in self.counts]
+        return [count.at(tokens + extra) - lent for count, lent in zip(self.counts, self.lent, strict=True)]
 
     def promised_at(self, tokens: int, held: Sequence[int]) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -153,6 +164,37 @@ class AdmissionControl:
             replayed=replayed,
             held=[0] * len(ranks),
             promise=[0] * len(ranks),
+            lent=[0] * len(ranks),
+        )
+
+    def open_with(
+        self,
+        prefix: Prefix,
+        plan: Plan,
+        prompt_len: int,
+        max_tokens: int,
+        *,
+        prefill_len: int,
+        preemptions: int = 0,
+    ) -> Account:
+        """The account of a request that begins with a cached prefix; attributes as of :class:`Account`."""
+        counts = [prefix.kept[rank] for rank in range(len(self.bounds.ranks))]
+        nothing = [0] * len(counts)
+        return Account(
+            plan,
+            False,
+            prompt_len,
+            prefill_len,
+            max_tokens,
+            preemptions,
+            counts=counts,
+            peak=[count.at(prefill_len) - lent for count, lent in zip(counts, prefix.lent, strict=True)],
+            replayed=None,
+            held=nothing,
+            promise=nothing,
+            lent=list(prefix.lent),
+            prefix=prefix,
+            tokens=prefix.tokens,
         )
 
     def peaks(
@@ -168,26 +210,35 @@ class AdmissionControl:
 
     def can_ever_fit(self, account: Account) -> bool:
         """Whether empty pools could hold the request until it is read, in this way or in one step."""
-        if self.bounds.hold(account.peak):
+        # Alone a request owns what a prefix lends it: that may be dropped then.
+        if self.bounds.hold([sum(pages) for pages in zip(account.peak, account.lent, strict=True)]):
             return True
         if account.by_layer or not self.bounds.gains_from_one_step(account.plan):
             return False
         peaks = self.peaks(account.plan, account.prefill_len, True, account.replayed)
         return self.bounds.hold(peaks)
 
-    def shortage(self, new: Account, running: Collection[Account]) -> Shortage | None:
-        """What there would be too few pages for if ``new`` began beside those ``running``; None if it may."""
+    def shortage(
+        self, new: Account, running: Collection[Account], pinned: Sequence[int] | None = None
+    ) -> Shortage | None:
+        """What there would be too few pages for if ``new`` began beside those ``running``; None if it may.
+
+        Args:
+            pinned: pages of each rank in cached prefixes that could not be dropped then; None for none.
+        """
         if not running:
             return None
+        pinned = pinned or [0] * len(self.bounds.ranks)
         waiting = sum(account.prefill_len - account.tokens for account in running if account.is_reading)
         steps = cdiv(new.prefill_len + waiting, self.step_tokens)
         everyone = [*running, new]
         patient = new.preemptions >= PATIENCE
         ends = [self.expected_end(account, patient) for account in everyone]
         for index, rank in enumerate(self.bounds.ranks):
-            if new.peak[index] + self._held_soon(running, index, steps) > rank.pages:
+            left = rank.pages - pinned[index]
+            if new.peak[index] + self._held_soon(running, index, steps) > left:
                 return Shortage.PROMPTS
-            if sum(map(self.expected_pages, everyone, repeat(index), ends)) > rank.pages:
+            if sum(map(self.expected_pages, everyone, repeat(index), ends)) > left:
                 return Shortage.ANSWERS
         return None
 
@@ -198,7 +249,7 @@ class AdmissionControl:
             if account.is_reading:
                 pages += account.held[index] + account.promise[index]
             else:
-                pages += account.counts[index].at(account.tokens + steps)
+                pages += account.counts[index].at(account.tokens + steps) - account.lent[index]
         return pages
 
     def expected_end(self, account: Account, patient: bool = False) -> int:
@@ -216,7 +267,7 @@ class AdmissionControl:
         budget."""
         count, evict_at = account.counts[index], account.plan.evict_at
         if evict_at is None or (count.tokens >= evict_at and index not in account.unreported):
-            return count.at(end)
+            return count.at(end) - account.lent[index]
         if account.replayed is not None:
             kept = account.replayed[index]
             return kept.at(max(end, kept.tokens))

@@ -67,10 +67,13 @@ class SchedulerEnd:
         """What the workers must know before the step that was just scheduled."""
         admissions, self.ledger.admitted = self.ledger.admitted, {}
         budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
+        prefixes = self.ledger.prefixes
+        stores, prefixes.stores = prefixes.stores, {}
+        drops, prefixes.drops = prefixes.drops, []
         most_pages = (
-            dict(zip(self.ledger.ranks, self.ledger.used, strict=True)) if self.options.check else None
+            dict(zip(self.ledger.ranks, self.ledger.held_pages, strict=True)) if self.options.check else None
         )
-        return StepMessage(list(admissions.values()), budgets, most_pages=most_pages)
+        return StepMessage(list(admissions.values()), budgets, stores, drops, most_pages=most_pages)
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""
@@ -82,7 +85,10 @@ class SchedulerEnd:
                     self._count(request_id, report)
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
-            self.statistics.on_gauges(rank, message.physical_pages, message.logical_tokens)
+            self.statistics.on_gauges(
+                rank, message.physical_pages, message.cached_pages, message.logical_tokens
+            )
+        self.statistics.on_prefixes(len(self.ledger.prefixes), self.ledger.prefixes.take_dropped())
 
     def _share(self, messages: WorkerMessages) -> None:
         """Join the weights of all stages, which report a request's in the same step."""

@@ -6,7 +6,7 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.messages import LayerBudgets, LayerWeights, Report
+from vllm_kvevict.engine.messages import Holdings, LayerBudgets, LayerWeights, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl
+from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.policies import layer_budgets
 from vllm_kvevict.schedules.base import RankCapacity
@@ -46,11 +47,20 @@ class NoBlocks(KVCacheBlocks):
 class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager."""
 
-    def __init__(self, *args: Any, options: Options, control: AdmissionControl, **kwargs: Any):
-        """Arguments as of vLLM's own, besides the server's options, and who is admitted (:meth:`set_capacity`)."""
+    def __init__(
+        self,
+        *args: Any,
+        options: Options,
+        control: AdmissionControl,
+        prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
+        **kwargs: Any,
+    ):
+        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), and by
+        what a request finds a cached prefix."""
         super().__init__(*args, **kwargs)
         self.options = options
         self.control = control
+        self.prefix_key = prefix_key
         self.has_w_o = True
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
@@ -64,7 +74,9 @@ class PageLedger(KVCacheManager):
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
         self.reserve = Reserve(self.max_model_len)
+        self.prefixes = PrefixCache(0, 0)
         self._plans: dict[str, Plan] = {}
+        self._keys: dict[str, Hashable | None] = {}
         self.admitted: dict[str, Admission] = {}
         """This step's admissions, drained into the message to the workers."""
         self.layer_budgets: dict[str, LayerBudgets] = {}
@@ -91,6 +103,7 @@ class PageLedger(KVCacheManager):
         self.control = dataclasses.replace(self.control, bounds=bounds)
         self.used = [0] * len(self.ranks)
         self.promised = [0] * len(self.ranks)
+        self.prefixes = PrefixCache(len(self.ranks), min(rank.most_prefixes for rank in bounds.ranks))
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} does not fit the pool of "
@@ -108,9 +121,16 @@ class PageLedger(KVCacheManager):
                 self.reserve.give_back(name)
 
     def allocate_slots(
-        self, request: "Request", num_new_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request: "Request",
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *args: Any,
+        **kwargs: Any,
     ) -> KVCacheBlocks | None:
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait.
+
+        It begins with ``num_new_computed_tokens``, of a cached prefix, that :meth:`get_computed_blocks` found.
 
         waiting --admitted--> reading --eviction's step--> unreported --reports of all ranks--> decoding
            |  ^                  |                             |                                   |
@@ -121,42 +141,55 @@ class PageLedger(KVCacheManager):
         held      reading: all that was read, or the bound of a prefill that is evicted as it goes
                   unreported: what its last step before the reports may hold at most
                   decoding: exact, a page more in each row every page_size tokens
+                  ever: without what a cached prefix lends
         promised  reading: what is missing to the prefill's peak; else nothing
         """
         name = request.request_id
         account = self.accounts.get(name)
         is_new = account is None
         if account is None:
-            account = self._open(request, num_new_tokens)
+            account = self._open(request, num_new_tokens, num_new_computed_tokens > 0)
             if not self._may_begin(request, account):
                 return None
-        tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
-        # A prefill grows into what it was promised, a decode into what nobody was.
-        held = account.pages_at(tokens)
-        promise = account.promised_at(tokens, held)
-        if not self._fits(account, held, promise):
+        computed = request.num_computed_tokens + num_new_computed_tokens
+        tokens = min(computed + num_new_tokens, self.max_model_len)
+        if not self._make_room(account, tokens, is_new):
             if list(self.accounts) == [name] and not self.awaits_reports:
                 # Nobody else has pages to give, so a replay would end up here again.
                 self.ends[name] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
         if is_new:
             self._admit(request, account)
-        self._hold(account, held, promise)
+        held = account.pages_at(tokens)
+        self._hold(account, held, account.promised_at(tokens, held))
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
             self._await_reports(account, held, tokens)
         account.tokens = tokens
+        if position == account.plan.evict_at == tokens:
+            self._store(name, account)
         return self.empty_kv_cache_blocks
 
     def _admit(self, request: "Request", account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
         name = request.request_id
         self.accounts[name], self.requests[name] = account, request
+        prefix = account.prefix
         self.admitted[name] = Admission(
-            name, account.epoch, account.plan, account.by_layer, account.reserved_at
+            name,
+            account.epoch,
+            account.plan,
+            account.by_layer,
+            account.reserved_at,
+            None if prefix is None else prefix.number,
         )
-        self.reserve.take(name, account.reserved_at, account.plan.reserved)
+        self.reserve.take(name, account.reserved_at, account.reserved)
         self._limit_answer(name, account)
+        if prefix is not None:
+            prefix.borrowers.add(name)
+            self.kept[name] = account.counts
+        elif (key := self._key(request)) is not None and self.prefixes.find(key) is None:
+            self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
 
     def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
         """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
@@ -183,18 +216,16 @@ class PageLedger(KVCacheManager):
     def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
         account = self._open(request, num_new_tokens)
-        if not self._has_room_for(account):
-            return False
-        held = account.pages_at(num_new_tokens)
-        return self._fits(account, held, account.promised_at(num_new_tokens, held))
+        return self._has_room_for(account) and self._fits(account, num_new_tokens, self._droppable_pages())
 
     def _has_room_for(self, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
-        place = self.reserve.find(new.plan.reserved)
+        place = self.reserve.find(new.reserved)
         if place is None:
             return False
         new.reserved_at = place
-        return self.control.shortage(new, self.accounts.values()) is None
+        pinned = self.prefixes.pinned(new.prefix)
+        return self.control.shortage(new, self.accounts.values(), pinned) is None
 
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
@@ -213,10 +244,47 @@ class PageLedger(KVCacheManager):
             limit = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
             request.max_tokens = account.max_tokens = limit
 
-    def _fits(self, account: Account, held: list[int], promise: list[int]) -> bool:
-        """Whether every rank has room for the account to hold and be promised this much."""
+    def _make_room(self, account: Account, tokens: int, is_new: bool) -> bool:
+        """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; False if none has.
+
+        For a new request nothing is dropped in vain; before one that runs is preempted, all that can be is.
+        """
+        if self._fits(account, tokens):
+            return True
+        busy = set(self.admitted)
+        if is_new and not self._fits(account, tokens, self._droppable_pages(account)):
+            return False
+        while not self._fits(account, tokens):
+            candidates = (
+                each for each in self.prefixes.droppable(busy) if each is not account.prefix or not is_new
+            )
+            prefix = next(candidates, None)
+            if prefix is None:
+                return False
+            self._drop(prefix)
+        return True
+
+    def _droppable_pages(self, new: Account | None = None) -> list[int]:
+        """Pages of each rank that cached prefixes would free, apart from the one that a new request begins with."""
+        pages = [0] * len(self.ranks)
+        for prefix in self.prefixes.droppable(set(self.admitted)):
+            if new is None or prefix is not new.prefix:
+                pages = [more + prefix.freed(rank) for rank, more in enumerate(pages)]
+        return pages
+
+    def _fits(self, account: Account, tokens: int, freed: Sequence[int] | None = None) -> bool:
+        """Whether every rank has room for what the account holds and is promised at ``tokens`` tokens.
+
+        A prefill grows into what it was promised, a decode into what nobody was.
+
+        Args:
+            freed: pages of each rank that are taken to be free besides.
+        """
+        held = account.pages_at(tokens)
+        promise = account.promised_at(tokens, held)
         for rank, capacity in enumerate(self.capacities):
-            used = self.used[rank] + held[rank] - account.held[rank]
+            used = self.used[rank] + self.prefixes.held[rank] + held[rank] - account.held[rank]
+            used -= freed[rank] if freed else 0
             # A rank that kept more than its share of a replay is promised more than there was room for.
             if used > capacity.pages:
                 return False
@@ -244,7 +312,18 @@ class PageLedger(KVCacheManager):
             self._plans[request.request_id] = plan
         return plan
 
-    def _open(self, request: "Request", num_new_tokens: int) -> Account:
+    def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
+        if with_prefix:
+            prefix = self._cached_prefix(request)
+            assert prefix is not None
+            return self.control.open_with(
+                prefix,
+                self.plan(request),
+                request.num_prompt_tokens,
+                request.max_tokens,
+                prefill_len=request.num_tokens,
+                preemptions=request.num_preemptions,
+            )
         return self.control.open(
             self.plan(request),
             num_new_tokens,
@@ -261,23 +340,141 @@ class PageLedger(KVCacheManager):
             self.promised[rank] += promise[rank] - account.promise[rank]
         account.held, account.promise = held, promise
 
+    # Cached prefixes.
+
+    def _key(self, request: "Request") -> Hashable | None:
+        """By which a request finds the prefix that it begins with; None if nothing of it is cached."""
+        if not self.enable_caching:
+            return None
+        name = request.request_id
+        if name not in self._keys:
+            self._keys[name] = self.prefix_key(request, self.plan(request))
+        return self._keys[name]
+
+    def _cached_prefix(self, request: "Request") -> Prefix | None:
+        """The prefix that a request can begin with; it counts as used.
+
+        One that has no room beside the rest of the prompt, even alone, is of no use: the request then reads it
+        itself, and takes its place.
+        """
+        prefix = self.prefixes.find(self._key(request))
+        if prefix is None or not prefix.is_ready:
+            return None
+        for rank, capacity in enumerate(self.capacities):
+            own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]
+            if prefix.held[rank] + own > capacity.pages:
+                return None
+        return prefix
+
+    def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
+        """How many tokens a waiting request need not compute: none, or all of its prefix."""
+        prefix = self._cached_prefix(request) if self.prefix_cache_lookup_enabled(request) else None
+        return self.empty_kv_cache_blocks, prefix.tokens if prefix else 0, 0
+
+    def is_awaited(self, request: "Request") -> bool:
+        """Whether somebody else is reading the prefix that a waiting request begins with."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return False
+        prefix = self.prefixes.find(self._key(request))
+        return prefix is not None and not prefix.is_ready
+
+    def _store(self, name: str, account: Account) -> None:
+        """Cache what the step that is being scheduled leaves of a prefix, if there is room for that.
+
+        It takes copies of the pages that are not full, at most one for each row. They go where nobody was promised
+        anything, and in the place of prefixes that nobody uses now.
+        """
+        prefix = self.prefixes.produced_by((name, account.epoch))
+        if prefix is None:
+            return
+        copies = [capacity.rows for capacity in self.capacities]
+        while not self._can_store(copies):
+            unused = next(self.prefixes.droppable(set(self.admitted)), None)
+            if unused is None or unused.borrowers:
+                self.prefixes.cancel(prefix)
+                return
+            self._drop(unused)
+        self.prefixes.store(prefix, copies)
+
+    def _can_store(self, pages: Sequence[int]) -> bool:
+        if len(self.prefixes.all_stored) >= self.prefixes.most:
+            return False
+        return all(
+            self.used[rank] + self.promised[rank] + self.prefixes.held[rank] + pages[rank] <= capacity.pages
+            for rank, capacity in enumerate(self.capacities)
+        )
+
+    def _drop(self, prefix: Prefix) -> None:
+        """Drop a cached prefix; what one request borrows of it becomes that request's own."""
+        self.prefixes.drop(prefix)
+        for name in prefix.borrowers:
+            account = self.accounts[name]
+            held = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
+            account.peak = [sum(pair) for pair in zip(account.peak, account.lent, strict=True)]
+            account.lent, account.prefix = [0] * len(self.ranks), None
+            self._hold(account, held, account.promise)
+
+    def _leave_prefix(self, name: str, account: Account) -> None:
+        """Part an account that ends from the prefix that it borrows, or reads for others."""
+        if account.prefix is not None:
+            account.prefix.borrowers.discard(name)
+            self._drop_forgotten()
+        prefix = self.prefixes.produced_by((name, account.epoch))
+        if prefix is None:
+            return
+        is_dispatched = prefix.is_storing and name not in self.prefixes.stores
+        if not is_dispatched or account.undecided or name in self.layer_budgets:
+            self.prefixes.cancel(prefix)
+            return
+        # Until its step is done the request has the pages; then the prefix does.
+        unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
+        self.prefixes.hold(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+
+    def _drop_forgotten(self) -> None:
+        """Drop prefixes that no further request may begin with, as soon as they can be."""
+        for prefix in list(self.prefixes.droppable(set(self.admitted))):
+            if prefix.is_forgotten:
+                self._drop(prefix)
+
+    def reset_prefix_cache(self) -> bool:
+        """Let no further request begin with a prefix that is cached now or about to be.
+
+        Returns:
+            Whether no request used one; else the pages of such go when those requests end.
+        """
+        in_use = any(prefix.borrowers for prefix in self.prefixes.all_stored)
+        self.prefixes.forget()
+        self._drop_forgotten()
+        return not in_use
+
     # What the workers say.
 
     def on_report(self, rank: int, request_id: str, report: Report) -> None:
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
-        account = self.accounts.get(request_id)
-        if account is None or account.epoch != report.epoch:
-            return
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
+        prefix = self.prefixes.produced_by((request_id, report.epoch)) if report.last else None
+        if prefix is not None:
+            self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
+        account = self.accounts.get(request_id)
+        if account is None or account.epoch != report.epoch:
+            self._drop_forgotten()
+            return
+        if prefix is not None:
+            account.lent[index] = prefix.lent[index]
         account.counts[index] = count
         account.unreported.discard(index)
         if report.last:
             # The rest of a replay is promised in exact pages from here on.
-            account.peak[index] = count.at(max(account.prefill_len, account.tokens))
+            account.peak[index] = count.at(max(account.prefill_len, account.tokens)) - account.lent[index]
         held = list(account.held)
-        held[index] = count.at(account.tokens)  # tokens may be ahead of the report: steps in flight
+        # Tokens may be ahead of the report: steps in flight.
+        held[index] = count.at(account.tokens) - account.lent[index]
         self._hold(account, held, account.promised_at(account.tokens, held))
+        if prefix is not None and prefix.is_ready:
+            account.prefix = prefix
+            prefix.borrowers.add(request_id)
+            self._drop_forgotten()
         if report.last and account.is_evicted:
             self.kept[request_id] = account.counts
             self._limit_answer(request_id, account)
@@ -304,19 +501,19 @@ class PageLedger(KVCacheManager):
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
-        return any(account.unreported for account in self.accounts.values())
+        return any(account.unreported for account in self.accounts.values()) or self.prefixes.awaits_reports
 
-    def verify(self, rank: int, actual: Mapping[str, tuple[int, int, int]]) -> None:
+    def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds.
 
         Args:
-            actual: per request id (epoch, tokens stored, pages held) at the end of the rank's step.
+            actual: at the end of the rank's step.
 
         Raises:
             RuntimeError: naming the first request whose counts differ.
         """
         index = self.ranks.index(rank)
-        for request_id, (epoch, tokens, pages) in actual.items():
+        for request_id, (epoch, tokens, pages) in actual.requests.items():
             account = self.accounts.get(request_id)
             if account is None or account.epoch != epoch:
                 continue
@@ -328,6 +525,14 @@ class PageLedger(KVCacheManager):
                     f"kv eviction check: rank {rank} holds {pages} pages of request {request_id} at {tokens} "
                     f"tokens, the ledger expects {expected}"
                 )
+        for prefix in self.prefixes.all_stored:
+            # What was reported with this very step, or is dropped with one in flight, differs rightly.
+            pages = actual.prefixes.get(prefix.number, prefix.held[index])
+            if prefix.is_ready and pages != prefix.held[index]:
+                raise RuntimeError(
+                    f"kv eviction check: rank {rank} holds {pages} pages of cached prefix {prefix.number}, the ledger "
+                    f"expects {prefix.held[index]}"
+                )
         total = sum(account.held[index] for account in self.accounts.values())
         if total != self.used[index]:
             raise RuntimeError(
@@ -338,9 +543,14 @@ class PageLedger(KVCacheManager):
 
     @property
     def usage(self) -> float:
-        """Share of the pool in use on the fullest rank."""
-        shares = (used / capacity.pages for used, capacity in zip(self.used, self.capacities, strict=True))
-        return max(shares, default=0.0)
+        """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
+        pairs = zip(self.used, self.prefixes.in_use(), self.capacities, strict=True)
+        return max(((used + prefixes) / capacity.pages for used, prefixes, capacity in pairs), default=0.0)
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Pages of each rank that requests and cached prefixes hold, promises apart."""
+        return [sum(pair) for pair in zip(self.used, self.prefixes.held, strict=True)]
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
@@ -349,9 +559,12 @@ class PageLedger(KVCacheManager):
             self.kept.pop(name, None)
             self.ends.pop(name, None)
             self._plans.pop(name, None)
-        self.layer_budgets.pop(name, None)
+            self._keys.pop(name, None)
         self.requests.pop(name, None)
         account = self.accounts.pop(name, None)
+        if account is not None:
+            self._leave_prefix(name, account)
+        self.layer_budgets.pop(name, None)
         self.reserve.give_back(name)
         if account is not None:
             nothing = [0] * len(self.ranks)
@@ -369,13 +582,15 @@ class PageLedger(KVCacheManager):
         return self.empty_kv_cache_blocks.get_block_ids()
 
     def estimate_cached_tokens(self, request: "Request") -> int:
-        return 0
+        """Tokens of a request that another one with the same prefix need not compute."""
+        account = self.accounts.get(request.request_id)
+        return account.prefix.tokens if account is not None and account.prefix is not None else 0
 
     def take_new_block_ids(self) -> list[int]:
         return []
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
-        """Nothing to hash: evicted KV is never shared."""
+        """Nothing to hash: what of a request is cached was settled when it was admitted."""
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to skip: every layer keeps full attention."""

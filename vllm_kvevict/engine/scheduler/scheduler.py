@@ -1,9 +1,11 @@
 """vLLM's schedulers with the page ledger in the block manager's place."""
 
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -14,6 +16,7 @@ from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.memory import bounds_of
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.prefixes import prefix_key
 from vllm_kvevict.schedules.plan import Plan
 
 logger = init_logger("vllm.kv_eviction")
@@ -45,9 +48,14 @@ class _EvictionMixin:
             max_model_len=self.max_model_len,  # type: ignore[attr-defined]
             scheduler_block_size=self.block_size,  # type: ignore[attr-defined]
             hash_block_size=self.hash_block_size,  # type: ignore[attr-defined]
-            enable_caching=False,
+            enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
+            prefix_key=partial(
+                prefix_key,
+                block_size=self.hash_block_size,  # type: ignore[attr-defined]
+                hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
+            ),
             control=AdmissionControl(
                 bounds_of(vllm_config),
                 self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
@@ -79,6 +87,11 @@ class _EvictionMixin:
                     "KV eviction: request %s can never fit the KV cache and was ended with an error", name
                 )
             self._ended += self.finish_requests(name, status)  # type: ignore[attr-defined]
+
+    def has_requests(self) -> bool:
+        """Whether there is something to do, if only to tell the workers which prefixes they drop."""
+        waits: bool = super().has_requests()  # type: ignore[misc]
+        return waits or bool(self.kv_cache_manager.prefixes.drops)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
@@ -178,6 +191,8 @@ class _EvictionMixin:
             return None
         request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
+            return None
+        if ledger.is_awaited(request) or ledger.get_computed_blocks(request)[1]:
             return None
         whole_step = ledger.plan(request).evict_at or request.num_tokens
         return request.request_id if ledger.would_admit(request, whole_step) else None

@@ -18,15 +18,17 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.messages import RankMessage
+from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
 from vllm_kvevict.engine.worker.pages import Pages
+from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest, query_rows
+from vllm_kvevict.schedules.plan import Admission
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -113,6 +115,7 @@ class Runtime:
         """Lay pages over the allocation under one of vLLM's views, and find who stores and attends there."""
         first, page_size = layers[0], self.options.page_size
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
+        rows = len(layers) * first.num_kv_heads
         storage = _as_pages(view, 2 * page_size * first.head_size)
         self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
         self.cache = PagedKVCache(
@@ -120,16 +123,21 @@ class Runtime:
             num_layers=len(layers),
             num_kv_heads=first.num_kv_heads,
             page_size=page_size,
-            max_requests=max_requests,
+            max_requests=max_requests + (storage.shape[0] // rows if self._caches_prefixes else 0),
             write=self.pages.write,
             triton=self.pages.uses_triton,
         )
+        self.prefixes = CachedPrefixes(self.cache, self.options.check)
         self.group, self.softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
         self.decode_attention = None
         if self.options.kernels:
             self.decode_attention = self.pages.decode_attention(self.cache, self.group, self.softcap)
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
         self.decode_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=view.device)
+
+    @property
+    def _caches_prefixes(self) -> bool:
+        return bool(self.vllm_config.cache_config.enable_prefix_caching)
 
     def _find_projections(self, layers: Sequence[Attention]) -> OutputProjections:
         """The layers' output projections, which some policies read.
@@ -175,24 +183,45 @@ class Runtime:
 
     @torch.inference_mode()  # as vLLM's runner, which made the tables' tensors
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
-        """Free what finished or was preempted, and open what was admitted; before any page is taken."""
-        gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-        admissions = getattr(scheduler_output.kv_connector_metadata, "admissions", ())
-        self.probes = getattr(scheduler_output.kv_connector_metadata, "probes", {})
-        self.most_pages = getattr(scheduler_output.kv_connector_metadata, "most_pages", None)
-        gone += [admission.request_id for admission in admissions]
-        closed = [self.residents.pop(name) for name in dict.fromkeys(gone) if name in self.residents]
-        if closed:
-            self.cache.close([resident.request_slot for resident in closed])
-        self.cache.pool.fewest_free = self.cache.num_free
-        for name, budgets in getattr(scheduler_output.kv_connector_metadata, "layer_budgets", {}).items():
-            if name in self.residents:
-                self.evictor.apply(self.residents[name], budgets)
-        for admission in admissions:
-            self.residents[admission.request_id] = ResidentRequest(admission, self.cache.open())
+        """Free what finished, was preempted or is dropped, and open what was admitted; before any page is taken.
+
+        Each in its turn: what is dropped may have had borrowers that just finished, and a prefix must be stored before
+        the request that it is of goes on.
+        """
         # vLLM warms up with steps that no scheduler made, of requests that have no plan.
         self.in_step = scheduler_output.kv_connector_metadata is not None
+        message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
+        assert isinstance(message, StepMessage)
+        self.probes, self.most_pages = message.probes, message.most_pages
         self.scheduled = scheduler_output.num_scheduled_tokens
+        gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
+        self._close([*gone, *(admission.request_id for admission in message.admissions)])
+        self.prefixes.drop(message.drops)
+        self.cache.pool.fewest_free = self.cache.num_free
+        for name, budgets in message.layer_budgets.items():
+            if name in self.residents:
+                self.evictor.apply(self.residents[name], budgets)
+        self._store_prefixes()
+        for admission in message.admissions:
+            self.residents[admission.request_id] = self._open(admission)
+        self.prefixes.expect(message.stores)
+
+    def _close(self, request_ids: Sequence[str]) -> None:
+        closed = [self.residents.pop(name) for name in dict.fromkeys(request_ids) if name in self.residents]
+        if closed:
+            self.prefixes.forget(resident.admission.request_id for resident in closed)
+            self.cache.close([resident.request_slot for resident in closed])
+
+    def _open(self, admission: Admission) -> ResidentRequest:
+        if admission.prefix is None:
+            return ResidentRequest(admission, self.cache.open())
+        return ResidentRequest(admission, self.prefixes.open(admission.prefix), admission.tokens)
+
+    def _store_prefixes(self) -> None:
+        """Cache those prefixes that were evicted since the last message to the scheduler."""
+        for name, report in self.evictor.reports.items():
+            if report.last and name in self.residents:
+                self.prefixes.store(name, self.residents[name].request_slot)
 
     def reads_prompts(self) -> bool:
         """Whether the running step has tokens before an eviction position."""
@@ -289,25 +318,35 @@ class Runtime:
         """The step's kernels are on their way; what vLLM runs from now on serves no request."""
         self.in_step = False
 
+    @torch.inference_mode()
     def end_step(self, rank: int) -> RankMessage | None:
         """What this rank tells the scheduler after a step."""
         if not self.attached:
             return None
+        self._store_prefixes()
         reports, weights = self.evictor.take_news()
         holdings = None
         if self.options.check:
             self.cache.verify()
+            self.prefixes.verify()
             peak = self.cache.pool.num_pages - self.cache.pool.fewest_free
             if self.most_pages is not None and peak > self.most_pages[rank]:
                 raise RuntimeError(
                     f"kv eviction check: rank {rank} held {peak} pages during a step, the ledger allowed "
                     f"{self.most_pages[rank]}"
                 )
-            holdings = {
-                name: (resident.admission.epoch, resident.tokens, self.cache.held(resident.request_slot))
-                for name, resident in self.residents.items()
-            }
-        return RankMessage(reports, weights, self.cache.physical_pages, self.cache.stored_entries, holdings)
+            holdings = Holdings(
+                {name: self._holding(resident) for name, resident in self.residents.items()},
+                self.prefixes.holdings(),
+            )
+        runs = self.prefixes.runs
+        entries = self.cache.stored_entries - runs.entries
+        return RankMessage(reports, weights, self.cache.physical_pages, runs.pages, entries, holdings)
+
+    def _holding(self, resident: ResidentRequest) -> tuple[int, int, int]:
+        """A request's epoch, tokens and pages, borrowed ones among them."""
+        pages = self.cache.held(resident.request_slot) + self.prefixes.runs.lent(resident.request_slot)
+        return resident.admission.epoch, resident.tokens, pages
 
 
 def _as_pages(view: Tensor, page_elements: int) -> Tensor:

@@ -1,0 +1,412 @@
+"""Cached prefixes in the scheduler: who waits for whom, what is shared, what is dropped; and that counts are exact."""
+
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cache.writers import plain, writer
+from tests.engine.servers import PAGE, Setup, Shape, make_request
+from tests.engine.simulation import Simulation
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
+
+VOCAB = 1000
+
+
+def document(number: int, tokens: int) -> list[int]:
+    """The tokens of a document."""
+    chooser = random.Random(number)
+    return [chooser.randrange(VOCAB) for _ in range(tokens)]
+
+
+def ask(
+    name: str, prefix: list[int], question: int, output: int, salt: str | None = None, **fields: Any
+) -> Any:
+    """A request with so many tokens behind a prefix; its name is "document: question"."""
+    asked = [VOCAB + index for index in range(question)]
+    arguments = {"kv_prefix_len": len(prefix), **fields}
+    return make_request(name, [*prefix, *asked], output, arguments, salt=salt)
+
+
+def server(**changes: Any) -> Setup:
+    """One rank, unless told otherwise, that caches prefixes."""
+    settings = {"shapes": [(2, 2)], "pages": [4000], "max_model_len": 4096, "prefix_caching": True}
+    options = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, **changes.pop("options", {})}
+    return Setup(**{**settings, **changes, "options": options})
+
+
+def steps(simulation: Simulation, count: int) -> None:
+    for _ in range(count):
+        simulation.step()
+
+
+def finish(simulation: Simulation) -> None:
+    """Run to the end; whoever got a token counts its prompt as computed."""
+    simulation.run(20_000)
+
+
+def check_exact(simulation: Simulation) -> None:
+    """Nothing is in flight: the ledger knows what every rank holds, and who borrows what."""
+    workers, ledger = simulation.workers, simulation.ledger
+    assert workers is not None
+    # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
+    told = not ledger.prefixes.drops and set(workers.live) <= set(ledger.accounts)
+    if told and not ledger.awaits_reports:
+        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.held_pages
+    for prefix in ledger.prefixes.all_stored:
+        assert set(workers.borrowers(prefix.number)) & set(ledger.accounts) == prefix.borrowers
+
+
+def check_end(simulation: Simulation) -> None:
+    """All that is left are cached prefixes; after a reset nothing is."""
+    ledger, workers = simulation.ledger, simulation.workers
+    assert workers is not None
+    nothing = [0] * len(workers.ranks)
+    while simulation.scheduler.has_requests():
+        simulation.step()
+    assert (ledger.used, ledger.promised, ledger.accounts, ledger._plans, ledger._keys) == (
+        nothing,
+        nothing,
+        {},
+        {},
+        {},
+    )
+    assert not workers.live and ledger.usage == 0
+    for rank in range(len(workers.ranks)):
+        assert ledger.prefixes.held[rank] == workers.cached_pages(rank) == workers.held(rank)
+    assert set(workers.cached) == {prefix.number for prefix in ledger.prefixes.all_stored}
+    assert simulation.scheduler.reset_prefix_cache()
+    while simulation.scheduler.has_requests():
+        simulation.step()
+    assert not workers.cached and ledger.held_pages == nothing and len(ledger.prefixes) == 0
+
+
+# One document, many questions.
+
+
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize("chunk", [128, 8192])
+def test_sixteen_questions_at_once_read_their_document_once(
+    depth: int, asynchronous: bool, chunk: int
+) -> None:
+    flight = {"depth": depth, "asynchronous": asynchronous, "max_num_batched_tokens": chunk}
+    simulation = Simulation(server(**flight))
+    for index in range(16):
+        simulation.add(ask(f"d:{index}", document(0, 700), 5 + index, 20))
+    finish(simulation)
+    assert simulation.prefilled == 700 + sum(range(5, 21))
+    assert len(simulation.workers.evictions) == 1
+    assert set(simulation.outputs.values()) == {20}
+    check_end(simulation)
+
+
+def test_a_hit_borrows_and_leaves_no_trace() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 700), 5, 20))
+    finish(simulation)
+    cached = simulation.ledger.held_pages[0]
+    assert cached > 0 and simulation.ledger.usage == 0
+    simulation.add(ask("d:1", document(0, 700), 5, 20))
+    simulation.step()
+    (prefix,) = simulation.ledger.prefixes.all_stored
+    assert prefix.borrowers == {"d:1"} and prefix.held == [cached]
+    # One page of each row at most: the copy of what is not full, or the first page behind what is.
+    assert 0 < simulation.ledger.used[0] <= 4
+    check_exact(simulation)
+    finish(simulation)
+    assert simulation.ledger.held_pages == [cached]
+    check_end(simulation)
+
+
+WRONG = {
+    "last token": lambda name, prefix: ask(name, [*prefix[:-1], prefix[-1] + 1], 5, 3),
+    "first token": lambda name, prefix: ask(name, [prefix[0] + 1, *prefix[1:]], 5, 3),
+    "length": lambda name, prefix: ask(name, prefix[:-1], 5, 3),
+    "salt": lambda name, prefix: ask(name, prefix, 5, 3, salt="another"),
+    "policy": lambda name, prefix: ask(name, prefix, 5, 3, kv_eviction="snapkv"),
+    "budget": lambda name, prefix: ask(name, prefix, 5, 3, kv_budget=0.3),
+}
+
+
+@pytest.mark.parametrize("length", [7, 31, 32, 33, 320, 333])
+@pytest.mark.parametrize("what", WRONG)
+def test_another_prefix_is_read(what: str, length: int) -> None:
+    """Also where it is shorter than a block, so that no hash of vLLM's covers it."""
+    simulation = Simulation(server())
+    prefix = document(0, length)
+    for name, request in (("d:0", ask("d:0", prefix, 5, 3)), ("d:1", WRONG[what]("d:1", prefix))):
+        before = simulation.prefilled
+        simulation.add(request)
+        finish(simulation)
+        assert simulation.prefilled - before == request.num_prompt_tokens, name
+    before = simulation.prefilled
+    simulation.add(ask("d:2", prefix, 9, 3))
+    finish(simulation)
+    assert simulation.prefilled - before == 9
+
+
+def test_another_parameter_of_the_policy_is_another_prefix() -> None:
+    numbers = []
+    for window in (8, 16):
+        simulation = Simulation(server(options={"window": window}))
+        request = ask("d:0", document(0, 300), 5, 3)
+        numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
+    assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
+
+
+@pytest.mark.parametrize("fields", [{"kv_eviction": "full"}, {"kv_budget": 1.0}, {"kv_prefix_len": 305}])
+def test_what_is_kept_whole_or_evicted_at_its_end_is_not_cached(fields: dict[str, Any]) -> None:
+    simulation = Simulation(server())
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **fields))
+    finish(simulation)
+    assert simulation.prefilled == 2 * 305 and not simulation.ledger.prefixes.all_stored
+
+
+def test_prompt_logprobs_are_computed_and_not_waited_for() -> None:
+    simulation = Simulation(server())
+    requests = [ask(f"d:{index}", document(0, 300), 5, 3) for index in range(3)]
+    requests[1].skip_reading_prefix_cache = True
+    for request in requests:
+        simulation.add(request)
+    simulation.step()
+    assert [request.num_computed_tokens > 0 for request in requests] == [True, True, False]
+    finish(simulation)
+    assert simulation.prefilled == 2 * 305 + 5
+    check_end(simulation)
+
+
+# Pools that are too small.
+
+
+@pytest.mark.parametrize("pages", range(120, 130))
+def test_a_sole_donor_has_the_room_that_its_prefix_takes(pages: int) -> None:
+    """What is kept, and the longest answer, fill the pool: copies beside them would not fit."""
+    results = []
+    for caches in (True, False):
+        settings = {"max_model_len": 960, "options": {"budget": 0.95}, "prefix_caching": caches}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for index in range(3):
+            simulation.add(ask(f"d{index}:0", document(index, 640), 64, 256))
+            finish(simulation)
+        results.append((simulation.outputs, simulation.preemptions, simulation.steps))
+        check_end(simulation)
+    assert results[0] == results[1]
+    assert set(results[0][0].values()) == {256} and set(results[0][1].values()) == {0}
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    """Of four documents three fit; who asks again is not the one to go."""
+    simulation = Simulation(server(pages=[180], max_model_len=1024, options={"budget": 0.5}))
+    order = [0, 1, 2, 0, 3, 0, 1]
+    computed = []
+    for index, number in enumerate(order):
+        before = simulation.prefilled
+        simulation.add(ask(f"d{number}:{index}", document(number, 640), 16, 4))
+        finish(simulation)
+        computed.append(simulation.prefilled - before > 16)
+    assert computed == [True, True, True, False, True, False, True]
+    assert simulation.workers.dropped == [2, 3]
+    check_end(simulation)
+
+
+# What happens to producers.
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+def test_a_producer_that_is_aborted_at_any_step(policy: str, depth: int, asynchronous: bool) -> None:
+    """Waiters find the prefix, or one of them reads it."""
+    for step in range(12):
+        setup = server(
+            depth=depth,
+            asynchronous=asynchronous,
+            max_num_batched_tokens=100,
+            options={"policy": policy},
+            shapes=[(2, 2), (1, 2)],
+            pages=[2000, 1000],
+            pipeline=True,
+        )
+        simulation = Simulation(setup)
+        for index in range(4):
+            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
+        steps(simulation, step)
+        simulation.abort("d:0")
+        finish(simulation)
+        assert [simulation.outputs[f"d:{index}"] for index in (1, 2, 3)] == [6, 6, 6]
+        assert simulation.prefilled <= 2 * 300 + 4 * 10
+        check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+def test_everybody_is_preempted_and_the_cache_reset_at_any_step(depth: int, asynchronous: bool) -> None:
+    for step in range(1, 14):
+        setup = server(depth=depth, asynchronous=asynchronous, max_num_batched_tokens=100)
+        simulation = Simulation(setup)
+        for index in range(3):
+            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
+        steps(simulation, step)
+        while simulation.in_flight:
+            simulation.deliver()
+        assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+        finish(simulation)
+        assert set(simulation.outputs.values()) == {6}
+        check_end(simulation)
+
+
+def test_a_reset_says_whether_somebody_borrows() -> None:
+    simulation = Simulation(server())
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 300), 10, 50))
+    steps(simulation, 6)
+    (prefix,) = simulation.ledger.prefixes.all_stored
+    assert len(prefix.borrowers) == 2
+    assert not simulation.scheduler.reset_prefix_cache()
+    # The two go on; who comes now reads the document again.
+    simulation.add(ask("d:2", document(0, 300), 10, 3))
+    before = simulation.prefilled
+    finish(simulation)
+    assert simulation.prefilled - before == 310
+    assert not simulation.ledger.prefixes.all_stored or prefix not in simulation.ledger.prefixes.all_stored
+    check_end(simulation)
+
+
+def test_an_idle_engine_tells_its_workers_of_a_reset() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 3))
+    finish(simulation)
+    assert not simulation.scheduler.has_requests() and simulation.workers.cached
+    assert simulation.scheduler.reset_prefix_cache() and simulation.scheduler.has_requests()
+    simulation.step()
+    assert not simulation.workers.cached and not simulation.scheduler.has_requests()
+
+
+# Workers.
+
+
+def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
+    cache = PagedKVCache(
+        torch.randn(16, 2 * PAGE * 8),
+        num_layers=2,
+        num_kv_heads=1,
+        page_size=PAGE,
+        max_requests=4,
+        write=writer(PAGE, plain, plain),
+    )
+    for check in (True, False):
+        prefixes, donor = CachedPrefixes(cache, check), cache.open()
+        cache.extend([donor], [PAGE + 1])
+        prefixes.expect({"d:0": 1})
+        prefixes.store("d:0", donor)
+        prefixes.store("d:0", donor)  # once
+        prefixes.verify()
+        slot = prefixes.open(1)
+        assert prefixes.holdings() == {1: 4}
+        cache.storage[cache.own_pages(prefixes._by_number[1])[0].item(), 3] += 1
+        with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():
+            prefixes.verify()
+        cache.close([slot, donor])
+
+
+# Anything at once.
+
+
+@dataclass
+class Mixture:
+    """A random server, and by step what happens there."""
+
+    setup: Setup
+    requests: list[tuple[int, Any]]
+    aborts: list[tuple[int, str]]
+    resets: list[int]
+
+
+def mixture(seed: int) -> Mixture:
+    """Documents asked again and again, on pools of 1.1 to 4 of them whole."""
+    choose = random.Random(seed)
+    tokens, output = choose.choice((150, 400, 900)), choose.choice((8, 64, 200))
+    longest = tokens + 64 + output
+    shapes: list[Shape] = choose.choice(([(2, 2)], [(3, 2), (3, 2)], [(2, 2), (1, 2)], [(1, 4), (3, 4)]))
+    times = choose.choice((1.1, 1.5, 2.5, 4.0))
+    depth = choose.choice((1, 1, 2, 3))
+    pipeline = len({layers for layers, _ in shapes}) > 1
+    policies = ("ada-snapkv", "snapkv", "streaming-llm", "h2o", *(("lava", "cake") if pipeline else ()))
+    setup = Setup(
+        shapes,
+        [int(times * -(-longest // PAGE) * layers * heads) for layers, heads in shapes],
+        max_model_len=longest,
+        max_num_batched_tokens=choose.choice((100, 512, 2048)),
+        max_num_seqs=choose.choice((4, 64)),
+        depth=depth,
+        asynchronous=depth > 1 and choose.random() < 0.6,
+        pipeline=pipeline,
+        priority=choose.random() < 0.3,
+        prefix_caching=True,
+        options={
+            "policy": choose.choice(policies),
+            "budget": choose.choice((0.1, 0.2, 0.5, 0.9)),
+            "min_prompt": 0,
+            "decode_reserve": choose.choice((8, 32, 512)),
+            "policies": "all",
+        },
+    )
+    requests, aborts = [], []
+    for index in range(choose.randrange(10, 30)):
+        number = choose.randrange(4)
+        name, arrival = f"d{number}:{index}", 0 if choose.random() < 0.4 else choose.randrange(200)
+        prefix = document(number, tokens - 7 * number)
+        salt = choose.choice((None, None, None, "other"))
+        request = ask(name, prefix, choose.randrange(1, 64), choose.randrange(1, output + 1), salt)
+        request.priority = choose.randrange(3)
+        request.arrival_time = arrival
+        requests.append((arrival, request))
+        if choose.random() < 0.15:
+            aborts.append((choose.randrange(250), name))
+    resets = [choose.randrange(200) for _ in range(choose.choice((0, 0, 1, 3)))]
+    return Mixture(setup, requests, aborts, resets)
+
+
+@pytest.mark.parametrize("first", range(0, 80, 10))
+def test_mixtures(first: int) -> None:
+    hits = asked = 0
+    for seed in range(first, first + 10):
+        load = mixture(seed)
+        simulation = Simulation(load.setup, seed)
+        for step in range(251):
+            for arrival, request in load.requests:
+                if arrival == step:
+                    simulation.add(request)
+            for moment, name in load.aborts:
+                if moment == step and name in simulation.outputs:
+                    simulation.abort(name)
+            if step in load.resets:
+                simulation.scheduler.reset_prefix_cache()
+            step_checked(simulation)
+        while simulation.scheduler.has_requests():
+            assert simulation.steps < 20_000
+            step_checked(simulation)
+        while simulation.in_flight:
+            simulation.deliver()
+        aborted = {name for _, name in load.aborts}
+        for _, request in load.requests:
+            if request.request_id not in aborted:
+                assert simulation.outputs[request.request_id] == request.sampling_params.max_tokens, seed
+        hits += simulation.workers.hits
+        asked += len(load.requests)
+        check_end(simulation)
+    assert hits > asked / 6
+
+
+def step_checked(simulation: Simulation) -> None:
+    """A step, in which nobody is preempted while a prefix that nobody uses takes room."""
+    ledger = simulation.ledger
+    unused = {prefix.number for prefix in ledger.prefixes.droppable(()) if not prefix.borrowers}
+    output = simulation.step()
+    if output.preempted_req_ids:
+        assert not unused & {p.number for p in ledger.prefixes.droppable(()) if not p.borrowers}
+    if not simulation.in_flight:
+        check_exact(simulation)

@@ -1,0 +1,239 @@
+"""Prefixes that were compressed once and that further requests begin with: which there are, who uses them, who goes.
+
+Only counts, as in the ledger: the pages are the workers', which know a prefix by its number.
+
+    reading   a request was admitted that reads the prefix; others that begin with it wait for that
+       |
+    storing   the step that evicts it was dispatched; every rank keeps a run of what is left, and reports
+       |
+    ready     all ranks have reported; who begins with the prefix borrows its pages
+       |
+    dropped   nobody else borrows it, and its pages are needed, or the cache was reset
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.schedules.plan import Plan
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def prefix_key(
+    request: "Request", plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]
+) -> Hashable | None:
+    """What two requests must have in common for one to begin with what the other keeps of its prefix.
+
+    That is how it is evicted, and everything that vLLM's own prefix cache compares: tokens, ``cache_salt``, LoRA,
+    images. vLLM hashes them block by block; what is left behind the last full block is hashed here likewise.
+
+    Args:
+        block_size: tokens of a block that vLLM has hashed.
+        hash_function: as of ``--prefix-caching-hash-algo``.
+
+    Returns:
+        None if the request has no prefix that is evicted on its own, or vLLM has not hashed it.
+    """
+    tokens = plan.evict_at
+    if tokens is None or tokens >= request.num_prompt_tokens:
+        return None
+    blocks = tokens // block_size
+    if len(request.block_hashes) < blocks:
+        return None
+    last_block = request.block_hashes[blocks - 1] if blocks else None
+    rest = request.all_token_ids[blocks * block_size : tokens]
+    # Of no tokens as well: a request of one block more has another key.
+    extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
+    return hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.config
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prefix that is cached, or is going to be.
+
+    Attributes:
+        number: what scheduler and workers call it.
+        key: as of :func:`prefix_key`.
+        tokens: of the prefix.
+        producer: id and epoch of the request that reads it.
+        held: pages of each rank that it holds.
+        kept: by rank, what a request with this prefix has stored, if it shared nothing; of ranks that have reported.
+        lent: pages of each rank that all of its borrowers use: those that are full.
+        borrowers: ids of the requests that use them.
+        is_storing: whether the step that evicts it was dispatched.
+        is_forgotten: whether no further request may begin with it.
+    """
+
+    number: int
+    key: Hashable
+    tokens: int
+    producer: tuple[str, int]
+    held: list[int]
+    kept: dict[int, PageCount] = field(default_factory=dict)
+    lent: list[int] = field(default_factory=list)
+    borrowers: set[str] = field(default_factory=set)
+    is_storing: bool = False
+    is_forgotten: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank has stored it."""
+        return len(self.kept) == len(self.held)
+
+    def freed(self, rank: int) -> int:
+        """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
+        return self.held[rank] - (self.lent[rank] if self.borrowers else 0)
+
+
+class PrefixCache:
+    """All prefixes of a server.
+
+    Args:
+        num_ranks: ranks that report.
+        most: how many may be storing or ready at once.
+
+    Attributes:
+        held: pages of each rank that prefixes hold.
+        stores: numbers of the prefixes to be kept, by the id of the request that the next step evicts.
+        drops: numbers of the prefixes that the workers are to drop before the next step.
+    """
+
+    def __init__(self, num_ranks: int, most: int):
+        self.most = most
+        self.held = [0] * num_ranks
+        self.stores: dict[str, int] = {}
+        self.drops: list[int] = []
+        self._dropped = 0
+        self._by_key: dict[Hashable, Prefix] = {}
+        self._by_producer: dict[tuple[str, int], Prefix] = {}
+        self._stored: dict[int, Prefix] = {}
+        """Those that are storing or ready by number, the least recently used first."""
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        """How many are ready."""
+        return sum(prefix.is_ready for prefix in self._stored.values())
+
+    @property
+    def all_stored(self) -> list[Prefix]:
+        """Those that are storing or ready."""
+        return list(self._stored.values())
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether some are storing."""
+        return any(not prefix.is_ready for prefix in self._stored.values())
+
+    def find(self, key: Hashable | None) -> Prefix | None:
+        """The prefix with this key, if requests may begin with it or wait for it; one that is ready counts as used."""
+        prefix = self._by_key.get(key)
+        if prefix is not None and prefix.is_ready:
+            self._stored[prefix.number] = self._stored.pop(prefix.number)
+        return prefix
+
+    # From reading to ready.
+
+    def begin(self, key: Hashable, tokens: int, producer: tuple[str, int]) -> None:
+        """A request was admitted that reads a prefix of so many tokens which is not known yet."""
+        self._last_number += 1
+        prefix = Prefix(self._last_number, key, tokens, producer, [0] * len(self.held))
+        self._by_key[key] = self._by_producer[producer] = prefix
+
+    def produced_by(self, producer: tuple[str, int]) -> Prefix | None:
+        """What an admission of a request reads or stores, None if that is no prefix or it is ready."""
+        return self._by_producer.get(producer)
+
+    def store(self, prefix: Prefix, pages: Sequence[int]) -> None:
+        """The step that is being scheduled evicts a prefix, which takes so many pages of each rank besides."""
+        prefix.is_storing = True
+        self._stored[prefix.number] = prefix
+        self.stores[prefix.producer[0]] = prefix.number
+        self.hold(prefix, pages)
+
+    def on_report(self, prefix: Prefix, rank: int, count: PageCount, partial_pages: int) -> None:
+        """A rank has stored a prefix, of which it keeps ``count``, so many of its pages not full."""
+        prefix.kept[rank] = count
+        prefix.lent = prefix.lent or [0] * len(self.held)
+        prefix.lent[rank] = count.pages - partial_pages
+        self.hold(prefix, [count.pages if index == rank else held for index, held in enumerate(prefix.held)])
+        if prefix.is_ready:
+            del self._by_producer[prefix.producer]
+
+    def cancel(self, prefix: Prefix) -> None:
+        """A prefix will not be stored after all; who waits for it need not any more."""
+        self.stores.pop(prefix.producer[0], None)
+        del self._by_producer[prefix.producer]
+        self._remove(prefix)
+
+    def hold(self, prefix: Prefix, pages: Sequence[int]) -> None:
+        """A prefix now holds so many pages of each rank."""
+        for rank, held in enumerate(pages):
+            self.held[rank] += held - prefix.held[rank]
+        prefix.held = list(pages)
+
+    # From ready to dropped.
+
+    def droppable(self, busy: Collection[str]) -> Iterator[Prefix]:
+        """Prefixes that may be dropped: at first those that nobody borrows, then those that one request does.
+
+        The least recently used come first. None goes that a request of ``busy``, just admitted, begins with.
+        """
+        for borrowers in (0, 1):
+            for prefix in self._stored.values():
+                if (
+                    prefix.is_ready
+                    and len(prefix.borrowers) == borrowers
+                    and prefix.borrowers.isdisjoint(busy)
+                ):
+                    yield prefix
+
+    def drop(self, prefix: Prefix) -> None:
+        """The workers drop a prefix before the next step."""
+        self.drops.append(prefix.number)
+        self._dropped += not prefix.is_forgotten
+        self._remove(prefix)
+
+    def take_dropped(self) -> int:
+        """How many were dropped since the last call to make room, which is not so of those of a reset."""
+        dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def _remove(self, prefix: Prefix) -> None:
+        self.hold(prefix, [0] * len(self.held))
+        self._stored.pop(prefix.number, None)
+        if not prefix.is_forgotten:
+            del self._by_key[prefix.key]
+
+    def forget(self) -> None:
+        """No further request begins with what is cached, or waits for what is being read or stored."""
+        for prefix in list(self._by_key.values()):
+            if not prefix.is_storing:
+                self.cancel(prefix)
+            prefix.is_forgotten = True
+        self._by_key.clear()
+
+    # What they hold.
+
+    def pinned(self, more: Prefix | None = None) -> list[int]:
+        """Pages of each rank that are not counted as any borrower's and that no drop would free.
+
+        Args:
+            more: one that a further request would borrow.
+        """
+        pages = [0] * len(self.held)
+        for prefix in self._stored.values():
+            borrowers = len(prefix.borrowers) + (prefix is more)
+            if borrowers:
+                held = prefix.held if borrowers > 1 else prefix.lent
+                pages = [sum(pair) for pair in zip(pages, held, strict=True)]
+        return pages
+
+    def in_use(self) -> list[int]:
+        """Pages of each rank in prefixes that requests borrow or that are being stored."""
+        used = [prefix.held for prefix in self._stored.values() if prefix.borrowers or not prefix.is_ready]
+        return [sum(pages) for pages in zip(*used, strict=True)] or [0] * len(self.held)
