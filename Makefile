@@ -12,6 +12,8 @@ INSTALLED := .venv/.installed
 
 # Nothing that runs from here reports usage statistics.
 export VLLM_NO_USAGE_STATS := 1
+# Else pytest would rewrite the assertions of all test modules anew at each run, in each process.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10

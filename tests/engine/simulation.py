@@ -86,10 +86,16 @@ class Workers:
 
     def held(self, rank: int) -> int:
         """Pages held on a rank."""
-        rows = [resident.kv_len[rank] for resident in self.live.values()]
-        pages = self.pages(np.concatenate(rows)) if rows else 0
+        return self._held(rank, self._rows(rank))
+
+    def _held(self, rank: int, rows: np.ndarray) -> int:
         lent = sum(int(r.lent[rank].sum()) for r in self.live.values() if r.lent is not None)
-        return pages - lent + self.cached_pages(rank)
+        return self.pages(rows) - lent + self.cached_pages(rank)
+
+    def _rows(self, rank: int) -> np.ndarray:
+        """Row lengths on a rank, [requests, rows]."""
+        rows = [resident.kv_len[rank] for resident in self.live.values()]
+        return np.array(rows, np.int64).reshape(len(rows), self.ranks[rank].rows)
 
     def cached_pages(self, rank: int) -> int:
         """Pages of a rank that cached prefixes hold."""
@@ -200,31 +206,36 @@ class Workers:
             resident.waits = True
         leaving = [resident for resident in leaving if not resident.waits]
         reports += [self._evict(resident) for resident in leaving]
-        for rank, most in (message.most_pages or {}).items():
-            assert self.held(rank) <= most, (
-                f"rank {rank} holds {self.held(rank)} pages, the ledger allows {most}"
-            )
-        return WorkerMessages(
-            {
-                rank: RankMessage(
-                    {
-                        resident.admission.request_id: self.tamper(by_rank[rank])
-                        for resident, by_rank in zip(trimmed + leaving, reports, strict=True)
-                    },
-                    {resident.admission.request_id: self._weights(resident, rank) for resident in waiting},
-                    physical_pages=self.held(rank),
-                    cached_pages=self.cached_pages(rank),
-                    logical_tokens=sum(int(r.kv_len[rank].sum()) for r in self.live.values()),
-                    holdings=Holdings(
-                        {
-                            name: (r.admission.epoch, r.tokens, self.pages(r.kv_len[rank]))
-                            for name, r in self.live.items()
-                        },
-                        {number: self.pages(rows[rank]) for number, rows in self.cached.items()},
-                    ),
-                )
-                for rank in range(len(self.setup.shapes))
+        by_rank = {}
+        for rank in range(len(self.setup.shapes)):
+            told = {
+                resident.admission.request_id: self.tamper(of_ranks[rank])
+                for resident, of_ranks in zip(trimmed + leaving, reports, strict=True)
             }
+            weights = {resident.admission.request_id: self._weights(resident, rank) for resident in waiting}
+            by_rank[rank] = self._message(rank, told, weights)
+            held, most = by_rank[rank].physical_pages, message.most_pages[rank]
+            assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
+        return WorkerMessages(by_rank)
+
+    def _message(
+        self, rank: int, reports: dict[str, Report], weights: dict[str, LayerWeights]
+    ) -> RankMessage:
+        """What a rank says at the end of a step."""
+        rows = self._rows(rank)
+        pages = (-(-rows // PAGE)).sum(1).tolist()
+        requests = {
+            name: (resident.admission.epoch, resident.tokens, held)
+            for (name, resident), held in zip(self.live.items(), pages, strict=True)
+        }
+        prefixes = {number: self.pages(kept[rank]) for number, kept in self.cached.items()}
+        return RankMessage(
+            reports,
+            weights,
+            physical_pages=self._held(rank, rows),
+            cached_pages=sum(prefixes.values()),
+            logical_tokens=int(rows.sum()),
+            holdings=Holdings(requests, prefixes),
         )
 
     def _check_reserve(self, output: SchedulerOutput) -> None:
