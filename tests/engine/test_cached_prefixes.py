@@ -176,3 +176,4 @@ def test_salts_and_prompt_logprobs(model, read) -> None:
 
 def test_there_is_a_request_slot_for_each_cached_prefix() -> None:
     assert RankCapacity(1000, 0, 4, 8, 4, 8).most_prefixes == 31
+    assert RankCapacity(1_000_000, 0, 4, 8, 4, 8).most_prefixes == 1024

@@ -9,6 +9,9 @@ from torch import Tensor
 from vllm_kvevict.policies import EvictionConfig, most_candidates
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
 
+MOST_PREFIXES = 1024
+"""Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
+
 
 @dataclass(frozen=True)
 class RankCapacity:
@@ -34,8 +37,8 @@ class RankCapacity:
 
     @property
     def most_prefixes(self) -> int:
-        """Cached prefixes that it has room for: each holds a page of nearly every row."""
-        return self.pages // self.rows
+        """Cached prefixes that it has room for: each holds a page of nearly every row, and a place in all tables."""
+        return min(self.pages // self.rows, MOST_PREFIXES)
 
 
 class Schedule(ABC):
