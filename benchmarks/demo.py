@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.answers import Question, answers_table, ask, make_questions
+from benchmarks.harness.documents import Answer, http_client, waits_table
+from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.kept import Run, comparison_table, kept_table, read_evictions
 from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.options import add_dtype
@@ -33,6 +35,8 @@ BLOCK = PAGE = 32
 OWN_DTYPE = "bfloat16"
 """Of the model's weights on disk."""
 PROMPTS_IN_POOL = 4
+QUESTIONS, QUESTION_TOKENS = 16, 16
+"""About one document, to show the prefix cache."""
 POLL_SECONDS = 0.2
 
 console = Console()
@@ -108,13 +112,13 @@ def memory_of(arguments: argparse.Namespace) -> int:
 
 async def run_server(
     name: str, flags: Sequence[str], arguments: argparse.Namespace, questions: Sequence[Question] = ()
-) -> tuple[Run, list[str]]:
-    """Start a server, let it answer all requests and then the questions, end it."""
+) -> tuple[Run, list[str], list[Answer]]:
+    """Start a server, let it answer all requests, then the questions and those about one document, end it."""
     length = arguments.prompt + arguments.output
     common = [
         *("--max-model-len", str(length), "--block-size", str(BLOCK)),
         *("--dtype", arguments.dtype),
-        *("--kv-cache-memory-bytes", str(memory_of(arguments))),
+        *("--kv-cache-memory-bytes", str(memory_of(arguments)), "--enable-prompt-tokens-details"),
     ]
     env = {
         "HF_HUB_OFFLINE": "1",
@@ -134,9 +138,25 @@ async def run_server(
             bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
             run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
             replies = [await ask(server, question) for question in questions]
+            waits = await ask_about_one_document(server, arguments) if questions else []
             bar.update(task, description=f"{name}: stopping the server", state="")
         bar.update(task, description=f"{name}: done")
-    return run, replies
+    return run, replies, waits
+
+
+async def ask_about_one_document(server: Server, arguments: argparse.Namespace) -> list[Answer]:
+    """Ask about one document again and again: the first question has it read, the others find it cached."""
+    choose = random.Random(1)
+
+    def words(count: int) -> list[int]:
+        return choose.choices(range(FIRST_WORD, len(vocabulary())), k=count)
+
+    document = words(arguments.prompt - QUESTION_TOKENS)
+    async with http_client(server) as client:
+        return [
+            await ask_about(client, server, document + words(QUESTION_TOKENS), len(document), output_len=1)
+            for _ in range(QUESTIONS)
+        ]
 
 
 async def measure(
@@ -214,7 +234,7 @@ async def show(arguments: argparse.Namespace) -> None:
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
         f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
         f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then a question about "
-        "a text of the same length, with the full cache and without."
+        f"a text of the same length, with the full cache and without, and {QUESTIONS} questions about one document."
     )
     if note := dtype_note(arguments.dtype):
         console.print(note, highlight=False)
@@ -222,8 +242,8 @@ async def show(arguments: argparse.Namespace) -> None:
     eviction += ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
     EVICTIONS.unlink(missing_ok=True)  # of an earlier demo; servers only append
     questions = make_questions(arguments.prompt - 32, arguments.policy, arguments.budget)
-    stock, _ = await run_server("stock vLLM", [], arguments)
-    ours, replies = await run_server(
+    stock, _, _ = await run_server("stock vLLM", [], arguments)
+    ours, replies, waits = await run_server(
         f"{arguments.policy} {arguments.budget:g}", eviction, arguments, questions
     )
     console.print()
@@ -231,6 +251,7 @@ async def show(arguments: argparse.Namespace) -> None:
     if first := next(read_evictions(EVICTIONS), None):
         console.print(kept_table(first))
     console.print(answers_table(questions, replies))
+    console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 

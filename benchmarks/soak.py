@@ -1,8 +1,8 @@
 """Put a server with eviction under random load for long, and see whether anything is lost, leaks or hangs.
 
 Starts ``vllm serve`` with a pool much too small for what is asked of it. All policies, completions and chats, streamed
-or not, several answers, log-probabilities, clients that go away, bursts and malformed requests come at random. Ends
-with exit code 1 if a requirement is missed.
+or not, several answers, log-probabilities, documents that are asked again, clients that go away, bursts and malformed
+requests come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a requirement is missed.
 """
 
 import argparse
@@ -51,8 +51,10 @@ FLAGS = (
     *("--block-size", "32", "--num-gpu-blocks-override", "24", "--dtype", "float32", "--enforce-eager"),
 )  # fmt: skip
 """Memory for one and a half requests of MAX_LEN, and a reserve so small that decodes have to preempt each other."""
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""GiB that vLLM may take; the blocks above are far less."""
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+"""GiB that vLLM may take, of which the blocks above are far less; and what makes it offer to reset its cache."""
+RESET, RESET_EVERY = "/reset_prefix_cache", 300
+"""The endpoint, and after how many requests it is called."""
 CONCURRENCY, BURST, BURST_EVERY = 32, 96, 500
 """Requests in flight; every BURST_EVERY-th and the BURST - 1 after it are sent at once, on top of these."""
 SAMPLE_SECONDS = 2.0
@@ -69,9 +71,11 @@ class Sample:
         seconds: since the load began.
         answered: requests that are over.
         rss_mib: resident memory by process; what processes share counts in each.
-        pages, entries: held over all ranks.
+        pages, entries: held over all ranks by requests.
+        cached: pages held by cached prefixes.
         running, waiting: requests.
         preemptions: since the server started.
+        prefix_hits: prompt tokens that were found in the prefix cache since then.
     """
 
     seconds: float
@@ -82,6 +86,8 @@ class Sample:
     running: int
     waiting: int
     preemptions: int
+    cached: int = 0
+    prefix_hits: int = 0
 
     @property
     def rss(self) -> float:
@@ -154,6 +160,8 @@ class Soak:
             again, _ = await ask_probes(client, server.model, self.policies)
             changed = sum(again[policy] != answer for policy, answer in probes.items())
             await self._until_idle(server)
+            (await client.post(RESET, timeout=60)).raise_for_status()
+            await self._until_idle(server, empty=True)
             server.check()
             log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own
         self._judge(changed, log.count("Traceback (most recent call last)"))
@@ -216,6 +224,8 @@ class Soak:
                 if waits:
                     await slots.acquire()
                 server.check()
+                if number % RESET_EVERY == 0:
+                    (await client.post(RESET, timeout=60)).raise_for_status()
                 task = asyncio.create_task(one(traffic.next(), waits))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -247,16 +257,21 @@ class Soak:
         # What is cached stays when nobody asks.
         pages, entries = (seen.physical_pages or 0) - seen.cached_pages, seen.logical_entries or 0
         load = seen.running, seen.waiting, seen.preemptions
-        return Sample(seconds, self.answered, resident_memory(), pages, entries, *load)
+        cache = seen.cached_pages, seen.prefix_hits
+        return Sample(seconds, self.answered, resident_memory(), pages, entries, *load, *cache)
 
-    async def _until_idle(self, server: Server) -> None:
-        """Wait until nothing runs and nothing is held, or until that has taken too long."""
+    async def _until_idle(self, server: Server, empty: bool = False) -> None:
+        """Wait until nothing runs and no request holds anything, or until that has taken too long.
+
+        Args:
+            empty: wait until nothing is cached, either.
+        """
         deadline = time.monotonic() + IDLE_PATIENCE
         begin = self.samples[-1].seconds - time.monotonic()
         while time.monotonic() < deadline:
             self.samples.append(await self._sample(server, begin + time.monotonic()))
             last = self.samples[-1]
-            if not (last.running or last.waiting or last.pages or last.entries):
+            if not (last.running or last.waiting or last.pages or last.entries or (empty and last.cached)):
                 return
             await asyncio.sleep(0.2)
 
@@ -281,6 +296,7 @@ class Soak:
             Requirement("requests running or waiting when idle", last.running + last.waiting),
             Requirement("pages held when idle", last.pages),
             Requirement("KV entries stored when idle", last.entries),
+            Requirement("pages cached after a reset", last.cached),
             Requirement(
                 "growth of the resident memory after a third of the load", growth(self.samples), GROWTH
             ),
@@ -305,10 +321,12 @@ class Soak:
 
     def extremes(self) -> dict[str, float]:
         """The most of everything that was seen."""
-        most = {name: max(getattr(s, name) for s in self.samples) for name in ("running", "waiting", "pages")}
+        names = ("running", "waiting", "pages", "cached")
+        most = {name: max(getattr(sample, name) for sample in self.samples) for name in names}
         return {
             **{f"most {name}": value for name, value in most.items()},
             "preemptions": self.samples[-1].preemptions,
+            "prompt tokens found in the prefix cache": self.samples[-1].prefix_hits,
             "looks at /metrics that failed": self.missed_samples,
             "MiB resident after a third": round(baseline(self.samples), 1),
             "MiB resident at the end": round(self.samples[-1].rss, 1),

@@ -14,6 +14,8 @@ DEADLINE = 180.0
 BUDGETS = (0.05, 0.1, 0.2, 0.5, 1.0, 64, 100, 300)
 """Every policy's defaults allow these."""
 LONGEST_ANSWER = 100
+DOCUMENTS, SALTS = 6, (None, "one", "other")
+"""Texts that many requests begin with, and values of ``cache_salt``; each pair is cached on its own."""
 EXPECTED, LEFT, HUNG, WRONG, BROKEN = "as expected", "left by the client", "hung", "wrong", "broken off"
 """What becomes of a request: answered or refused as it should be, or one of the other four."""
 
@@ -97,6 +99,10 @@ class Traffic:
     ):
         self.model, self.longest, self.max_len, self.probes = model, longest, max_len, probes
         self._choose = random.Random(seed)
+        self._documents = [
+            random_words(random.Random(number), max(1, longest * (number + 2) // (DOCUMENTS + 2)))
+            for number in range(DOCUMENTS)
+        ]
 
     def next(self) -> Ask:
         """The next request."""
@@ -117,7 +123,10 @@ class Traffic:
             body["vllm_xargs"] = {"kv_eviction": choose.choice(list(self.probes))}
             if choose.random() < 0.7:
                 body["vllm_xargs"]["kv_budget"] = choose.choice(BUDGETS)
-            if choose.random() < 0.2:
+            if choose.random() < 0.3:
+                about, body["vllm_xargs"]["kv_prefix_len"] = self._about_a_document(endpoint)
+                body |= about
+            elif choose.random() < 0.2:
                 body["vllm_xargs"]["kv_prefix_len"] = choose.randint(1, length)
         if choose.random() < 0.3:
             body |= {"temperature": 0.8, "top_p": 0.9, "seed": choose.randrange(1 << 30)}
@@ -136,6 +145,21 @@ class Traffic:
             kind, ENDPOINTS[endpoint], _json(body), choices, choices * tokens, leave=leave, stream=stream
         )
 
+    def _about_a_document(self, endpoint: str) -> tuple[dict[str, Any], int]:
+        """A prompt that begins as others do, and how many of its tokens may be evicted; many find them cached."""
+        choose = self._choose
+        document = choose.choice(self._documents)
+        words = len(document.split())
+        question = (
+            random_words(choose, self._random_length(self.longest - words)) if words < self.longest else ""
+        )
+        salt = choose.choice(SALTS)
+        body = self._prompt(endpoint, f"{document} {question}".strip()) | (
+            {"cache_salt": salt} if salt else {}
+        )
+        # A word is at least one token, so that as many tokens belong to the document.
+        return body, words
+
     def _malformed(self) -> Ask:
         choose = self._choose
         endpoint = choose.choice(list(ENDPOINTS))
@@ -148,7 +172,7 @@ class Traffic:
         elif which < 0.8:
             body |= choose.choice(list(BAD_BODIES.values()))
         elif which < 0.9:
-            body |= self._prompt(endpoint, self.max_len + 1)
+            body |= self._prompt(endpoint, random_words(choose, self.max_len + 1))
         else:
             cut = -choose.randint(1, 20)
         return Ask("malformed", ENDPOINTS[endpoint], _json(body)[:cut], refusal=word)
@@ -157,10 +181,9 @@ class Traffic:
         body = {"model": self.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | self._prompt(endpoint, length)
+        return body | self._prompt(endpoint, random_words(self._choose, length))
 
-    def _prompt(self, endpoint: str, length: int) -> dict[str, Any]:
-        text = random_words(self._choose, length)
+    def _prompt(self, endpoint: str, text: str) -> dict[str, Any]:
         if endpoint == "completions":
             return {"prompt": text}
         return {"messages": [{"role": "user", "content": text}]}
@@ -198,12 +221,17 @@ async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
 async def ask_probes(
     client: httpx.AsyncClient, model: str, policies: Sequence[str]
 ) -> tuple[dict[str, tuple[dict[str, Any], str]], float]:
-    """One request for each policy: body and greedy answer by policy; and words per token of the prompts."""
+    """One request for each policy: body and greedy answer by policy; and words per token of the prompts.
+
+    Every other one is evicted before its end, so that the next time it finds what was kept, unless that was dropped.
+    """
     probes = {}
     choose = random.Random(0)
     words = 300
-    for policy in policies:
-        fields = {"kv_eviction": policy, "kv_budget": 0.3}
+    for number, policy in enumerate(policies):
+        fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": 0.3}
+        if number % 2:
+            fields["kv_prefix_len"] = words - 50
         body: dict[str, Any] = {"model": model, "prompt": random_words(choose, words), "max_tokens": 24}
         body |= {"temperature": 0, "ignore_eos": True, "vllm_xargs": fields}
         answer = await client.post("/v1/completions", json=body, timeout=120)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import httpx
@@ -64,6 +65,18 @@ def test_valid_requests_are_valid():
         assert 1 <= body.get("vllm_xargs", {}).get("kv_prefix_len", 1) <= words
         assert ask.choices == body.get("n", 1) and ask.tokens == ask.choices * body["max_tokens"]
         assert ask.stream == body.get("stream", False)
+
+
+def test_documents_are_asked_again_by_users_with_and_without_a_salt():
+    times = Counter()
+    for ask in asks(2000):
+        body = json.loads(ask.content) if ask.refusal is None else {}
+        if words := body.get("vllm_xargs", {}).get("kv_prefix_len"):
+            text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+            times[body.get("cache_salt"), " ".join(text.split()[:words])] += 1
+    again = {key: count for key, count in times.items() if count > 10}
+    assert {salt for salt, _ in again} == set(traffic.SALTS)
+    assert len({document for _, document in again}) >= traffic.DOCUMENTS
 
 
 def test_malformed_requests_say_what_their_refusal_must_name():

@@ -1,0 +1,334 @@
+"""Documents that are asked many questions: stock vLLM with its prefix cache, eviction without ours, eviction with it.
+
+All three sides have the same KV memory and take turns. The document is evicted without a question in view
+(``kv_prefix_len``); stock vLLM keeps it whole.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
+from benchmarks.harness.documents import ask, http_client
+from benchmarks.harness.load import SETTLE_SECONDS
+from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_dtype, whole
+from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.sides import FIRST_WORD, VOCAB
+
+WITHOUT, WITH = "without cache", "with cache"
+SIDES = (STOCK, WITHOUT, WITH)
+POLICY = "ada-snapkv"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load and the memory it runs in.
+
+    Attributes:
+        about: shown in help and results.
+        documents, document_len: how many, and tokens of each.
+        questions: about each document.
+        question_len, output_len: tokens.
+        pool: how many whole documents with a question and its answer the KV memory holds.
+        at_once: whether all questions come together; else one after the other, of each document in turn.
+        budget: share of a document that is kept.
+        step: ``--max-num-batched-tokens``; None for vLLM's default.
+        rounds: how often every side runs.
+    """
+
+    about: str
+    documents: int
+    document_len: int
+    questions: int
+    question_len: int
+    output_len: int
+    pool: int
+    at_once: bool
+    budget: float = 0.2
+    step: int | None = None
+    rounds: int = 3
+    dtype: str = "bfloat16"
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a request."""
+        return self.document_len + self.question_len + self.output_len
+
+    def kv_bytes(self) -> int:
+        """KV memory, with the one block that vLLM keeps for itself."""
+        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """The prompts in the order in which they are sent; other seeds have other documents."""
+        choose = random.Random(f"{self} {seed}")
+        documents = [self._tokens(choose, self.document_len) for _ in range(self.documents)]
+        return [
+            documents[number] + self._tokens(choose, self.question_len)
+            for _ in range(self.questions)
+            for number in range(self.documents)
+        ]
+
+    def _tokens(self, choose: random.Random, count: int) -> list[int]:
+        return choose.choices(range(FIRST_WORD, VOCAB), k=count)
+
+
+SCENARIOS = {
+    "document": Scenario("sixteen questions about one document at once", 1, 8192, 16, 32, 256, 2, True),
+    "documents": Scenario(
+        "sixteen documents, asked in turns, in memory for four of them whole",
+        *(16, 4096, 3, 32, 16, 4, False),
+        step=8192,
+    ),
+    "unique": Scenario(
+        "no document is asked twice, in memory for four", 24, 2016, 1, 32, 256, 4, True, rounds=5
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a load took on one side.
+
+    Attributes:
+        wall: seconds from the first request to the end of the last answer.
+        first_token: seconds until the first token of each request, in the order of the prompts.
+        computed: prompt tokens that were not found in the prefix cache.
+        hits: requests whose document was.
+        preemptions: requests that lost their KV.
+        output_tokens: of all answers.
+    """
+
+    wall: float
+    first_token: list[float]
+    computed: int
+    hits: int
+    preemptions: int
+    output_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.wall
+
+
+Round = dict[str, Run]
+
+
+def make_server(scenario: Scenario, side: str, threads: int) -> Server:
+    """The server of a side, not started yet."""
+    flags = [
+        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
+        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+    ]
+    if scenario.step is not None:
+        flags += ["--max-num-batched-tokens", str(scenario.step)]
+    if side != STOCK:
+        flags += ["--kv-eviction", POLICY, "--kv-budget", f"{scenario.budget:g}"]
+    if side == WITHOUT:
+        flags += ["--no-enable-prefix-caching"]
+    log = SCRATCH / f"prefix-{side.replace(' ', '-')}.log"
+    return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
+
+
+async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> Run:
+    """Send a load to one side and wait until it has come to rest."""
+    before = await server.snapshot()
+    lengths = scenario.document_len, scenario.output_len
+    async with http_client(server) as client:
+        started = time.perf_counter()
+        questions = [ask(client, server, prompt, *lengths) for prompt in prompts]
+        if scenario.at_once:
+            answers = await asyncio.gather(*questions)
+        else:
+            answers = [await question for question in questions]
+        wall = time.perf_counter() - started
+    server.check()
+    after = await server.snapshot()
+    await asyncio.sleep(SETTLE_SECONDS)
+    return Run(
+        wall,
+        [answer.first_token for answer in answers],
+        sum(map(len, prompts)) - sum(answer.cached for answer in answers),
+        sum(answer.cached > 0 for answer in answers),
+        after.preemptions - before.preemptions,
+        sum(answer.tokens for answer in answers),
+    )
+
+
+async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[str, Round]]:
+    """All rounds; of each the runs of every phase by side. Documents that were just read are asked again where
+    all questions come at once."""
+    rounds = []
+    async with AsyncExitStack() as stack:
+        servers = {}
+        for side in SIDES:
+            bench.say(f"{name}, {side}: starting")
+            servers[side] = await stack.enter_async_context(make_server(scenario, side, bench.threads))
+            await drive(servers[side], scenario, scenario.prompts(seed=-1)[:2])
+        for number in range(scenario.rounds):
+            phases: dict[str, Round] = {}
+            for phase in ("cold", "warm") if name == "document" else ("cold",):
+                phases[phase] = {}
+                for side in SIDES[number % 2 :] + SIDES[: number % 2]:
+                    bench.say(f"{name}, round {number + 1}, {phase}, {side}")
+                    prompts = scenario.prompts(number)
+                    phases[phase][side] = await drive(servers[side], scenario, prompts)
+                    bench.bar.advance(bench.task)
+            rounds.append(phases)
+    return rounds
+
+
+def _ratio(rounds: Sequence[Round], what: Any, ours: str, theirs: str) -> Estimate:
+    return paired_ratio([what(one[ours]) for one in rounds], [what(one[theirs]) for one in rounds])
+
+
+def _mean_wait(run: Run) -> float:
+    return mean(run.first_token)
+
+
+def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -> list[Target]:
+    """What the scenario should reach, and what it did."""
+    cold = [one["cold"] for one in rounds]
+    speed = {side: _ratio(cold, lambda run: run.tokens_per_second, WITH, side) for side in (STOCK, WITHOUT)}
+    if name == "document":
+        warm = [{WITH: one["warm"][WITH], WITHOUT: one["cold"][WITHOUT]} for one in rounds]
+        least = scenario.document_len + scenario.questions * scenario.question_len
+        first = "time to first token, mean"
+        return [
+            Target(f"{first}, over without cache", _ratio(cold, _mean_wait, WITH, WITHOUT), 0.15, True),
+            Target(f"{first}, over stock", _ratio(cold, _mean_wait, WITH, STOCK), 1.1, True),
+            Target(f"{first}, warm, over without cache", _ratio(warm, _mean_wait, WITH, WITHOUT), 0.02, True),
+            Target("output tokens/s, over stock", speed[STOCK], 1.5),
+            Target("prompt tokens computed", max(one[WITH].computed for one in cold), least, True),
+        ]
+    if name == "documents":
+        again = scenario.documents * (scenario.questions - 1)
+
+        def later(run: Run) -> float:
+            return median(run.first_token[scenario.documents :])
+
+        return [
+            Target(
+                "requests that hit after the first pass", min(one[WITH].hits for one in cold) / again, 0.95
+            ),
+            Target("the same of stock", max(one[STOCK].hits for one in cold) / again, 0.05, True),
+            Target(
+                "time to first token after that, over stock", _ratio(cold, later, WITH, STOCK), 0.06, True
+            ),
+        ]
+    return [
+        Target("output tokens/s, over without cache", speed[WITHOUT], 0.98),
+        Target(
+            "preemptions beyond those without cache",
+            max(one[WITH].preemptions - one[WITHOUT].preemptions for one in cold),
+            0,
+            True,
+        ),
+    ]
+
+
+def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
+    """Medians over the rounds."""
+    result = Table(title=name)
+    columns = ("", "seconds", "tokens/s", "first token, mean s", "slowest", "computed", "hits", "preempted")
+    for column in columns:
+        result.add_column(column, justify="right" if column else "left")
+    for phase in rounds[0]:
+        for side in SIDES:
+            runs = [one[phase][side] for one in rounds]
+            result.add_row(
+                f"{side}, {phase}",
+                f"{median(run.wall for run in runs):.1f}",
+                f"{median(run.tokens_per_second for run in runs):.1f}",
+                f"{median(map(_mean_wait, runs)):.3f}",
+                f"{median(max(run.first_token) for run in runs):.3f}",
+                f"{median(run.computed for run in runs):.0f}",
+                f"{median(run.hits for run in runs):.0f}",
+                f"{median(run.preemptions for run in runs):.0f}",
+            )
+    return result
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
+    """Read the command line: the options, and what to run by name."""
+    epilog = " ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__, epilog=epilog)
+    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)} (default: all)")
+    own = "default: the scenario's"
+    for name in ("documents", "document-len", "questions", "question-len", "output-len", "pool", "rounds"):
+        parser.add_argument(f"--{name}", type=whole, metavar="N", help=own)
+    add_dtype(parser)
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
+    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: prefix)")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.scenario if name not in SCENARIOS]
+    if unknown:
+        parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(SCENARIOS)}")
+    names = (
+        "documents",
+        "document_len",
+        "questions",
+        "question_len",
+        "output_len",
+        "pool",
+        "rounds",
+        "dtype",
+    )
+    given = {name: getattr(arguments, name) for name in names}
+    changes = {name: value for name, value in given.items() if value is not None}
+    chosen = arguments.scenario or list(SCENARIOS)
+    return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
+
+
+async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
+    """Run everything, print it and save it."""
+    console = Console(width=WIDTH)
+    load_average, results = warn_if_busy(console), {}
+    phases = {name: 1 + (name == "document") for name in scenarios}
+    runs = sum(len(SIDES) * phases[name] * scenario.rounds for name, scenario in scenarios.items())
+    bench = Bench(arguments.threads, runs)
+    with bench.bar:
+        for name, scenario in scenarios.items():
+            results[name] = await run_rounds(bench, name, scenario)
+        bench.say("done")
+    records = {}
+    for name, rounds in results.items():
+        scenario, own = scenarios[name], SCENARIOS[name]
+        console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))
+        same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+        records[name] = {
+            "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes(), "policy": POLICY},
+            "rounds": [
+                {
+                    phase: {side: asdict(run) for side, run in by_side.items()}
+                    for phase, by_side in one.items()
+                }
+                for one in rounds
+            ],
+            "targets": show_targets(console, figures(name, scenario, rounds) if same else []),
+        }
+    content = {"threads": arguments.threads, "load_average_at_start": load_average, "scenarios": records}
+    name = arguments.name or record_name("prefix", arguments.dtype)
+    console.print(f"written to {save(name, record('prefix', content))}")
+
+
+def main() -> int:
+    """Run the scenarios; the exit code."""
+    return run_benchmark(measure(*parse_arguments()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

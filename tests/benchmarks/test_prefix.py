@@ -1,0 +1,139 @@
+"""The loads of the prefix cache's benchmark, how answers are read, and its verdict; no server is started."""
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from rich.console import Console
+
+from benchmarks.harness.documents import Answer, ask, waits_table
+from benchmarks.harness.server import ServerError
+from benchmarks.prefix import (
+    SCENARIOS,
+    SIDES,
+    STOCK,
+    WITH,
+    WITHOUT,
+    Run,
+    figures,
+    make_server,
+    parse_arguments,
+    table,
+)
+
+
+def test_questions_share_documents_and_nothing_else():
+    scenario = replace(SCENARIOS["documents"], document_len=50)
+    prompts = scenario.prompts(seed=1)
+    assert len(prompts) == 16 * 3 and {len(prompt) for prompt in prompts} == {50 + 32}
+    for number in range(16):
+        assert prompts[number][:50] == prompts[number + 16][:50] == prompts[number + 32][:50]
+    assert len({tuple(prompt[:50]) for prompt in prompts}) == 16
+    assert len({tuple(prompt[50:]) for prompt in prompts}) == 48
+    assert not {tuple(p[:50]) for p in prompts} & {tuple(p[:50]) for p in scenario.prompts(seed=2)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_sides_differ_in_eviction_and_caching_alone(name, monkeypatch):
+    monkeypatch.setattr("benchmarks.prefix.model", lambda max_len: Path("m"))
+    flags = {
+        side: [word for word in make_server(SCENARIOS[name], side, 1).command if not word.isdigit()]
+        for side in SIDES
+    }
+    eviction = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+    assert flags[WITH] == flags[STOCK] + eviction
+    assert flags[WITHOUT] == flags[WITH] + ["--no-enable-prefix-caching"]
+
+
+def run(first: list[float], wall: float, computed: int = 0, hits: int = 0, preemptions: int = 0) -> Run:
+    return Run(wall, first, computed, hits, preemptions, output_tokens=100)
+
+
+def test_verdict_on_one_document():
+    scenario = SCENARIOS["document"]
+    least = 8192 + 16 * 32
+    cold = {STOCK: run([1.0], 20.0), WITHOUT: run([10.0], 90.0), WITH: run([1.05], 10.0, least)}
+    rounds = [{"cold": cold, "warm": {side: run([0.1], 5.0) for side in SIDES}}] * 3
+    targets = figures("document", scenario, rounds)
+    assert all(target.met for target in targets) and len(targets) == 5
+    assert [round(getattr(t.value, "median", t.value), 3) for t in targets] == [0.105, 1.05, 0.01, 2.0, least]
+    # One document read twice is one too many.
+    worse = [{**rounds[0], "cold": {**cold, WITH: run([1.05], 10.0, least + 8192)}}, *rounds[1:]]
+    assert [target.met for target in figures("document", scenario, worse)] == [True] * 4 + [False]
+    console = Console(file=io.StringIO(), width=130)
+    console.print(table("document", rounds))
+    assert "with cache, warm" in console.file.getvalue()
+
+
+def test_verdict_on_documents_in_turns():
+    waits = [1.0] * 16 + [0.05] * 32
+    cold = {STOCK: run([1.0] * 48, 1.0), WITHOUT: run([1.0] * 48, 1.0), WITH: run(waits, 1.0, hits=31)}
+    targets = figures("documents", SCENARIOS["documents"], [{"cold": cold}] * 3)
+    assert all(target.met for target in targets)
+    cold[WITH] = run(waits, 1.0, hits=30)
+    cold[STOCK] = run([1.0] * 48, 1.0, hits=2)
+    met = [target.met for target in figures("documents", SCENARIOS["documents"], [{"cold": cold}] * 3)]
+    assert met == [False, False, True]
+
+
+def test_verdict_without_shared_prefixes():
+    cold = {
+        STOCK: run([1.0], 1.0),
+        WITHOUT: run([1.0], 1.0, preemptions=2),
+        WITH: run([1.0], 1.01, preemptions=2),
+    }
+    assert all(target.met for target in figures("unique", SCENARIOS["unique"], [{"cold": cold}] * 3))
+    cold[WITH] = run([1.0], 1.05, preemptions=3)
+    assert not any(target.met for target in figures("unique", SCENARIOS["unique"], [{"cold": cold}] * 3))
+
+
+def test_command_line():
+    assert list(parse_arguments([])[1]) == list(SCENARIOS)
+    _, scenarios = parse_arguments(["unique", "--rounds", "1", "--document-len", "64", "--dtype", "float32"])
+    assert scenarios["unique"] == replace(SCENARIOS["unique"], rounds=1, document_len=64, dtype="float32")
+    with pytest.raises(SystemExit):
+        parse_arguments(["nothing"])
+
+
+# Answers.
+
+TOKEN = {"choices": [{"text": " w1"}]}
+USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 40}}}
+
+
+def answer_of(*events) -> Answer:
+    sent = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return httpx.Response(200, text=lines)
+
+    async def one() -> Answer:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
+            return await ask(client, SimpleNamespace(model="m", log="log"), [1, 2, 3], 2, 3)
+
+    answer = asyncio.run(one())
+    assert sent[0]["vllm_xargs"] == {"kv_prefix_len": 2} and sent[0]["max_tokens"] == 3
+    return answer
+
+
+def test_what_an_answer_tells():
+    answer = answer_of(TOKEN, TOKEN, USAGE)
+    assert (answer.tokens, answer.cached) == (3, 40) and 0 < answer.first_token < 60
+    assert answer_of(TOKEN, {"choices": [], "usage": {"completion_tokens": 3}}).cached == 0
+    for events in ((TOKEN,), (TOKEN, {"choices": [], "usage": {"completion_tokens": 2}})):
+        with pytest.raises(ServerError, match="not complete"):
+            answer_of(*events)
+
+
+def test_the_demo_shows_what_each_question_waited():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(waits_table(2032, [Answer(1.25, 1, 0), Answer(0.05, 1, 2032)]))
+    for part in ("2 questions about one document of 2,032 tokens", "1.250 s", "0.050 s", "2,032 "):
+        assert part in console.file.getvalue()
