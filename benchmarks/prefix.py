@@ -168,9 +168,16 @@ async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]
     )
 
 
+def phases(name: str) -> dict[str, tuple[str, ...]]:
+    """The phases of a round of this scenario, and the sides that take part."""
+    return {"cold": SIDES} | ({"warm": (STOCK, WITH)} if name == "document" else {})
+
+
 async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[str, Round]]:
-    """All rounds; of each the runs of every phase by side. Documents that were just read are asked again where
-    all questions come at once."""
+    """All rounds; of each the runs of every phase by side.
+
+    Warm, the sides that cache are asked once more what they were just asked.
+    """
     rounds = []
     async with AsyncExitStack() as stack:
         servers = {}
@@ -179,15 +186,14 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[s
             servers[side] = await stack.enter_async_context(make_server(scenario, side, bench.threads))
             await drive(servers[side], scenario, scenario.prompts(seed=-1)[:2])
         for number in range(scenario.rounds):
-            phases: dict[str, Round] = {}
-            for phase in ("cold", "warm") if name == "document" else ("cold",):
-                phases[phase] = {}
-                for side in SIDES[number % 2 :] + SIDES[: number % 2]:
+            prompts = scenario.prompts(number)
+            round_: dict[str, Round] = {phase: {} for phase in phases(name)}
+            for phase, sides in phases(name).items():
+                for side in sides[number % 2 :] + sides[: number % 2]:
                     bench.say(f"{name}, round {number + 1}, {phase}, {side}")
-                    prompts = scenario.prompts(number)
-                    phases[phase][side] = await drive(servers[side], scenario, prompts)
+                    round_[phase][side] = await drive(servers[side], scenario, prompts)
                     bench.bar.advance(bench.task)
-            rounds.append(phases)
+            rounds.append(round_)
     return rounds
 
 
@@ -247,7 +253,7 @@ def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
     for column in columns:
         result.add_column(column, justify="right" if column else "left")
     for phase in rounds[0]:
-        for side in SIDES:
+        for side in rounds[0][phase]:
             runs = [one[phase][side] for one in rounds]
             result.add_row(
                 f"{side}, {phase}",
@@ -297,8 +303,8 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
     """Run everything, print it and save it."""
     console = Console(width=WIDTH)
     load_average, results = warn_if_busy(console), {}
-    phases = {name: 1 + (name == "document") for name in scenarios}
-    runs = sum(len(SIDES) * phases[name] * scenario.rounds for name, scenario in scenarios.items())
+    turns = {name: sum(map(len, phases(name).values())) for name in scenarios}
+    runs = sum(turns[name] * scenario.rounds for name, scenario in scenarios.items())
     bench = Bench(arguments.threads, runs)
     with bench.bar:
         for name, scenario in scenarios.items():

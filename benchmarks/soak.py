@@ -95,6 +95,15 @@ class Sample:
         return sum(self.rss_mib.values())
 
 
+def tracebacks(log: str) -> int:
+    """How many a server's log has, apart from those of bodies that are no JSON.
+
+    A server that offers to reset its cache logs these, though it answers them as any other does.
+    """
+    parts = log.split("Traceback (most recent call last)")[1:]
+    return sum("JSONDecodeError" not in part and "json_invalid" not in part for part in parts)
+
+
 @dataclass(frozen=True)
 class Requirement:
     """A figure and the bound that it must not exceed."""
@@ -164,7 +173,7 @@ class Soak:
             await self._until_idle(server, empty=True)
             server.check()
             log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own
-        self._judge(changed, log.count("Traceback (most recent call last)"))
+        self._judge(changed, tracebacks(log))
         self.console.print(self.table(seconds))
         self._save(seconds, load_average)
         for failure in self.failures[:5]:

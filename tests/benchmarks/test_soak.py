@@ -21,6 +21,7 @@ from benchmarks.soak import (
     baseline,
     growth,
     parse_arguments,
+    tracebacks,
 )
 from tests.engine.serving import command
 from vllm_kvevict.policies import available
@@ -171,6 +172,13 @@ def test_silence_is_a_hang_and_leaving_is_not(monkeypatch):
 
 
 # The verdict.
+
+
+def test_tracebacks_of_what_is_no_json_do_not_count():
+    start = "Traceback (most recent call last):\n  File ...\n"
+    broken = f"{start}json.decoder.JSONDecodeError: ...\n{start}  {{'type': 'json_invalid', ...}}\n"
+    assert tracebacks("INFO nothing\n") == tracebacks(broken) == 0
+    assert tracebacks(f"{broken}{start}KeyError: 1\nINFO\n{broken}") == 1
 
 
 def samples(*rss: float, **last) -> list[Sample]:

@@ -132,7 +132,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("length", [7, 31, 32, 33, 320, 333])
+@pytest.mark.parametrize("length", [7, 32, 33, 333])
 @pytest.mark.parametrize("what", WRONG)
 def test_another_prefix_is_read(what: str, length: int) -> None:
     """Also where it is shorter than a block, so that no hash of vLLM's covers it."""
@@ -197,6 +197,21 @@ def test_a_sole_donor_has_the_room_that_its_prefix_takes(pages: int) -> None:
         check_end(simulation)
     assert results[0] == results[1]
     assert set(results[0][0].values()) == {256} and set(results[0][1].values()) == {0}
+
+
+def test_what_several_borrow_is_counted_once_and_stays() -> None:
+    """A prefix of 40 pages, and 36 of each answer: 132 hold it with two answers, and without it three."""
+    settings = {"max_model_len": 960, "options": {"policy": "snapkv", "budget": 0.5}}
+    simulation = Simulation(server(pages=[132], **settings))
+    simulation.add(ask("d:0", document(0, 640), 1, 1))
+    finish(simulation)
+    for index in range(1, 4):
+        simulation.add(ask(f"d:{index}", document(0, 640), 8, 256))
+    simulation.most_running = 0
+    finish(simulation)
+    assert simulation.most_running == 2 and set(simulation.preemptions.values()) == {0}
+    assert simulation.workers.hits == 3 and not simulation.workers.dropped
+    check_end(simulation)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -370,7 +385,7 @@ def mixture(seed: int) -> Mixture:
     return Mixture(setup, requests, aborts, resets)
 
 
-@pytest.mark.parametrize("first", range(0, 80, 10))
+@pytest.mark.parametrize("first", range(0, 60, 10))
 def test_mixtures(first: int) -> None:
     hits = asked = 0
     for seed in range(first, first + 10):
