@@ -162,11 +162,19 @@ def _threads(results: dict[str, Any]) -> str:
     return str(results.get("threads") or results.get("settings", {}).get("threads") or "-")
 
 
+def _targets(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A record's targets, and those of the scenarios in it, which then name them."""
+    yield from results.get("targets", [])
+    for name, scenario in results.get("scenarios", {}).items():
+        for target in scenario.get("targets", []):
+            yield {**target, "name": f"{name}: {target['name']}"}
+
+
 def target_section(records: dict[str, dict[str, Any]]) -> list[str]:
     """Every target and whether it was met."""
     rows = []
     for name, content in records.items():
-        for target in content["results"].get("targets", []):
+        for target in _targets(content["results"]):
             value = target["value"]
             shown = str(Estimate(**value)) if isinstance(value, dict) else f"{value:.3g}"
             sign = "at most" if target["at_most"] else "at least"

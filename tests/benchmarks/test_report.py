@@ -58,6 +58,15 @@ def test_missed_targets_stand_out(folder):
     assert "| met |" in met
 
 
+def test_targets_of_scenarios_name_them(folder):
+    target = {"name": "hits", "value": 0.9, "bound": 0.95, "at_most": False, "met": False}
+    content = json.loads((folder / "throughput-pool-bound.json").read_text())
+    content["results"] = {"scenarios": {"documents": {"targets": [target]}}}
+    (folder / "prefix.json").write_text(json.dumps(content))
+    text = report.write(folder).read_text()
+    assert "| [prefix](prefix.json) | documents: hits | 0.9 | at least 0.95 | **missed** |" in text
+
+
 def test_loads_without_gain_are_listed_slowest_first(folder):
     text = report.write(folder).read_text()
     section = text.split("## Where eviction does not pay")[1].split("\n## ")[0]
