@@ -13,6 +13,7 @@ from tests.engine.servers import PAGE, Setup, Shape, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
+from vllm_kvevict.schedules import base
 
 VOCAB = 1000
 
@@ -226,6 +227,17 @@ def test_the_least_recently_used_goes_first() -> None:
         computed.append(simulation.prefilled - before > 16)
     assert computed == [True, True, True, False, True, False, True]
     assert simulation.workers.dropped == [2, 3]
+    check_end(simulation)
+
+
+def test_no_more_are_cached_than_there_are_request_slots_for(monkeypatch) -> None:
+    monkeypatch.setattr(base, "MOST_PREFIXES", 2)
+    simulation = Simulation(server())
+    for number in range(4):
+        simulation.add(ask(f"d{number}:0", document(number, 300), 5, 3))
+        finish(simulation)
+        assert len(simulation.workers.cached) == min(number + 1, 2)
+    assert simulation.workers.dropped == [1, 2]
     check_end(simulation)
 
 
