@@ -37,6 +37,7 @@ from benchmarks.harness.load import entry_bytes
 from benchmarks.harness.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_counts, add_dtype, positive
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.runs import Runs
 from vllm_kvevict.engine.worker.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
 
@@ -217,12 +218,32 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
     ]
 
 
+def prefix_operation(context: int, share: float, dtype: str) -> Operation:
+    """A request begins with a cached prefix: full pages are borrowed, those that end within a page are copied."""
+    holding = Holding(3, context, share, OP, 5, dtype)
+    cache = holding.cache
+    cache.close([1, 2])
+    runs = Runs(cache)
+    run = runs.freeze(0)
+    lengths = cache.lengths.of(run)
+    copied = int((lengths % PAGE > 0).sum()) * PAGE * entry_bytes(dtype)
+    columns = (int(lengths.max()) // PAGE + 1) * lengths.size * cache.tables.arena.itemsize
+    forks: list[int] = []
+
+    def begin() -> None:
+        forks.append(runs.fork(run))
+
+    def end() -> None:
+        cache.close(forks)
+        forks.clear()
+
+    return Operation(f"beginning with a cached {share:.0%} of {context}", begin, Work(2 * (copied + columns)), end)
+
+
 def ledger_operation(batch: int) -> Operation:
     """The scheduler's account of one request and step; Python without tensors, so it has no floor."""
     requests = managers.make_requests(batch, managers.PROMPT)
     manager, _ = managers.make_ledger(requests[:-1], 1, seed=0)
-    for request in requests[:-1]:
-        request.num_computed_tokens = managers.PROMPT
     return Operation(
         "ledger, one request and step",
         lambda: managers.decode_round(manager, requests[:-1], requests[-1]),
@@ -299,6 +320,7 @@ def main() -> None:
     operations = [
         *step_operations(arguments.batch, context, share, dtype),
         *prompt_operations(context, arguments.chunk, share, dtype),
+        prefix_operation(context, share, dtype),
         ledger_operation(arguments.batch),
     ]
     with torch.inference_mode():

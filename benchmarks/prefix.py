@@ -278,7 +278,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         parser.add_argument(f"--{name}", type=whole, metavar="N", help=own)
     add_dtype(parser)
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: prefix)")
+    parser.add_argument("--name", help="of the files in benchmarks/results/, before the scenario's (default: prefix)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.scenario if name not in SCENARIOS]
     if unknown:
@@ -299,36 +299,45 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
 
 
+def summary(name: str, scenario: Scenario, rounds: list[dict[str, Round]], console: Console) -> dict[str, Any]:
+    """Print what a scenario showed; what its record says."""
+    own = SCENARIOS[name]
+    console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))
+    same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+    return {
+        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes(), "policy": POLICY},
+        "rounds": [
+            {phase: {side: asdict(run) for side, run in by_side.items()} for phase, by_side in one.items()}
+            for one in rounds
+        ],
+        "targets": show_targets(console, figures(name, scenario, rounds) if same else []),
+    }
+
+
+def file_name(scenario: str, arguments: argparse.Namespace) -> str:
+    """Of a scenario's record."""
+    base = f"prefix-{scenario}"
+    return f"{arguments.name}-{scenario}" if arguments.name else record_name(base, arguments.dtype)
+
+
 async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
-    """Run everything, print it and save it."""
+    """Run everything; print and save each scenario as soon as it is done."""
     console = Console(width=WIDTH)
-    load_average, results = warn_if_busy(console), {}
+    load_average = warn_if_busy(console)
     turns = {name: sum(map(len, phases(name).values())) for name in scenarios}
     runs = sum(turns[name] * scenario.rounds for name, scenario in scenarios.items())
     bench = Bench(arguments.threads, runs)
     with bench.bar:
         for name, scenario in scenarios.items():
-            results[name] = await run_rounds(bench, name, scenario)
+            rounds = await run_rounds(bench, name, scenario)
+            content = {
+                "threads": arguments.threads,
+                "load_average_at_start": load_average,
+                "scenarios": {name: summary(name, scenario, rounds, console)},
+            }
+            path = save(file_name(name, arguments), record("prefix", content))
+            console.print(f"written to {path}")
         bench.say("done")
-    records = {}
-    for name, rounds in results.items():
-        scenario, own = scenarios[name], SCENARIOS[name]
-        console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))
-        same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
-        records[name] = {
-            "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes(), "policy": POLICY},
-            "rounds": [
-                {
-                    phase: {side: asdict(run) for side, run in by_side.items()}
-                    for phase, by_side in one.items()
-                }
-                for one in rounds
-            ],
-            "targets": show_targets(console, figures(name, scenario, rounds) if same else []),
-        }
-    content = {"threads": arguments.threads, "load_average_at_start": load_average, "scenarios": records}
-    name = arguments.name or record_name("prefix", arguments.dtype)
-    console.print(f"written to {save(name, record('prefix', content))}")
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
-"""The page ledger and vLLM's own block manager with the same requests, and a round of their decode steps."""
+"""The page ledger and vLLM's own block manager with the same requests, and a round of their decode steps.
+
+Of the ledger there are two kinds: every request has read its prompt itself, or most began with a cached prefix.
+"""
 
 import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -24,66 +26,95 @@ LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
 STEPS = 32
 """Steps in a round: every row takes one page."""
+BORROWERS = 16
+"""Requests that begin with the same prefix, where prefixes are cached."""
 
 
 def make_requests(count: int, last: int) -> list[Request]:
-    """Requests of ``PROMPT`` tokens that decode, and behind them one of ``last`` tokens that has to wait."""
-    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    lengths = [PROMPT] * count + [last]
-    return [Request(f"r{index}", [7] * length, params, None) for index, length in enumerate(lengths)]
+    """Requests that are evicted after ``PROMPT`` tokens, one before their prompt's end, and behind them one of
+    ``last`` tokens that has to wait."""
+    prefix = {"kv_prefix_len": PROMPT}
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, extra_args=prefix)
+    lengths = [PROMPT + 1] * count + [last]
+    return [Request(f"{index}", [7] * length, params, None) for index, length in enumerate(lengths)]
 
 
 def make_stock(requests: Sequence[Request]) -> KVCacheManager:
     """vLLM's manager after these requests' prefills, with room for their outputs."""
-    tokens = len(requests) * (PROMPT + OUTPUT)
+    tokens = len(requests) * (PROMPT + 1 + OUTPUT)
     manager = KVCacheManager(_cache_config(tokens // PAGE + 1), tokens, PAGE, PAGE, enable_caching=False)
     for request in requests:
         manager.allocate_slots(request, PROMPT)
+        request.num_computed_tokens = PROMPT
     return manager
 
 
-def make_ledger(requests: Sequence[Request], ranks: int, seed: int) -> tuple[PageLedger, float]:
+def make_ledger(
+    requests: Sequence[Request], ranks: int, seed: int, cached: bool = False
+) -> tuple[PageLedger, float]:
     """A ledger with these requests evicted to a fifth, every row to another length, and room for no further one.
+
+    Args:
+        cached: whether ``BORROWERS`` requests at a time share a cached prefix.
 
     Returns:
         The ledger, and the seconds of one rank's report.
     """
     options = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
+    longest = PROMPT + 1 + OUTPUT
     ledger = PageLedger(
         _cache_config(2),
-        PROMPT + OUTPUT,
+        longest,
         PAGE,
         PAGE,
-        enable_caching=False,
+        enable_caching=cached,
         options=options,
-        control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, PROMPT + OUTPUT),
+        control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
+        prefix_key=lambda request, plan: int(request.request_id) // BORROWERS,
     )
     heads = KV_HEADS // ranks
     rows = LAYERS * heads
-    plenty = RankCapacity(rows * len(requests) * (PROMPT + OUTPUT), 0, LAYERS, heads, LAYERS, KV_HEADS)
+    plenty = RankCapacity(rows * len(requests) * longest, 0, LAYERS, heads, LAYERS, KV_HEADS)
     ledger.set_capacity(dict.fromkeys(range(ranks), plenty))
-    choose = random.Random(seed)
-    seconds = []
+    choose, seconds = random.Random(seed), []
     for request in requests:
-        ledger.allocate_slots(request, PROMPT)
-        for rank in range(ranks):
-            residues = [0] * PAGE
-            pages = 0
-            for _ in range(rows):
-                length = choose.randrange(1, 2 * PROMPT // 5)
-                residues[length % PAGE] += 1
-                pages += -(-length // PAGE)
-            report = Report("snapkv", 1, PROMPT, True, pages, 0, 0, residues, 0, 0, [], 0.0, 0.0)
-            started = time.perf_counter()
-            ledger.on_report(rank, request.request_id, report)
-            seconds.append(time.perf_counter() - started)
-    # Only the last rank has no room, so admission looks at every rank before it says no.
+        _, computed, _ = ledger.get_computed_blocks(request)
+        if computed:
+            ledger.allocate_slots(request, 1, computed)
+        else:
+            seconds += _read(ledger, request, choose)
+        request.num_computed_tokens = PROMPT
+    ledger.admitted.clear()
+    _leave_no_room(ledger, plenty, longest)
+    return ledger, statistics.median(seconds)
+
+
+def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[float]:
+    """Let a request read its prefix and every rank report what it keeps; the seconds of each report."""
+    assert ledger.allocate_slots(request, PROMPT) is not None
+    ledger.admitted.clear()
+    seconds = []
+    for rank, capacity in enumerate(ledger.capacities):
+        residues, pages = [0] * PAGE, 0
+        for _ in range(capacity.rows):
+            length = choose.randrange(1, 2 * PROMPT // 5)
+            residues[length % PAGE] += 1
+            pages += -(-length // PAGE)
+        report = Report("ada-snapkv", 1, PROMPT, True, pages, 0, 0, residues, 0, 0, [], 0.0, 0.0)
+        started = time.perf_counter()
+        ledger.on_report(rank, request.request_id, report)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> None:
+    """Shrink the last rank, so that admission looks at every rank before it says no."""
+    last = len(ledger.ranks) - 1
     accounts = ledger.accounts.values()
-    full = sum(ledger.control.expected_pages(account, ranks - 1, PROMPT + OUTPUT) for account in accounts)
-    capacities = [*[plenty] * (ranks - 1), dataclasses.replace(plenty, pages=full)]
+    full = sum(ledger.control.expected_pages(account, last, longest) for account in accounts)
+    capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full + ledger.prefixes.held[last])]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
     ledger.control = dataclasses.replace(ledger.control, bounds=bounds)
-    return ledger, statistics.median(seconds)
 
 
 def _cache_config(blocks: int) -> KVCacheConfig:
@@ -93,18 +124,22 @@ def _cache_config(blocks: int) -> KVCacheConfig:
 
 
 def decode_round(manager: KVCacheManager, running: Sequence[Request], waiting: Request) -> float:
-    """Schedule ``STEPS`` decode steps.
+    """Schedule ``STEPS`` decode steps as vLLM's scheduler does, and turn a request away in each.
 
     Returns:
         Seconds per running request and step.
     """
-    plan: Callable[[Request], Any] | None = getattr(manager, "plan", None)
+    ledger = manager if isinstance(manager, PageLedger) else None
     started = time.perf_counter()
     for _ in range(STEPS):
         for request in running:
-            if plan is not None:
-                plan(request)  # our scheduler asks for the eviction position as well
+            if ledger is not None:
+                ledger.plan(request)  # our scheduler asks for the eviction position as well
             assert manager.allocate_slots(request, 1) is not None
             request.num_computed_tokens += 1
+        if ledger is not None:
+            assert not ledger.is_awaited(waiting)
+        _, computed, _ = manager.get_computed_blocks(waiting)
+        assert computed == 0
         assert manager.allocate_slots(waiting, PROMPT, full_sequence_must_fit=True) is None
     return (time.perf_counter() - started) / (STEPS * len(running))

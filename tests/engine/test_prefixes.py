@@ -12,6 +12,7 @@ from tests.cache.writers import plain, writer
 from tests.engine.servers import PAGE, Setup, Shape, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.schedules import base
 
@@ -212,6 +213,55 @@ def test_what_several_borrow_is_counted_once_and_stays() -> None:
     finish(simulation)
     assert simulation.most_running == 2 and set(simulation.preemptions.values()) == {0}
     assert simulation.workers.hits == 3 and not simulation.workers.dropped
+    check_end(simulation)
+
+
+def test_what_has_no_room_beside_its_prefix_reads_it_again() -> None:
+    """A long question needs all of the pool, or all but the copies that the cached prefix would keep for itself."""
+    hits = set()
+    for pages in range(120, 130):
+        simulation = Simulation(server(pages=[pages], max_model_len=960, options={"budget": 0.95}))
+        simulation.add(ask("d:0", document(0, 640), 1, 1))
+        finish(simulation)
+        assert len(simulation.ledger.prefixes) == 1
+        simulation.add(ask("d:1", document(0, 640), 319, 1))
+        finish(simulation)
+        assert simulation.outputs["d:1"] == 1
+        hits.add(simulation.workers.hits)
+        check_end(simulation)
+    assert hits == {0, 1}
+
+
+def test_nothing_is_dropped_for_a_request_that_has_to_wait_all_the_same() -> None:
+    """One begins with a prefix, so that this has to stay for the step; without it there is no room for the next."""
+    waited = 0
+    for pages in range(140, 152):
+        settings = {"max_model_len": 960, "max_num_batched_tokens": 512, "options": {"budget": 0.5}}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for number in range(2):
+            simulation.add(ask(f"d{number}:0", document(number, 320), 1, 1))
+            finish(simulation)
+        simulation.add(ask("d0:1", document(0, 320), 8, 9))
+        simulation.add(ask("d2:0", document(2, 940), 10, 9))
+        simulation.step()
+        waits = len(simulation.scheduler.running) == 1
+        waited += waits
+        assert not (waits and simulation.ledger.prefixes.drops), pages
+        assert not (waits and simulation.workers.dropped), pages
+        finish(simulation)
+        check_end(simulation)
+    assert 0 < waited < 12
+
+
+def test_nobody_pauses_for_a_prompt_that_waits_for_its_prefix() -> None:
+    """Who reads the prefix would pause as well, and neither would ever go on."""
+    simulation = Simulation(server(max_num_batched_tokens=100))
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 700), 10, 6))
+    steps(simulation, 2)
+    simulation.scheduler._postponed["d:1"] = MOST_POSTPONED
+    finish(simulation)
+    assert set(simulation.outputs.values()) == {6} and simulation.prefilled == 700 + 2 * 10
     check_end(simulation)
 
 

@@ -142,7 +142,8 @@ class Runs:
         if partial.size:
             rows, columns = to_device(np.stack([partial, full[partial]]), cache.device)
             pages = cache.tables.region(copy)[rows, columns]
-            own = cache.pool.take_run(partial.size)
+            # One page of each row, so none is the neighbour of another.
+            own = cache.pool.take(partial.size)
             cache.storage[own.to(torch.int64)] = cache.storage[pages.to(torch.int64)]
             cache.tables.region(copy)[rows, columns] = own
         return copy

@@ -186,7 +186,7 @@ class PageLedger(KVCacheManager):
         self.reserve.take(name, account.reserved_at, account.reserved)
         self._limit_answer(name, account)
         if prefix is not None:
-            prefix.borrowers.add(name)
+            self.prefixes.borrow(prefix, name)
             self.kept[name] = account.counts
         elif (key := self._key(request)) is not None and self.prefixes.find(key) is None:
             self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
@@ -417,7 +417,7 @@ class PageLedger(KVCacheManager):
     def _leave_prefix(self, name: str, account: Account) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others."""
         if account.prefix is not None:
-            account.prefix.borrowers.discard(name)
+            self.prefixes.give_back(account.prefix, name)
             self._drop_forgotten()
         prefix = self.prefixes.produced_by((name, account.epoch))
         if prefix is None:
@@ -432,9 +432,8 @@ class PageLedger(KVCacheManager):
 
     def _drop_forgotten(self) -> None:
         """Drop prefixes that no further request may begin with, as soon as they can be."""
-        for prefix in list(self.prefixes.droppable(set(self.admitted))):
-            if prefix.is_forgotten:
-                self._drop(prefix)
+        for prefix in list(self.prefixes.droppable(set(self.admitted), forgotten=True)):
+            self._drop(prefix)
 
     def reset_prefix_cache(self) -> bool:
         """Let no further request begin with a prefix that is cached now or about to be.
@@ -473,7 +472,7 @@ class PageLedger(KVCacheManager):
         self._hold(account, held, account.promised_at(account.tokens, held))
         if prefix is not None and prefix.is_ready:
             account.prefix = prefix
-            prefix.borrowers.add(request_id)
+            self.prefixes.borrow(prefix, request_id)
             self._drop_forgotten()
         if report.last and account.is_evicted:
             self.kept[request_id] = account.counts

@@ -113,11 +113,18 @@ class PrefixCache:
         self._by_producer: dict[tuple[str, int], Prefix] = {}
         self._stored: dict[int, Prefix] = {}
         """Those that are storing or ready by number, the least recently used first."""
+        # Of these there are few, also where thousands are cached: whatever is asked in every step looks at them alone.
+        self._borrowed: dict[int, Prefix] = {}
+        self._forgotten: dict[int, Prefix] = {}
         self._last_number = 0
 
     def __len__(self) -> int:
         """How many are ready."""
-        return sum(prefix.is_ready for prefix in self._stored.values())
+        return len(self._stored) - len(self._storing)
+
+    @property
+    def _storing(self) -> list[Prefix]:
+        return [prefix for prefix in self._by_producer.values() if prefix.is_storing]
 
     @property
     def all_stored(self) -> list[Prefix]:
@@ -127,7 +134,7 @@ class PrefixCache:
     @property
     def awaits_reports(self) -> bool:
         """Whether some are storing."""
-        return any(not prefix.is_ready for prefix in self._stored.values())
+        return bool(self._storing)
 
     def find(self, key: Hashable | None) -> Prefix | None:
         """The prefix with this key, if requests may begin with it or wait for it; one that is ready counts as used."""
@@ -178,13 +185,28 @@ class PrefixCache:
 
     # From ready to dropped.
 
-    def droppable(self, busy: Collection[str]) -> Iterator[Prefix]:
+    def borrow(self, prefix: Prefix, request_id: str) -> None:
+        """A request uses pages of a prefix."""
+        prefix.borrowers.add(request_id)
+        self._borrowed[prefix.number] = prefix
+
+    def give_back(self, prefix: Prefix, request_id: str) -> None:
+        """A request does not use a prefix any more."""
+        prefix.borrowers.discard(request_id)
+        if not prefix.borrowers:
+            self._borrowed.pop(prefix.number, None)
+
+    def droppable(self, busy: Collection[str], forgotten: bool = False) -> Iterator[Prefix]:
         """Prefixes that may be dropped: at first those that nobody borrows, then those that one request does.
 
         The least recently used come first. None goes that a request of ``busy``, just admitted, begins with.
+
+        Args:
+            forgotten: only those that no further request may begin with.
         """
+        prefixes = self._forgotten if forgotten else self._stored
         for borrowers in (0, 1):
-            for prefix in self._stored.values():
+            for prefix in prefixes.values():
                 if (
                     prefix.is_ready
                     and len(prefix.borrowers) == borrowers
@@ -205,7 +227,8 @@ class PrefixCache:
 
     def _remove(self, prefix: Prefix) -> None:
         self.hold(prefix, [0] * len(self.held))
-        self._stored.pop(prefix.number, None)
+        for prefixes in (self._stored, self._borrowed, self._forgotten):
+            prefixes.pop(prefix.number, None)
         if not prefix.is_forgotten:
             del self._by_key[prefix.key]
 
@@ -214,7 +237,9 @@ class PrefixCache:
         for prefix in list(self._by_key.values()):
             if not prefix.is_storing:
                 self.cancel(prefix)
+                continue
             prefix.is_forgotten = True
+            self._forgotten[prefix.number] = prefix
         self._by_key.clear()
 
     # What they hold.
@@ -226,14 +251,13 @@ class PrefixCache:
             more: one that a further request would borrow.
         """
         pages = [0] * len(self.held)
-        for prefix in self._stored.values():
-            borrowers = len(prefix.borrowers) + (prefix is more)
-            if borrowers:
-                held = prefix.held if borrowers > 1 else prefix.lent
-                pages = [sum(pair) for pair in zip(pages, held, strict=True)]
+        for prefix in {*self._borrowed.values(), *([more] if more else [])}:
+            is_shared = len(prefix.borrowers) + (prefix is more) > 1
+            held = prefix.held if is_shared else prefix.lent
+            pages = [sum(pair) for pair in zip(pages, held, strict=True)]
         return pages
 
     def in_use(self) -> list[int]:
         """Pages of each rank in prefixes that requests borrow or that are being stored."""
-        used = [prefix.held for prefix in self._stored.values() if prefix.borrowers or not prefix.is_ready]
+        used = [prefix.held for prefix in {*self._borrowed.values(), *self._storing}]
         return [sum(pages) for pages in zip(*used, strict=True)] or [0] * len(self.held)
