@@ -237,7 +237,9 @@ def prefix_operation(context: int, share: float, dtype: str) -> Operation:
         cache.close(forks)
         forks.clear()
 
-    return Operation(f"beginning with a cached {share:.0%} of {context}", begin, Work(2 * (copied + columns)), end)
+    return Operation(
+        f"beginning with a cached {share:.0%} of {context}", begin, Work(2 * (copied + columns)), end
+    )
 
 
 def ledger_operation(batch: int) -> Operation:

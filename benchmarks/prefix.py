@@ -278,7 +278,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         parser.add_argument(f"--{name}", type=whole, metavar="N", help=own)
     add_dtype(parser)
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument("--name", help="of the files in benchmarks/results/, before the scenario's (default: prefix)")
+    parser.add_argument(
+        "--name", help="of the files in benchmarks/results/, before the scenario's (default: prefix)"
+    )
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.scenario if name not in SCENARIOS]
     if unknown:
@@ -299,7 +301,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
 
 
-def summary(name: str, scenario: Scenario, rounds: list[dict[str, Round]], console: Console) -> dict[str, Any]:
+def summary(
+    name: str, scenario: Scenario, rounds: list[dict[str, Round]], console: Console
+) -> dict[str, Any]:
     """Print what a scenario showed; what its record says."""
     own = SCENARIOS[name]
     console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))

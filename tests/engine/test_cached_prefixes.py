@@ -1,51 +1,27 @@
 """A request that begins with a cached prefix says what it would say had it read the prefix itself."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
-from tests.engine.running import VOCAB, Answer, Ask, evicting_engine, num_preemptions, run
-from vllm_kvevict.policies import available
-from vllm_kvevict.policies.registry import lookup
+from tests.engine.hits_and_misses import (
+    BASE,
+    POLICIES,
+    TIGHT,
+    Outcome,
+    Question,
+    aborted_after,
+    metric,
+    name_of,
+    questions,
+    served,
+    servers,
+)
+from tests.engine.running import Answer, evicting_engine, num_preemptions, run
 from vllm_kvevict.schedules.base import RankCapacity
-
-POLICIES = [policy for policy in available() if policy != "full"]
-BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
-TIGHT: dict[str, Any] = {
-    "max_num_batched_tokens": 128,
-    # The pool holds one request of max_model_len; vLLM sets a block aside.
-    "num_gpu_blocks_override": 9,
-    "eviction": {"decode_reserve": 8},
-}
-
-
-@dataclass
-class Question(Ask):
-    """A request whose first ``prefix_len`` tokens depend on ``seed`` alone, and the others on ``question``."""
-
-    question: int = 0
-
-    @property
-    def prompt(self) -> list[int]:
-        assert self.prefix_len is not None
-        document, question = random.Random(self.seed), random.Random(f"{self.seed} {self.question}")
-        chosen = [document.randrange(8, VOCAB) for _ in range(self.prefix_len)]
-        return chosen + [question.randrange(8, VOCAB) for _ in range(self.length - self.prefix_len)]
-
-
-def questions(policy: str, seed: int, prefix_len: int = 200, max_tokens: int = 12) -> list[Question]:
-    """Three about one document; the last has a single token, and one ends a page."""
-    lengths = (prefix_len + 20, prefix_len + 56, prefix_len + 1)
-    return [
-        Question(length, policy, 0.3, prefix_len, max_tokens, seed, question)
-        for question, length in enumerate(lengths)
-    ]
-
 
 ASKED = [ask for seed, policy in enumerate(POLICIES) for ask in questions(policy, seed, 200 - seed)]
 OF_EACH_KIND = ("ada-snapkv", "lava", "take")
@@ -68,15 +44,6 @@ def check(asks: Sequence[Question], answers: Sequence[Answer], expected: dict[in
     for ask, answer in zip(asks, answers, strict=True):
         assert answer.tokens == expected[id(ask)].tokens, ask
         torch.testing.assert_close(answer.logits, expected[id(ask)].logits, atol=1e-4, rtol=1e-4)
-
-
-def metric(llm: LLM, name: str) -> int:
-    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
-
-
-def served(asks: Sequence[Question]) -> list[Question]:
-    """Those whose policy pipeline stages can serve."""
-    return [ask for ask in asks if lookup(ask.policy).schedule != "by score"]
 
 
 SERVERS: dict[str, dict[str, Any]] = {
@@ -115,9 +82,10 @@ def test_hits_say_what_misses_say(name: str, model, read) -> None:
 def test_preempted_borrowers_and_donors(size: str, model) -> None:
     """The pool holds one request as long as can be, and answers are far longer than admission expects."""
     asks = served(LONG)
-    with evicting_engine(model, **{**BASE, **TIGHT, "num_gpu_blocks_override": None}) as llm:
+    settings = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
+    with evicting_engine(model, **{**settings, "num_gpu_blocks_override": None}) as llm:
         expected = [run(llm, [ask], recorded=False)[0].tokens for ask in asks]
-    with evicting_engine(model, **{**BASE, **TIGHT}, **{size: 2}, enable_prefix_caching=True) as llm:
+    with evicting_engine(model, **settings, **{size: 2}, enable_prefix_caching=True) as llm:
         answers = run(llm, asks, recorded=False)
         assert [answer.tokens for answer in answers] == expected
         assert num_preemptions(llm) > 0
@@ -135,25 +103,8 @@ def test_a_producer_that_is_aborted_at_every_step(model) -> None:
     with evicting_engine(model, **settings, enable_prefix_caching=True) as llm:
         for (first, second), tokens in zip(asks, expected, strict=True):
             for steps in range(1, 9):
-                assert aborted_after(llm, first, second, steps) == tokens, (first.policy, steps)
+                assert aborted_after(llm, first, second, steps)[0] == tokens, (first.policy, steps)
                 assert llm.reset_prefix_cache()
-
-
-def aborted_after(llm: LLM, first: Question, second: Question, steps: int) -> list[int]:
-    """What the second of two requests says when the first is aborted after so many steps."""
-    engine = llm.llm_engine
-    for name, ask in (("first", first), ("second", second)):
-        engine.add_request(name, {"prompt_token_ids": ask.prompt}, ask.sampling(logits=False))
-    tokens: list[int] = []
-    for step in range(1000):
-        if step == steps:
-            engine.abort_request(["first"])
-        for output in engine.step():
-            if output.request_id == "second" and output.finished:
-                tokens = list(output.outputs[0].token_ids)
-        if not engine.has_unfinished_requests():
-            return tokens
-    raise AssertionError("the second request does not end")
 
 
 @pytest.mark.engine
@@ -172,6 +123,15 @@ def test_salts_and_prompt_logprobs(model, read) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, extra_args=fields)
         (output,) = llm.generate([prompts[0]], sampling, use_tqdm=False)
         assert output.num_cached_tokens == 0 and len(output.prompt_logprobs) == ask.length
+
+
+def test_every_combination_is_played_and_a_wrong_answer_named() -> None:
+    """`python -m tests.engine.hits_and_misses` plays them all."""
+    assert len(set(servers("V1"))) == 4 * 3 + 4 and len(set(servers("V2"))) == 4 * 2 + 4
+    outcome, ask = Outcome(), questions("lava", 0)[0]
+    outcome.compare(ask, [1, 2], {name_of(ask): [1, 2]})
+    outcome.compare(ask, [1, 3], {name_of(ask): [1, 2]})
+    assert (outcome.answers, outcome.wrong) == (2, ["lava, question 0, 12 tokens"])
 
 
 def test_there_is_a_request_slot_for_each_cached_prefix() -> None:

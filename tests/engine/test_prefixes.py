@@ -12,6 +12,7 @@ from tests.cache.writers import plain, writer
 from tests.engine.servers import PAGE, Setup, Shape, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.scheduler import prefixes
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.schedules import base
@@ -149,6 +150,17 @@ def test_another_prefix_is_read(what: str, length: int) -> None:
     simulation.add(ask("d:2", prefix, 9, 3))
     finish(simulation)
     assert simulation.prefilled - before == 9
+
+
+def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
+    hashed = prefixes.hash_block_tokens
+    monkeypatch.setattr(
+        prefixes,
+        "hash_block_tokens",
+        lambda fn, before, tokens, extra: hashed(fn, before, tokens[:-1], extra),
+    )
+    with pytest.raises(AssertionError):
+        test_another_prefix_is_read("last token", 33)
 
 
 def test_another_parameter_of_the_policy_is_another_prefix() -> None:

@@ -20,6 +20,11 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",  # read when Triton is imported: its own library is made of kernels too
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
 RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
@@ -30,12 +35,7 @@ class NewProcess:
         self.results, self.log = folder / "results.pickle", folder / "log.txt"
         sent = folder / "cases.pickle"
         sent.write_bytes(pickle.dumps(list(cases)))
-        environment = {
-            **os.environ,
-            "TRITON_INTERPRET": "1",  # read when Triton is imported: its own library is made of kernels too
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-        }
+        environment = {**os.environ, **ENVIRONMENT}
         command = [sys.executable, "-m", "tests.engine.v2_runner", str(sent), str(self.results)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -172,6 +172,13 @@ def _dummy_runs(worker: Any) -> None:
         )
 
 
+def let_triton_interpret() -> None:
+    """Let vLLM find a CPU backend of Triton; before anything imports Triton's kernels."""
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None)  # type: ignore
+
+
 def main() -> None:
     cases, results = map(Path, sys.argv[1:])
     done = [answers(**settings) for settings in pickle.loads(cases.read_bytes())]
@@ -179,7 +186,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from triton.backends import backends
-
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None)  # type: ignore
+    let_triton_interpret()
     main()
