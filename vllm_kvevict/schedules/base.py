@@ -1,6 +1,7 @@
 """What every way of evicting answers: when, what it records until then, how much it holds, who waits, what it does."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,13 +119,14 @@ class Schedule(ABC):
         """
         heads, window = rank.num_kv_heads, config.window_for(n)
         every = self.layer_budgets(config, n, rank.num_model_layers)
-        budgets = every[rank.first_layer :][:num_layers]
-        if not config.heads_compete:
-            return sum(heads * pages_for(budget + more, page_size) for budget in budgets)
         pages = 0
-        for budget in budgets:
-            most = most_candidates(config, budget - window, n - window, heads, rank.num_model_kv_heads)
-            pages += ragged_pages(most, heads, window + more, n + more, page_size)
+        # Most layers have the same budget, and admission asks this of every request that waits, in every step.
+        for budget, layers in Counter(every[rank.first_layer :][:num_layers]).items():
+            if config.heads_compete:
+                most = most_candidates(config, budget - window, n - window, heads, rank.num_model_kv_heads)
+                pages += layers * ragged_pages(most, heads, window + more, n + more, page_size)
+            else:
+                pages += layers * heads * pages_for(budget + more, page_size)
         return pages
 
     # Who waits.

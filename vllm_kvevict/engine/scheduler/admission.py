@@ -20,6 +20,10 @@ PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
 
 
+Need = tuple[list[int], list[int]]
+"""What a request takes of each rank: pages that it holds, and pages that are kept free for the rest of its prefill."""
+
+
 @dataclass
 class Account:
     """One request in flight: what it holds, what is promised to its prefill, what it may hold at its end.
@@ -96,8 +100,13 @@ class Account:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
         if self.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
             return list(self.peak)
-        extra = self.plan.extra_tokens(tokens)
-        return [count.at(tokens + extra) - lent for count, lent in zip(self.counts, self.lent, strict=True)]
+        stored = tokens + self.plan.extra_tokens(tokens)
+        return [count.at(stored) - self.lent[rank] for rank, count in enumerate(self.counts)]
+
+    def need_at(self, tokens: int) -> Need:
+        """What the request takes during a step that ends at ``tokens`` tokens."""
+        held = self.pages_at(tokens)
+        return held, self.promised_at(tokens, held)
 
     def promised_at(self, tokens: int, held: Sequence[int]) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -254,11 +263,12 @@ class AdmissionControl:
 
     def expected_end(self, account: Account, patient: bool = False) -> int:
         """Tokens an account is expected to have at its end; as many as it may have if it was preempted too often."""
-        produced = max(account.tokens, account.prefill_len) - account.prompt_len
-        # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
-        reserve = max(self.decode_reserve, 2 * produced)
         if patient or account.preemptions >= PATIENCE:
             reserve = account.max_tokens
+        else:
+            produced = max(account.tokens, account.prefill_len) - account.prompt_len
+            # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
+            reserve = max(self.decode_reserve, 2 * produced)
         end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
         return min(end, self.max_model_len)
 

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Holdings, LayerBudgets, LayerWeights, Report
-from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl
+from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.policies import layer_budgets
@@ -153,18 +153,20 @@ class PageLedger(KVCacheManager):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
-        if not self._make_room(account, tokens, is_new):
+        need = account.need_at(tokens)
+        if not self._fits(account, need):
+            need = self._make_room(account, tokens, is_new)
+        if need is None:
             if list(self.accounts) == [name] and not self.awaits_reports:
                 # Nobody else has pages to give, so a replay would end up here again.
                 self.ends[name] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
         if is_new:
             self._admit(request, account)
-        held = account.pages_at(tokens)
-        self._hold(account, held, account.promised_at(tokens, held))
+        self._hold(account, need)
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
-            self._await_reports(account, held, tokens)
+            self._await_reports(account, need[0], tokens)
         account.tokens = tokens
         if position == account.plan.evict_at == tokens:
             self._store(name, account)
@@ -216,7 +218,9 @@ class PageLedger(KVCacheManager):
     def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
         account = self._open(request, num_new_tokens)
-        return self._has_room_for(account) and self._fits(account, num_new_tokens, self._droppable_pages())
+        if not self._has_room_for(account):
+            return False
+        return self._fits(account, account.need_at(num_new_tokens), self._droppable_pages())
 
     def _has_room_for(self, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
@@ -244,25 +248,26 @@ class PageLedger(KVCacheManager):
             limit = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
             request.max_tokens = account.max_tokens = limit
 
-    def _make_room(self, account: Account, tokens: int, is_new: bool) -> bool:
-        """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; False if none has.
+    def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
+        """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; None if none has.
 
         For a new request nothing is dropped in vain; before one that runs is preempted, all that can be is.
+
+        Returns:
+            What the account needs then: more, if the prefix that it borrowed from is its own now.
         """
-        if self._fits(account, tokens):
-            return True
+        if is_new and not self._fits(account, account.need_at(tokens), self._droppable_pages(account)):
+            return None
         busy = set(self.admitted)
-        if is_new and not self._fits(account, tokens, self._droppable_pages(account)):
-            return False
-        while not self._fits(account, tokens):
+        while not self._fits(account, account.need_at(tokens)):
             candidates = (
                 each for each in self.prefixes.droppable(busy) if each is not account.prefix or not is_new
             )
             prefix = next(candidates, None)
             if prefix is None:
-                return False
+                return None
             self._drop(prefix)
-        return True
+        return account.need_at(tokens)
 
     def _droppable_pages(self, new: Account | None = None) -> list[int]:
         """Pages of each rank that cached prefixes would free, apart from the one that a new request begins with."""
@@ -272,27 +277,26 @@ class PageLedger(KVCacheManager):
                 pages = [more + prefix.freed(rank) for rank, more in enumerate(pages)]
         return pages
 
-    def _fits(self, account: Account, tokens: int, freed: Sequence[int] | None = None) -> bool:
-        """Whether every rank has room for what the account holds and is promised at ``tokens`` tokens.
+    def _fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
+        """Whether every rank has room for what the account needs.
 
         A prefill grows into what it was promised, a decode into what nobody was.
 
         Args:
             freed: pages of each rank that are taken to be free besides.
         """
-        held = account.pages_at(tokens)
-        promise = account.promised_at(tokens, held)
+        held, promises = need
+        cached = self.prefixes.held
         for rank, capacity in enumerate(self.capacities):
-            used = self.used[rank] + self.prefixes.held[rank] + held[rank] - account.held[rank]
-            used -= freed[rank] if freed else 0
+            grows = held[rank] - account.held[rank]
+            used = self.used[rank] + cached[rank] + grows
+            if freed is not None:
+                used -= freed[rank]
             # A rank that kept more than its share of a replay is promised more than there was room for.
             if used > capacity.pages:
                 return False
-            more = held[rank] + promise[rank] - account.held[rank] - account.promise[rank]
-            if (
-                more > 0
-                and used + self.promised[rank] + promise[rank] - account.promise[rank] > capacity.pages
-            ):
+            promise = promises[rank] - account.promise[rank]
+            if grows + promise > 0 and used + self.promised[rank] + promise > capacity.pages:
                 return False
         return True
 
@@ -334,7 +338,8 @@ class PageLedger(KVCacheManager):
             replayed=self.kept.get(request.request_id),
         )
 
-    def _hold(self, account: Account, held: list[int], promise: list[int]) -> None:
+    def _hold(self, account: Account, need: Need) -> None:
+        held, promise = need
         for rank, pages in enumerate(held):
             self.used[rank] += pages - account.held[rank]
             self.promised[rank] += promise[rank] - account.promise[rank]
@@ -412,7 +417,7 @@ class PageLedger(KVCacheManager):
             held = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
             account.peak = [sum(pair) for pair in zip(account.peak, account.lent, strict=True)]
             account.lent, account.prefix = [0] * len(self.ranks), None
-            self._hold(account, held, account.promise)
+            self._hold(account, (held, account.promise))
 
     def _leave_prefix(self, name: str, account: Account) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others."""
@@ -469,7 +474,7 @@ class PageLedger(KVCacheManager):
         held = list(account.held)
         # Tokens may be ahead of the report: steps in flight.
         held[index] = count.at(account.tokens) - account.lent[index]
-        self._hold(account, held, account.promised_at(account.tokens, held))
+        self._hold(account, (held, account.promised_at(account.tokens, held)))
         if prefix is not None and prefix.is_ready:
             account.prefix = prefix
             self.prefixes.borrow(prefix, request_id)
@@ -567,7 +572,7 @@ class PageLedger(KVCacheManager):
         self.reserve.give_back(name)
         if account is not None:
             nothing = [0] * len(self.ranks)
-            self._hold(account, nothing, nothing)
+            self._hold(account, (nothing, nothing))
             self.admitted.pop(name, None)
 
     def pop_blocks_for_free(self, request: "Request") -> list:
