@@ -1,4 +1,4 @@
-"""Documents that are asked many questions: stock vLLM with its prefix cache, eviction without ours, eviction with it.
+"""Documents that are asked many questions: stock vLLM with its prefix cache, eviction without one, eviction with one.
 
 All sides have the same KV memory and take turns. The document is evicted without a question in view
 (``kv_prefix_len``); stock vLLM keeps it whole.
@@ -87,15 +87,36 @@ class Scenario:
 
 
 SCENARIOS = {
-    "document": Scenario("sixteen questions about one document at once", 1, 8192, 16, 32, 256, 2, True),
+    "document": Scenario(
+        "sixteen questions about one document at once",
+        documents=1,
+        document_len=8192,
+        questions=16,
+        question_len=32,
+        output_len=256,
+        pool=2,
+        at_once=True,
+    ),
     "documents": Scenario(
         "sixteen documents, asked in turns, in memory for four of them whole",
-        *(16, 4096, 3, 32, 16, 4, False),
+        documents=16,
+        document_len=4096,
+        questions=3,
+        question_len=32,
+        output_len=16,
+        pool=4,
+        at_once=False,
         step=8192,
     ),
     "unique": Scenario(
         "no document is asked twice, in memory for four",
-        *(24, 2016, 1, 32, 256, 4, True),
+        documents=24,
+        document_len=2016,
+        questions=1,
+        question_len=32,
+        output_len=256,
+        pool=4,
+        at_once=True,
         rounds=12,
         # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
         sides=(WITHOUT, WITH),
@@ -211,49 +232,53 @@ def _mean_wait(run: Run) -> float:
     return mean(run.first_token)
 
 
+def _speed(run: Run) -> float:
+    return run.tokens_per_second
+
+
+def of_document(scenario: Scenario, cold: list[Round], rounds: Sequence[dict[str, Round]]) -> list[Target]:
+    """What sixteen questions at once should reach, and did."""
+    warm = [{WITH: one["warm"][WITH], WITHOUT: one["cold"][WITHOUT]} for one in rounds]
+    least = scenario.document_len + scenario.questions * scenario.question_len
+    first = "time to first token, mean"
+    return [
+        Target(f"{first}, over without cache", _ratio(cold, _mean_wait, WITH, WITHOUT), 0.15, True),
+        Target(f"{first}, over stock", _ratio(cold, _mean_wait, WITH, STOCK), 1.1, True),
+        Target(f"{first}, warm, over without cache", _ratio(warm, _mean_wait, WITH, WITHOUT), 0.02, True),
+        Target("output tokens/s, over stock", _ratio(cold, _speed, WITH, STOCK), 1.5),
+        Target("prompt tokens computed", max(one[WITH].computed for one in cold), least, True),
+    ]
+
+
+def of_documents(scenario: Scenario, cold: list[Round]) -> list[Target]:
+    """What questions about documents in turns should reach, and did."""
+    again = scenario.documents * (scenario.questions - 1)
+
+    def later(run: Run) -> float:
+        return median(run.first_token[scenario.documents :])
+
+    return [
+        Target("requests that hit after the first pass", min(one[WITH].hits for one in cold) / again, 0.95),
+        Target("the same of stock", max(one[STOCK].hits for one in cold) / again, 0.05, True),
+        Target("time to first token after that, over stock", _ratio(cold, later, WITH, STOCK), 0.06, True),
+    ]
+
+
+def of_unique(cold: list[Round]) -> list[Target]:
+    """What the cache may cost where it is of no use, and did."""
+    more = max(one[WITH].preemptions - one[WITHOUT].preemptions for one in cold)
+    return [
+        Target("output tokens/s, over without cache", _ratio(cold, _speed, WITH, WITHOUT), 0.98),
+        Target("preemptions beyond those without cache", more, 0, True),
+    ]
+
+
 def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -> list[Target]:
     """What the scenario should reach, and what it did."""
     cold = [one["cold"] for one in rounds]
-    speed = {
-        side: _ratio(cold, lambda run: run.tokens_per_second, WITH, side)
-        for side in scenario.sides
-        if side != WITH
-    }
     if name == "document":
-        warm = [{WITH: one["warm"][WITH], WITHOUT: one["cold"][WITHOUT]} for one in rounds]
-        least = scenario.document_len + scenario.questions * scenario.question_len
-        first = "time to first token, mean"
-        return [
-            Target(f"{first}, over without cache", _ratio(cold, _mean_wait, WITH, WITHOUT), 0.15, True),
-            Target(f"{first}, over stock", _ratio(cold, _mean_wait, WITH, STOCK), 1.1, True),
-            Target(f"{first}, warm, over without cache", _ratio(warm, _mean_wait, WITH, WITHOUT), 0.02, True),
-            Target("output tokens/s, over stock", speed[STOCK], 1.5),
-            Target("prompt tokens computed", max(one[WITH].computed for one in cold), least, True),
-        ]
-    if name == "documents":
-        again = scenario.documents * (scenario.questions - 1)
-
-        def later(run: Run) -> float:
-            return median(run.first_token[scenario.documents :])
-
-        return [
-            Target(
-                "requests that hit after the first pass", min(one[WITH].hits for one in cold) / again, 0.95
-            ),
-            Target("the same of stock", max(one[STOCK].hits for one in cold) / again, 0.05, True),
-            Target(
-                "time to first token after that, over stock", _ratio(cold, later, WITH, STOCK), 0.06, True
-            ),
-        ]
-    return [
-        Target("output tokens/s, over without cache", speed[WITHOUT], 0.98),
-        Target(
-            "preemptions beyond those without cache",
-            max(one[WITH].preemptions - one[WITHOUT].preemptions for one in cold),
-            0,
-            True,
-        ),
-    ]
+        return of_document(scenario, cold, rounds)
+    return of_documents(scenario, cold) if name == "documents" else of_unique(cold)
 
 
 def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
@@ -278,34 +303,35 @@ def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
     return result
 
 
+SIZES = {
+    "documents": "how many",
+    "document_len": "tokens of each",
+    "questions": "about each document",
+    "question_len": "tokens of each",
+    "output_len": "tokens of each answer",
+    "pool": "whole documents, each with a question and its answer, that the KV memory holds",
+    "rounds": "how often every side runs",
+}
+"""What of a scenario can be changed."""
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
     """Read the command line: the options, and what to run by name."""
     epilog = " ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items())
+    epilog += " Targets are judged at the scenario's own sizes, from three rounds on."
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__, epilog=epilog)
     parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)} (default: all)")
-    own = "default: the scenario's"
-    for name in ("documents", "document-len", "questions", "question-len", "output-len", "pool", "rounds"):
-        parser.add_argument(f"--{name}", type=whole, metavar="N", help=own)
+    for name, text in SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument(
-        "--name", help="of the files in benchmarks/results/, before the scenario's (default: prefix)"
-    )
+    parser.add_argument("--name", help="of the records, followed by the scenario's (default: prefix)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.scenario if name not in SCENARIOS]
     if unknown:
         parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(SCENARIOS)}")
-    names = (
-        "documents",
-        "document_len",
-        "questions",
-        "question_len",
-        "output_len",
-        "pool",
-        "rounds",
-        "dtype",
-    )
-    given = {name: getattr(arguments, name) for name in names}
+    given = {name: getattr(arguments, name) for name in (*SIZES, "dtype")}
     changes = {name: value for name, value in given.items() if value is not None}
     chosen = arguments.scenario or list(SCENARIOS)
     return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
@@ -317,14 +343,14 @@ def summary(
     """Print what a scenario showed; what its record says."""
     own = SCENARIOS[name]
     console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))
-    same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+    is_judged = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
     return {
         "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes(), "policy": POLICY},
         "rounds": [
             {phase: {side: asdict(run) for side, run in by_side.items()} for phase, by_side in one.items()}
             for one in rounds
         ],
-        "targets": show_targets(console, figures(name, scenario, rounds) if same else []),
+        "targets": show_targets(console, figures(name, scenario, rounds) if is_judged else []),
     }
 
 

@@ -96,12 +96,12 @@ class Sample:
 
 
 def tracebacks(log: str) -> int:
-    """How many a server's log has, apart from those of bodies that are no JSON.
+    """How many a server's log has, apart from those of bodies that FastAPI refuses.
 
     A server that offers to reset its cache logs these, though it answers them as any other does.
     """
     parts = log.split("Traceback (most recent call last)")[1:]
-    return sum("JSONDecodeError" not in part and "json_invalid" not in part for part in parts)
+    return sum("JSONDecodeError" not in part and "RequestValidationError" not in part for part in parts)
 
 
 @dataclass(frozen=True)

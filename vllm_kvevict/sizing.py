@@ -34,9 +34,9 @@ LEGEND = """
 kept: entries per KV head. reading, evicted, end: MiB of a request on its fullest rank: at most while its prompt is
 read, after its eviction, at its last token. at once: how many run when many arrive together, and what limits it; at
 end: how many fit if all are at their last token (if fewer, some may be preempted). longest: prompt that fits alone.
-layered: whether it is evicted layer by layer as it is read. cached: how many prefixes as long as the prompt fit, if
-nothing else does, where prefixes are evicted on their own (kv_prefix_len, scope prefix). Heads that compete are taken
-to share ranks evenly."""
+layered: whether it is evicted layer by layer as it is read. cached: how many prefixes as long as the prompt fit if the
+memory holds nothing else, where prefixes are evicted on their own (kv_prefix_len, scope prefix). Heads that compete are
+taken to share ranks evenly."""
 
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}

@@ -80,7 +80,7 @@ def make_ledger(
     for request in requests:
         _, computed, _ = ledger.get_computed_blocks(request)
         if computed:
-            ledger.allocate_slots(request, 1, computed)
+            assert ledger.allocate_slots(request, 1, computed) is not None
         else:
             seconds += _read(ledger, request, choose)
         request.num_computed_tokens = PROMPT

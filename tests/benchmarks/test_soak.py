@@ -174,9 +174,11 @@ def test_silence_is_a_hang_and_leaving_is_not(monkeypatch):
 # The verdict.
 
 
-def test_tracebacks_of_what_is_no_json_do_not_count():
+def test_tracebacks_of_refused_bodies_do_not_count():
     start = "Traceback (most recent call last):\n  File ...\n"
-    broken = f"{start}json.decoder.JSONDecodeError: ...\n{start}  {{'type': 'json_invalid', ...}}\n"
+    broken = (
+        f"{start}json.decoder.JSONDecodeError: ...\n{start}fastapi.exceptions.RequestValidationError: 4\n"
+    )
     assert tracebacks("INFO nothing\n") == tracebacks(broken) == 0
     assert tracebacks(f"{broken}{start}KeyError: 1\nINFO\n{broken}") == 1
 

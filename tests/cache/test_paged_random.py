@@ -138,12 +138,17 @@ class Model:
         run = self.share(slot, self.runs.freeze, self.rows[slot])
         if run is not None:
             self.run_rows[run] = [list(row) for row in self.rows[slot]]
-            self.borrows[slot] = run
+            self.lend(run, slot)
 
     def fork(self, run):
         slot = self.share(run, self.runs.fork, self.run_rows[run])
         if slot is not None:
             self.rows[slot] = [list(row) for row in self.run_rows[run]]
+            self.lend(run, slot)
+
+    def lend(self, run, slot):
+        """Only full pages are lent."""
+        if any(len(row) >= PS for row in self.run_rows[run]):
             self.borrows[slot] = run
 
     def drop(self, run):

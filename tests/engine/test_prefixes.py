@@ -213,6 +213,40 @@ def test_a_sole_donor_has_the_room_that_its_prefix_takes(pages: int) -> None:
     assert set(results[0][0].values()) == {256} and set(results[0][1].values()) == {0}
 
 
+def test_nobody_is_preempted_for_copies_that_no_request_uses() -> None:
+    """Of a short prefix no page is full, so that two requests share nothing and the cached one is only for others."""
+    compared = 0
+    for pages in range(34, 90):
+        results = []
+        for caches in (True, False):
+            settings = {"max_model_len": 260, "options": {"decode_reserve": 8}, "prefix_caching": caches}
+            simulation = Simulation(server(pages=[pages], **settings))
+            for index in range(2):
+                simulation.add(ask(f"d:{index}", document(0, 64), 8, 180))
+            finish(simulation)
+            results.append(sum(simulation.preemptions.values()))
+            check_end(simulation)
+        compared += results[1] > 0
+        assert results[0] <= results[1], pages
+    assert compared > 3
+
+
+def test_prefixes_in_use_are_not_dropped_where_that_frees_nothing() -> None:
+    """All rows end with a page, so that a prefix with one user holds no copies."""
+    preempted = hits = 0
+    for pages in range(76, 140, 8):
+        options = {"policy": "snapkv", "budget": 64, "decode_reserve": 8}
+        settings = {"max_model_len": 600, "max_num_batched_tokens": 512, "options": options}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for number in range(4):
+            simulation.add(ask(f"d{number}:0", document(number, 300), 8, 200))
+        finish(simulation)
+        preempted += sum(simulation.preemptions.values())
+        hits += simulation.workers.hits
+        check_end(simulation)
+    assert preempted and hits >= preempted / 2
+
+
 def test_what_several_borrow_is_counted_once_and_stays() -> None:
     """A prefix of 40 pages, and 36 of each answer: 132 hold it with two answers, and without it three."""
     settings = {"max_model_len": 960, "options": {"policy": "snapkv", "budget": 0.5}}
@@ -331,15 +365,18 @@ def test_a_producer_that_is_aborted_at_any_step(policy: str, depth: int, asynchr
         check_end(simulation)
 
 
+@pytest.mark.parametrize("drains", [True, False], ids=["after all reports", "before reports"])
 @pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
-def test_everybody_is_preempted_and_the_cache_reset_at_any_step(depth: int, asynchronous: bool) -> None:
+def test_everybody_is_preempted_and_the_cache_reset_at_any_step(
+    depth: int, asynchronous: bool, drains: bool
+) -> None:
     for step in range(1, 14):
         setup = server(depth=depth, asynchronous=asynchronous, max_num_batched_tokens=100)
         simulation = Simulation(setup)
         for index in range(3):
             simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
         steps(simulation, step)
-        while simulation.in_flight:
+        while drains and simulation.in_flight:
             simulation.deliver()
         assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
         finish(simulation)
@@ -399,6 +436,15 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():
             prefixes.verify()
         cache.close([slot, donor])
+
+
+def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 30))
+    steps(simulation, 5)
+    assert simulation.workers.cached.pop(1)
+    with pytest.raises(RuntimeError, match="rank 0 holds 0 pages of cached prefix 1, the ledger expects"):
+        steps(simulation, 3)
 
 
 # Anything at once.
@@ -493,6 +539,8 @@ def test_mixtures(first: int) -> None:
 def step_checked(simulation: Simulation) -> None:
     """A step, in which nobody is preempted while a prefix that nobody uses takes room."""
     ledger = simulation.ledger
+    while simulation.steps % 5 == 0 and simulation.in_flight:
+        simulation.deliver()
     unused = {prefix.number for prefix in ledger.prefixes.droppable(()) if not prefix.borrowers}
     output = simulation.step()
     if output.preempted_req_ids:

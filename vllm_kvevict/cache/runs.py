@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Runs:
     """The runs of a cache; each takes a request slot of it.
 
-    Nothing here waits for the device.
+    Nothing here but ``checksum`` waits for the device.
     """
 
     def __init__(self, cache: "PagedKVCache") -> None:
@@ -63,7 +63,7 @@ class Runs:
             The run.
 
         Raises:
-            ValueError: the request holds nothing, or borrows itself.
+            ValueError: the request holds nothing, or itself borrows pages.
             RuntimeError: the pool has too few free pages, or all request slots are in use. Nothing has changed.
         """
         if self.cache.tables.lenders[request_slot] >= 0 or not self.cache.held(request_slot):
@@ -73,7 +73,7 @@ class Runs:
         self._clear_behind(run)
         self.cache.lengths.pages[run] += full.sum()
         self.cache.lengths.pages[request_slot] -= full.sum()
-        self.cache.tables.borrow(request_slot, run, full)
+        self._lend(run, request_slot, full)
         self._runs.add(run)
         return run
 
@@ -87,7 +87,7 @@ class Runs:
         self._require(run)
         request_slot = self._copy(run)
         full, _ = self._split(run)
-        self.cache.tables.borrow(request_slot, run, full)
+        self._lend(run, request_slot, full)
         return request_slot
 
     def drop(self, run: int) -> None:
@@ -121,6 +121,11 @@ class Runs:
         places = torch.arange(1, halves.numel() + 1, device=halves.device)
         return int((halves * places).sum())
 
+    def _lend(self, run: int, request_slot: int, full: IntArray) -> None:
+        """Let a request use a run's full pages; without any it does not depend on the run."""
+        if full.any():
+            self.cache.tables.borrow(request_slot, run, full)
+
     def _require(self, run: int) -> None:
         if run not in self._runs:
             raise ValueError(f"there is no run {run}")
@@ -149,7 +154,10 @@ class Runs:
         return copy
 
     def _clear_behind(self, run: int) -> None:
-        """Zero what lies behind the entries of a run's partial pages: entries that were evicted, or another's."""
+        """Zero what lies behind the entries of a run's partial pages: entries that were evicted, or another's.
+
+        Attention reads pages to their end, and inf or NaN there would spoil it.
+        """
         cache, size = self.cache, self.cache.page_size
         full, partial = self._split(run)
         if not partial.size:

@@ -122,7 +122,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         }
         self.cached_entries = self._gauge_cls(
             name=PREFIX + "cached_entries",
-            documentation="Compressed prefixes that are cached.",
+            documentation="Compressed prefixes that are cached; after a reset, those that several requests still use.",
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )

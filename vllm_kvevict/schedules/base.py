@@ -14,6 +14,11 @@ MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
 
 
+def most_prefixes(pages: int, rows: int) -> int:
+    """Cached prefixes that a pool has room for: each holds a page of nearly every row, and a place in all tables."""
+    return min(pages // rows, MOST_PREFIXES)
+
+
 @dataclass(frozen=True)
 class RankCapacity:
     """What one rank can hold, and its share of the model.
@@ -38,8 +43,8 @@ class RankCapacity:
 
     @property
     def most_prefixes(self) -> int:
-        """Cached prefixes that it has room for: each holds a page of nearly every row, and a place in all tables."""
-        return min(self.pages // self.rows, MOST_PREFIXES)
+        """Cached prefixes that it has room for."""
+        return most_prefixes(self.pages, self.rows)
 
 
 class Schedule(ABC):

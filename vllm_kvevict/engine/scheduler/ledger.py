@@ -141,7 +141,7 @@ class PageLedger(KVCacheManager):
         held      reading: all that was read, or the bound of a prefill that is evicted as it goes
                   unreported: what its last step before the reports may hold at most
                   decoding: exact, a page more in each row every page_size tokens
-                  ever: without what a cached prefix lends
+                  in each state: pages borrowed from a cached prefix are not counted
         promised  reading: what is missing to the prefill's peak; else nothing
         """
         name = request.request_id
@@ -153,9 +153,7 @@ class PageLedger(KVCacheManager):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
-        need = account.need_at(tokens)
-        if not self._fits(account, need):
-            need = self._make_room(account, tokens, is_new)
+        need = self._make_room(account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [name] and not self.awaits_reports:
                 # Nobody else has pages to give, so a replay would end up here again.
@@ -251,29 +249,33 @@ class PageLedger(KVCacheManager):
     def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
         """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; None if none has.
 
-        For a new request nothing is dropped in vain; before one that runs is preempted, all that can be is.
+        For a new request nothing is dropped in vain. Before one that runs is preempted, all prefixes go that nobody
+        uses; one that somebody does only if that is enough.
 
         Returns:
             What the account needs then: more, if the prefix that it borrowed from is its own now.
         """
-        if is_new and not self._fits(account, account.need_at(tokens), self._droppable_pages(account)):
+        need = account.need_at(tokens)
+        if self._fits(account, need):
+            return need
+        untouchable = account.prefix if is_new else None
+        is_enough = self._fits(account, need, self._droppable_pages(untouchable))
+        if is_new and not is_enough:
             return None
-        busy = set(self.admitted)
-        while not self._fits(account, account.need_at(tokens)):
-            candidates = (
-                each for each in self.prefixes.droppable(busy) if each is not account.prefix or not is_new
-            )
-            prefix = next(candidates, None)
-            if prefix is None:
-                return None
-            self._drop(prefix)
-        return account.need_at(tokens)
+        for prefix in list(self.prefixes.droppable(set(self.admitted))):
+            if self._fits(account, account.need_at(tokens)):
+                break
+            goes = is_enough or not prefix.is_borrowed
+            if goes and prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
+                self._drop(prefix)
+        need = account.need_at(tokens)
+        return need if self._fits(account, need) else None
 
-    def _droppable_pages(self, new: Account | None = None) -> list[int]:
-        """Pages of each rank that cached prefixes would free, apart from the one that a new request begins with."""
+    def _droppable_pages(self, untouchable: Prefix | None = None) -> list[int]:
+        """Pages of each rank that cached prefixes would free, apart from one."""
         pages = [0] * len(self.ranks)
         for prefix in self.prefixes.droppable(set(self.admitted)):
-            if new is None or prefix is not new.prefix:
+            if prefix is not untouchable:
                 pages = [more + prefix.freed(rank) for rank, more in enumerate(pages)]
         return pages
 
@@ -348,7 +350,7 @@ class PageLedger(KVCacheManager):
     # Cached prefixes.
 
     def _key(self, request: "Request") -> Hashable | None:
-        """By which a request finds the prefix that it begins with; None if nothing of it is cached."""
+        """What a request's prefix is cached under; None if it has none that could be cached, or the cache is off."""
         if not self.enable_caching:
             return None
         name = request.request_id
@@ -359,8 +361,8 @@ class PageLedger(KVCacheManager):
     def _cached_prefix(self, request: "Request") -> Prefix | None:
         """The prefix that a request can begin with; it counts as used.
 
-        One that has no room beside the rest of the prompt, even alone, is of no use: the request then reads it
-        itself, and takes its place.
+        One that does not fit the pool together with the rest of the prompt is not used: the request reads all of its
+        prompt, and the prefix is dropped if its pages are needed.
         """
         prefix = self.prefixes.find(self._key(request))
         if prefix is None or not prefix.is_ready:
@@ -368,6 +370,11 @@ class PageLedger(KVCacheManager):
         for rank, capacity in enumerate(self.capacities):
             own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]
             if prefix.held[rank] + own > capacity.pages:
+                logger.debug_once(
+                    "KV eviction: request %s reads its prefix again, there is no room for the rest of its prompt "
+                    "beside the cached one",
+                    request.request_id,
+                )
                 return None
         return prefix
 
@@ -395,7 +402,10 @@ class PageLedger(KVCacheManager):
         copies = [capacity.rows for capacity in self.capacities]
         while not self._can_store(copies):
             unused = next(self.prefixes.droppable(set(self.admitted)), None)
-            if unused is None or unused.borrowers:
+            if unused is None or unused.is_borrowed:
+                logger.debug(
+                    "KV eviction: the prefix of request %s is not cached, there is no room for it", name
+                )
                 self.prefixes.cancel(prefix)
                 return
             self._drop(unused)
@@ -449,6 +459,8 @@ class PageLedger(KVCacheManager):
         in_use = any(prefix.borrowers for prefix in self.prefixes.all_stored)
         self.prefixes.forget()
         self._drop_forgotten()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
         return not in_use
 
     # What the workers say.
@@ -530,8 +542,7 @@ class PageLedger(KVCacheManager):
                     f"tokens, the ledger expects {expected}"
                 )
         for prefix in self.prefixes.all_stored:
-            # What was reported with this very step, or is dropped with one in flight, differs rightly.
-            pages = actual.prefixes.get(prefix.number, prefix.held[index])
+            pages = actual.prefixes.get(prefix.number, 0)
             if prefix.is_ready and pages != prefix.held[index]:
                 raise RuntimeError(
                     f"kv eviction check: rank {rank} holds {pages} pages of cached prefix {prefix.number}, the ledger "

@@ -8,7 +8,7 @@ Only counts, as in the ledger: the pages are the workers', which know a prefix b
        |
     ready     all ranks have reported; who begins with the prefix borrows its pages
        |
-    dropped   nobody else borrows it, and its pages are needed, or the cache was reset
+    dropped   its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -29,8 +29,9 @@ def prefix_key(
 ) -> Hashable | None:
     """What two requests must have in common for one to begin with what the other keeps of its prefix.
 
-    That is how it is evicted, and everything that vLLM's own prefix cache compares: tokens, ``cache_salt``, LoRA,
-    images. vLLM hashes them block by block; what is left behind the last full block is hashed here likewise.
+    That is how it is evicted, and everything that vLLM's own prefix cache compares: tokens, prompt embeddings,
+    ``cache_salt``, and what is refused today (LoRA, images). vLLM hashes them block by block; what is left behind the
+    last full block is hashed here likewise.
 
     Args:
         block_size: tokens of a block that vLLM has hashed.
@@ -62,7 +63,8 @@ class Prefix:
         tokens: of the prefix.
         producer: id and epoch of the request that reads it.
         held: pages of each rank that it holds.
-        kept: by rank, what a request with this prefix has stored, if it shared nothing; of ranks that have reported.
+        kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
+            nothing.
         lent: pages of each rank that all of its borrowers use: those that are full.
         borrowers: ids of the requests that use them.
         is_storing: whether the step that evicts it was dispatched.
@@ -84,6 +86,11 @@ class Prefix:
     def is_ready(self) -> bool:
         """Whether every rank has stored it."""
         return len(self.kept) == len(self.held)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether requests use pages of it: not if they have copied all of them, since none is full."""
+        return bool(self.borrowers) and any(self.lent)
 
     def freed(self, rank: int) -> int:
         """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
@@ -119,7 +126,7 @@ class PrefixCache:
         self._last_number = 0
 
     def __len__(self) -> int:
-        """How many are ready."""
+        """How many are ready, also those that no further request may begin with."""
         return len(self._stored) - len(self._storing)
 
     @property
@@ -137,7 +144,10 @@ class PrefixCache:
         return bool(self._storing)
 
     def find(self, key: Hashable | None) -> Prefix | None:
-        """The prefix with this key, if requests may begin with it or wait for it; one that is ready counts as used."""
+        """The prefix with this key, if requests may begin with it or wait for it.
+
+        One that is ready counts as used by whoever asks, also by those who wait for something else.
+        """
         prefix = self._by_key.get(key)
         if prefix is not None and prefix.is_ready:
             self._stored[prefix.number] = self._stored.pop(prefix.number)
@@ -156,14 +166,23 @@ class PrefixCache:
         return self._by_producer.get(producer)
 
     def store(self, prefix: Prefix, pages: Sequence[int]) -> None:
-        """The step that is being scheduled evicts a prefix, which takes so many pages of each rank besides."""
+        """The step that is being scheduled evicts a prefix.
+
+        Args:
+            pages: to be held on each rank until its report, for copies of pages that are not full.
+        """
         prefix.is_storing = True
         self._stored[prefix.number] = prefix
         self.stores[prefix.producer[0]] = prefix.number
         self.hold(prefix, pages)
 
     def on_report(self, prefix: Prefix, rank: int, count: PageCount, partial_pages: int) -> None:
-        """A rank has stored a prefix, of which it keeps ``count``, so many of its pages not full."""
+        """A rank has stored a prefix.
+
+        Args:
+            count: of what it keeps.
+            partial_pages: its pages that are not full, which each borrower copies.
+        """
         prefix.kept[rank] = count
         prefix.lent = prefix.lent or [0] * len(self.held)
         prefix.lent[rank] = count.pages - partial_pages
@@ -207,11 +226,8 @@ class PrefixCache:
         prefixes = self._forgotten if forgotten else self._stored
         for borrowers in (0, 1):
             for prefix in prefixes.values():
-                if (
-                    prefix.is_ready
-                    and len(prefix.borrowers) == borrowers
-                    and prefix.borrowers.isdisjoint(busy)
-                ):
+                users = len(prefix.borrowers) if prefix.is_borrowed else 0
+                if prefix.is_ready and users == borrowers and prefix.borrowers.isdisjoint(busy):
                     yield prefix
 
     def drop(self, prefix: Prefix) -> None:
@@ -221,7 +237,7 @@ class PrefixCache:
         self._remove(prefix)
 
     def take_dropped(self) -> int:
-        """How many were dropped since the last call to make room, which is not so of those of a reset."""
+        """How many were dropped to make room since the last call; those of a reset do not count."""
         dropped, self._dropped = self._dropped, 0
         return dropped
 
@@ -252,7 +268,7 @@ class PrefixCache:
         """
         pages = [0] * len(self.held)
         for prefix in {*self._borrowed.values(), *([more] if more else [])}:
-            is_shared = len(prefix.borrowers) + (prefix is more) > 1
+            is_shared = any(prefix.lent) and len(prefix.borrowers) + (prefix is more) > 1
             held = prefix.held if is_shared else prefix.lent
             pages = [sum(pair) for pair in zip(pages, held, strict=True)]
         return pages

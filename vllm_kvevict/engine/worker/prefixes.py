@@ -10,7 +10,7 @@ class CachedPrefixes:
     """One per rank; the scheduler sees to it that pages and request slots suffice.
 
     Args:
-        check: whether :meth:`verify` will be asked.
+        check: whether to keep a checksum of each prefix, to be compared by :meth:`verify` and before it is dropped.
     """
 
     def __init__(self, cache: PagedKVCache, check: bool):

@@ -27,7 +27,7 @@ from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.schedules.base import MOST_PREFIXES
+from vllm_kvevict.schedules.base import most_prefixes
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest, query_rows
 from vllm_kvevict.schedules.plan import Admission
 
@@ -124,7 +124,7 @@ class Runtime:
             num_layers=len(layers),
             num_kv_heads=first.num_kv_heads,
             page_size=page_size,
-            max_requests=max_requests + self._most_prefixes(storage.shape[0] // rows),
+            max_requests=max_requests + self._most_prefixes(storage.shape[0], rows),
             write=self.pages.write,
             triton=self.pages.uses_triton,
         )
@@ -136,11 +136,9 @@ class Runtime:
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
         self.decode_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=view.device)
 
-    def _most_prefixes(self, pages_per_row: int) -> int:
-        """Request slots to be set aside for cached prefixes; as :attr:`RankCapacity.most_prefixes`."""
-        if not self.vllm_config.cache_config.enable_prefix_caching:
-            return 0
-        return min(pages_per_row, MOST_PREFIXES)
+    def _most_prefixes(self, pages: int, rows: int) -> int:
+        """Request slots to be set aside for cached prefixes."""
+        return most_prefixes(pages, rows) if self.vllm_config.cache_config.enable_prefix_caching else 0
 
     def _find_projections(self, layers: Sequence[Attention]) -> OutputProjections:
         """The layers' output projections, which some policies read.
