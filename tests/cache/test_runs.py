@@ -13,8 +13,8 @@ L, H, D, PS = 2, 2, 32, 32
 
 @pytest.fixture(params=[(plain, plain), (transposed, plain)], ids=["plain", "transposed"])
 def cache(request):
-    """A cache whose pages are full of what somebody left there."""
-    storage = torch.full((64, 2 * PS * D), 7.0)
+    """A cache whose pages are full of what somebody left there: if attention read it, every sum would be NaN."""
+    storage = torch.full((64, 2 * PS * D), torch.nan)
     return PagedKVCache(
         storage,
         num_layers=L,
@@ -95,6 +95,14 @@ def test_a_fork_has_what_was_kept_and_takes_partial_pages_only(cache):
     for slot in (donor, run, fork):
         assert all(torch.equal(*pair) for pair in zip(before, entries(cache, slot), strict=True))
     cache.verify()
+
+
+def test_attention_finds_numbers_wherever_it_reads(cache):
+    """It reads pages to their end, also behind the entries."""
+    runs, donor = Runs(cache), read(cache, 100, KEPT)
+    run = runs.freeze(donor)
+    for slot in (donor, run, runs.fork(run)):
+        assert not cache.storage[cache.own_pages(slot).long()].isnan().any()
 
 
 def test_nobody_writes_to_a_run(cache):

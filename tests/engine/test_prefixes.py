@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name, sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
 
 from tests.cache.writers import plain, writer
-from tests.engine.servers import PAGE, Setup, Shape, make_request
+from tests.engine.servers import PAGE, Setup, Shape, make_request, options_of
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.scheduler import prefixes
@@ -161,6 +165,40 @@ def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
     )
     with pytest.raises(AssertionError):
         test_another_prefix_is_read("last token", 33)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("length", [7, 32, 33])
+def test_every_hash_of_vllm_tells_prefixes_apart(algorithm: str, length: int) -> None:
+    hashed = get_hash_fn_by_name(algorithm)
+    hasher = get_request_block_hasher(PAGE, hashed)
+    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
+
+    def key(prefix: list[int], question: int, **fields: Any) -> Any:
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", [*prefix, *[question] * 5], params, None, block_hasher=hasher, **fields)
+        return prefixes.prefix_key(request, plan, PAGE, hashed)
+
+    prefix = document(0, length)
+    assert key(prefix, 1) == key(prefix, 2)
+    others = [[*prefix[:-1], prefix[-1] + 1], [prefix[0] + 1, *prefix[1:]]]
+    assert len({key(prefix, 1), *(key(other, 1) for other in others), key(prefix, 1, cache_salt="s")}) == 4
+
+
+@pytest.mark.parametrize("length", [7, 32, 33])
+@pytest.mark.parametrize("row", [0, -1])
+def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
+    hasher = get_request_block_hasher(PAGE, sha256)
+    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
+    keys = []
+    for changes in (None, length + 1, range(length)[row]):
+        embeds = torch.arange(8.0 * (length + 5)).view(-1, 8)
+        if changes is not None:
+            embeds[changes] += 1
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", None, params, None, prompt_embeds=embeds, block_hasher=hasher)
+        keys.append(prefixes.prefix_key(request, plan, PAGE, sha256))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_another_parameter_of_the_policy_is_another_prefix() -> None:
@@ -497,6 +535,7 @@ def mixture(seed: int) -> Mixture:
         salt = choose.choice((None, None, None, "other"))
         request = ask(name, prefix, choose.randrange(1, 64), choose.randrange(1, output + 1), salt)
         request.priority = choose.randrange(3)
+        request.skip_reading_prefix_cache = choose.random() < 0.05
         request.arrival_time = arrival
         requests.append((arrival, request))
         if choose.random() < 0.15:
