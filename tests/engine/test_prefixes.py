@@ -167,9 +167,9 @@ def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
         test_another_prefix_is_read("last token", 33)
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 @pytest.mark.parametrize("length", [7, 32, 33])
-def test_every_hash_of_vllm_tells_prefixes_apart(algorithm: str, length: int) -> None:
+def test_other_hashes_of_vllm_tell_prefixes_apart(algorithm: str, length: int) -> None:
     hashed = get_hash_fn_by_name(algorithm)
     hasher = get_request_block_hasher(PAGE, hashed)
     plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
