@@ -40,7 +40,6 @@ from benchmarks.harness.traffic import (
     send,
 )
 from vllm_kvevict.policies import available
-from vllm_kvevict.policies.registry import lookup
 
 SCRATCH = Path(__file__).parent / "out" / "soak"
 MAX_LEN, LONGEST_PROMPT = 512, 300
@@ -129,10 +128,7 @@ class Soak:
         tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
         self.ranks = tensor * stages
         self.flags = [*FLAGS, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
-        # Some policies are refused where layers lie in different processes.
-        self.policies = [
-            policy for policy in available() if stages == 1 or lookup(policy).schedule != "by score"
-        ]
+        self.policies = list(available())
         self.console = Console(width=110)
         self.tally: Counter[tuple[str, str]] = Counter()
         self.failures: list[dict[str, Any]] = []

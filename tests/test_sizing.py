@@ -176,8 +176,8 @@ def test_what_is_set_aside_beside_the_kv_memory(
         ({}, ["--policy", "best"], "argument --policy: invalid choice"),
         (
             {},
-            ["--policy", "layer-defensivekv", "--pipeline-parallel-size", "2"],
-            "--policy layer-defensivekv cannot be combined with --pipeline-parallel-size",
+            ["--policy", "take", "--config", '{"take_warmup_layers": 3}', "--pipeline-parallel-size", "2"],
+            "--policy take cannot be combined with --pipeline-parallel-size",
         ),
         ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: there is no configuration"),
         ({"num_hidden_layers": None}, [], "its configuration has no num_hidden_layers"),

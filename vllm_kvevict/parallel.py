@@ -36,6 +36,11 @@ class TensorComm:
         start = self.rank // self.replicas * count
         return slice(start, start + count)
 
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no rank before this one has its KV heads too. No communication."""
+        return self.rank % self.replicas == 0
+
     def gather_heads(self, local: Tensor) -> Tensor:
         """[local KV heads, ...] -> [all KV heads, ...] in global order; of replicas, the first one's."""
         return torch.cat(self._gather(local)[:: self.replicas])
@@ -53,7 +58,7 @@ class TensorComm:
 
     def sum_counts(self, local: Tensor) -> Tensor:
         """Elementwise sum of int64 counts over the ranks; of replicas, only the first one's count."""
-        total = local.clone() if self.rank % self.replicas == 0 else torch.zeros_like(local)
+        total = local.clone() if self.is_first_replica else torch.zeros_like(local)
         if self.size > 1:
             dist.all_reduce(total, group=self.group)
         return total

@@ -25,7 +25,6 @@ from benchmarks.harness.models import make_model
 from tests.engine import v2_runner
 from tests.engine.running import VOCAB, Ask, evicting_engine, num_preemptions, run
 from vllm_kvevict.policies import available
-from vllm_kvevict.policies.registry import lookup
 
 POLICIES = [policy for policy in available() if policy != "full"]
 BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
@@ -78,11 +77,6 @@ def questions(policy: str, seed: int, prefix_len: int = 200, max_tokens: int = 1
         Question(length, policy, 0.3, prefix_len, max_tokens, seed, question)
         for question, length in enumerate(lengths)
     ]
-
-
-def served(asks: Sequence[Question]) -> list[Question]:
-    """Those whose policy pipeline stages can serve."""
-    return [ask for ask in asks if lookup(ask.policy).schedule != "by score"]
 
 
 def metric(llm: Any, name: str) -> int:
@@ -138,10 +132,6 @@ class Server:
             "max_num_batched_tokens": self.chunk,
             "enable_prefix_caching": True,
         }
-
-    def can_serve(self, ask: Question) -> bool:
-        """Whether it has the ask's policy."""
-        return self.pipeline == 1 or bool(served([ask]))
 
 
 def servers(runner: str) -> list[Server]:
@@ -220,15 +210,14 @@ def pairs() -> list[tuple[Question, Question]]:
 def play(server: Server, model: Path, reference: Reference) -> Outcome:
     """Ask one server everything."""
     outcome = Outcome()
-    asks = [ask for ask in all_asks(server.is_tight) if server.can_serve(ask)]
+    asks = all_asks(server.is_tight)
     with evicting_engine(model, **server.settings()) as llm:
         for _ in range(2):
             for ask, answer in zip(asks, run(llm, asks, recorded=False), strict=True):
                 outcome.compare(ask, answer.tokens, reference)
         if not server.is_tight:
             for first, second in pairs():
-                if server.can_serve(first):
-                    _abort_at_every_step(llm, first, second, reference, outcome)
+                _abort_at_every_step(llm, first, second, reference, outcome)
         outcome.hits = metric(llm, "prefix_cache_hits")
         outcome.preemptions = num_preemptions(llm)
         outcome.drops = metric(llm, "kv_eviction_cache_drops")

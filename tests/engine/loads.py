@@ -68,7 +68,7 @@ def mixed(seed: int) -> Load:
 
 
 def staged(seed: int) -> Load:
-    """A mixed load on pipeline stages whose layer budgets are decided by the scheduler."""
+    """A mixed load on pipeline stages, which the scheduler decides for."""
     choose = random.Random(seed)
     load = mixed(seed)
     shapes = choose.choice(([(2, 2), (2, 2)], [(1, 4), (3, 4)], [(2, 1), (1, 1), (2, 1)]))
@@ -82,7 +82,7 @@ def staged(seed: int) -> Load:
         depth=choose.choice((1, len(shapes))),
         options={
             **(load.setup.options or {}),
-            "policy": choose.choice(("lava", "cake", "lava-uniform-head")),
+            "policy": choose.choice(("lava", "cake", "lava-uniform-head", "layer-defensivekv")),
         },
     )
     return dataclasses.replace(load, setup=setup)

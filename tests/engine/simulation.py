@@ -4,11 +4,13 @@ The workers do what the runtime does with a step: free, open, grow, evict, repor
 lengths and know nothing of the ledger, so that every disagreement shows.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -18,9 +20,22 @@ from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
 from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
+from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Plan
-from vllm_kvevict.schedules.reports import LayerWeights, Report
+from vllm_kvevict.schedules.reports import (
+    Answer,
+    Claim,
+    Cut,
+    CutQuestion,
+    LayerBudgets,
+    LayerWeights,
+    RankTally,
+    Report,
+)
+
+CUTS = (1 << 62, (0x3F12 << 48) + 12345, -(1 << 40) + 777)
+"""Where the order keys of a request that stay begin."""
 
 
 @dataclass
@@ -64,6 +79,7 @@ class Workers:
         cached: lengths of the rows of cached prefixes, by number and rank.
         hits: requests that began with one.
         dropped: numbers of those that were dropped, in order.
+        most_rounds: of questions that any eviction took.
         tamper: changes a report before it is sent.
     """
 
@@ -75,6 +91,7 @@ class Workers:
         self.cached: dict[int, list[np.ndarray]] = {}
         self.hits = 0
         self.dropped: list[int] = []
+        self.most_rounds = 1
         self.evictions: list[tuple[str, int, int]] = []
         self.peak_pages = [0] * len(setup.shapes)
         self.most_reserved = 0
@@ -150,16 +167,20 @@ class Workers:
         for number in message.drops:
             self._drop(number)
         trimmed: list[Resident] = []
-        for name, decided in message.layer_budgets.items():
+        asked: dict[str, Question] = {}
+        reports = []
+        for name, answer in message.answers.items():
             resident = self.live.get(name)
-            if resident is not None and resident.admission.epoch == decided.epoch:
-                assert resident.waits
-                resident.waits = False
-                trimmed.append(resident)
-        reports = [
-            self._trim(resident, message.layer_budgets[resident.admission.request_id].budgets)
-            for resident in trimmed
-        ]
+            if resident is None or resident.admission.epoch != answer.epoch:
+                continue
+            assert resident.waits
+            if isinstance(answer, CutQuestion):
+                asked[name] = answer.question
+                self.most_rounds = max(self.most_rounds, answer.question.known + 1)
+                continue
+            resident.waits = False
+            trimmed.append(resident)
+            reports.append(self._trim(resident, answer))
         for admission in message.admissions:
             name = admission.request_id
             assert name not in self.live, f"{name} was admitted while it was running"
@@ -202,9 +223,10 @@ class Workers:
             most = message.most_pages
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
-        waiting = [r for r in leaving if self.setup.pipeline and schedule(r) == "by weight"]
-        for resident in waiting:
-            resident.waits = True
+        for resident in leaving:
+            if self.setup.pipeline and schedule(resident) in ("by weight", "by score"):
+                resident.waits = True
+                asked[resident.admission.request_id] = Question()
         leaving = [resident for resident in leaving if not resident.waits]
         reports += [self._evict(resident) for resident in leaving]
         by_rank = {}
@@ -213,15 +235,13 @@ class Workers:
                 resident.admission.request_id: self.tamper(of_ranks[rank])
                 for resident, of_ranks in zip(trimmed + leaving, reports, strict=True)
             }
-            weights = {resident.admission.request_id: self._weights(resident, rank) for resident in waiting}
-            by_rank[rank] = self._message(rank, told, weights)
+            claims = {name: self._claim(self.live[name], question, rank) for name, question in asked.items()}
+            by_rank[rank] = self._message(rank, told, claims)
             held, most = by_rank[rank].physical_pages, message.most_pages[rank]
             assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
         return WorkerMessages(by_rank)
 
-    def _message(
-        self, rank: int, reports: dict[str, Report], weights: dict[str, LayerWeights]
-    ) -> RankMessage:
+    def _message(self, rank: int, reports: dict[str, Report], claims: dict[str, Claim]) -> RankMessage:
         """What a rank says at the end of a step."""
         rows = self._rows(rank)
         pages = (-(-rows // PAGE)).sum(1).tolist()
@@ -232,7 +252,7 @@ class Workers:
         prefixes = {number: self.pages(kept[rank]) for number, kept in self.cached.items()}
         return RankMessage(
             reports,
-            weights,
+            claims,
             physical_pages=self._held(rank, rows),
             cached_pages=sum(prefixes.values()),
             logical_tokens=int(rows.sum()),
@@ -255,12 +275,28 @@ class Workers:
         assert end <= self.setup.max_model_len, "the reserve is too small"
         self.most_reserved = max(self.most_reserved, end)
 
-    def _weights(self, resident: Resident, rank: int) -> LayerWeights:
-        """What a rank says of its layers."""
+    def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:
+        """What a rank says of an eviction that it cannot decide alone."""
+        if schedule(resident) == "by score":
+            first_replica = rank % self.setup.replicas == 0
+            told = tally([self._keys(resident, rank)], question) if first_replica else NO_KEYS
+            return RankTally(resident.admission.epoch, told)
         room = self.ranks[rank]
         weights = self.choices.weights(resident.admission.request_id)
         mine = weights[room.first_layer : room.first_layer + room.num_layers]
         return LayerWeights(resident.admission.epoch, room.first_layer, mine)
+
+    def _keys(self, resident: Resident, rank: int) -> torch.Tensor:
+        """Order keys of a rank's candidates: those that it keeps have the highest."""
+        plan = resident.plan
+        assert plan.evict_at is not None
+        rows = self.choices.lengths(resident.admission)[rank]
+        window = plan.config.window_for(plan.evict_at)
+        best = int(rows.sum()) - rows.size * window
+        # Ranks take turns above and below the cut, which lies between two digits or anywhere in one.
+        places = torch.arange(rows.size * (plan.evict_at - window)) * len(self.ranks) + rank
+        cut = CUTS[zlib.crc32(resident.admission.request_id.encode()) % len(CUTS)]
+        return torch.cat([cut + places[:best], cut - 1 - places[best:]])
 
     def _evict(self, resident: Resident) -> list[Report]:
         """Keep what the policy may."""
@@ -294,14 +330,21 @@ class Workers:
                     peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
         return peaks
 
-    def _trim(self, resident: Resident, budgets: Sequence[int]) -> list[Report]:
-        """Keep what the scheduler decided for each layer."""
+    def _trim(self, resident: Resident, answer: Answer) -> list[Report]:
+        """Keep what the scheduler decided, of each layer or of all together."""
         plan = resident.plan
         assert plan.evict_at is not None
         window = plan.config.window_for(plan.evict_at)
+        if isinstance(answer, Cut):
+            kept = self.choices.lengths(resident.admission)
+            for rank, rows in enumerate(kept):
+                best = int(rows.sum()) - rows.size * window
+                assert int((self._keys(resident, rank) >= answer.key).sum()) == best
+            return self._keep(resident, kept)
+        assert isinstance(answer, LayerBudgets)
         past = plan.config.budget_for(plan.evict_at) - window
-        assert sum(budgets) == self.ranks[0].num_model_layers * past
-        return self._keep(resident, self.choices.lengths(resident.admission, budgets))
+        assert sum(answer.budgets) == self.ranks[0].num_model_layers * past
+        return self._keep(resident, self.choices.lengths(resident.admission, answer.budgets))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""
@@ -380,11 +423,11 @@ class Simulation:
         for name in output.preempted_req_ids or ():
             self.preemptions[name] += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
-        # Under priorities a step may do nothing but preempt, and one may only carry budgets or end a request that can
+        # Under priorities a step may do nothing but preempt, and one may only carry answers or end a request that can
         # never fit; then the next must go on.
         ended = getattr(self.scheduler, "_ended", None)
         sends = (
-            output.preempted_req_ids or ended or getattr(output.kv_connector_metadata, "layer_budgets", None)
+            output.preempted_req_ids or ended or getattr(output.kv_connector_metadata, "answers", None)
         ) or getattr(output.kv_connector_metadata, "drops", None)
         self.idle = 0 if output.total_num_scheduled_tokens or sends else self.idle + 1
         if self.idle > self.setup.depth:

@@ -17,7 +17,6 @@ from tests.engine.hits_and_misses import (
     metric,
     name_of,
     questions,
-    served,
     servers,
 )
 from tests.engine.running import Answer, evicting_engine, num_preemptions, run
@@ -58,7 +57,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SERVERS)
 def test_hits_say_what_misses_say(name: str, model, read) -> None:
     """All at once, so that some wait for others, then once more, so that all hit, then alone after a reset."""
-    asks = served(ASKED) if name == "PP 2" else ASKED
+    asks = ASKED
     documents = len(asks) // 3
     computed = sum(ask.prefix_len for ask in asks[::3])
     prompts = sum(ask.length for ask in asks)
@@ -81,7 +80,7 @@ def test_hits_say_what_misses_say(name: str, model, read) -> None:
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_preempted_borrowers_and_donors(size: str, model) -> None:
     """The pool holds one request as long as can be, and answers are far longer than admission expects."""
-    asks = served(LONG)
+    asks = LONG
     settings = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
     with evicting_engine(model, **{**settings, "num_gpu_blocks_override": None}) as llm:
         expected = [run(llm, [ask], recorded=False)[0].tokens for ask in asks]

@@ -5,7 +5,6 @@ import torch
 
 from tests.engine.running import Answer, Ask, evicting_engine, num_preemptions, run
 from vllm_kvevict.policies import available
-from vllm_kvevict.policies.registry import lookup
 
 EVICTING = [policy for policy in available() if policy != "full"]
 ASKS = [Ask(300, policy, 0.2, seed=i) for i, policy in enumerate(EVICTING)] + [
@@ -64,8 +63,6 @@ def test_batch_mates(model, baseline):
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_workers(model, baseline, size):
     pairs = list(zip(ASKS, baseline, strict=True))
-    if size == "pipeline_parallel_size":
-        pairs = [(ask, expected) for ask, expected in pairs if lookup(ask.policy).schedule != "by score"]
     with evicting_engine(model, **SMALL, max_num_batched_tokens=128, **{size: 2}) as llm:
         answers = run(llm, [ask for ask, _ in pairs])
     for (ask, expected), answer in zip(pairs, answers, strict=True):

@@ -507,7 +507,13 @@ def mixture(seed: int) -> Mixture:
     times = choose.choice((1.1, 1.5, 2.5, 4.0))
     depth = choose.choice((1, 1, 2, 3))
     pipeline = len({layers for layers, _ in shapes}) > 1
-    policies = ("ada-snapkv", "snapkv", "streaming-llm", "h2o", *(("lava", "cake") if pipeline else ()))
+    policies = (
+        "ada-snapkv",
+        "snapkv",
+        "streaming-llm",
+        "h2o",
+        *(("lava", "cake", "layer-defensivekv") if pipeline else ()),
+    )
     setup = Setup(
         shapes,
         [int(times * -(-longest // PAGE) * layers * heads) for layers, heads in shapes],

@@ -22,7 +22,7 @@ import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
 from vllm_kvevict.engine.frontend import checks, plugin, requests
-from vllm_kvevict.policies import available
+from vllm_kvevict.policies import available, take
 
 LLAMA = {
     "hidden_size": 64,
@@ -72,23 +72,23 @@ def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(mo
         ).create_engine_config()
 
 
-def test_a_policy_that_compares_all_layers_is_refused_on_pipeline_stages(model):
-    sentence = refusal(model, kv_eviction="layer-defensivekv", pipeline_parallel_size=2)
-    assert sentence.startswith(
-        "--kv-eviction layer-defensivekv cannot be combined with --pipeline-parallel-size"
-    )
-
-
-def test_such_a_policy_is_refused_for_one_request(model):
+def test_take_is_refused_for_one_request_on_such_stages(model, monkeypatch):
     config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
     staged = SimpleNamespace(vllm_config=config.create_engine_config())
     prompt = {"prompt_token_ids": [1] * 600}
-    with pytest.raises(
-        VLLMValidationError, match=r"^kv_eviction layer-defensivekv cannot be combined"
-    ) as error:
-        requests._check_generate(staged, prompt, asking("layer-defensivekv"))
+    monkeypatch.setattr(take, "warmup_layers", lambda config, layers: 3)
+    with pytest.raises(VLLMValidationError, match=r"^kv_eviction take cannot be combined") as error:
+        requests._check_generate(staged, prompt, asking("take"))
     assert error.value.parameter == "kv_eviction"
-    requests._check_generate(staged, prompt, asking("cake"))
+
+
+def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
+    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
+    staged = SimpleNamespace(vllm_config=config.create_engine_config())
+    prompt = {"prompt_token_ids": [1] * 600}
+    for policy in ("cake", "layer-defensivekv"):
+        EngineArgs(model=model, kv_eviction=policy, pipeline_parallel_size=2).create_engine_config()
+        requests._check_generate(staged, prompt, asking(policy))
 
 
 READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]

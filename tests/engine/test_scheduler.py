@@ -10,6 +10,7 @@ from tests.engine.servers import PAGE, Setup, capacities, make_request, make_sch
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.messages import Handshake
+from vllm_kvevict.policies import cuts
 from vllm_kvevict.schedules.reports import Report
 
 ROWS = 32
@@ -60,14 +61,18 @@ def test_mixed_loads(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_layer_budgets_decided_across_stages(first: int) -> None:
-    """Weights go up, budgets come down, and no request goes on in between, however little room there is."""
+def test_decisions_across_stages(first: int, monkeypatch) -> None:
+    """Claims go up, answers come down, and no request goes on in between, however little room there is."""
+    rounds = 1
+    monkeypatch.setattr(cuts, "MOST_KEYS", 16)
     for seed in range(first, first + 10):
         load = staged(seed)
         simulation = play(load, seed)
         check_end(load, simulation)
         assert max(simulation.preemptions.values()) <= 4
-        assert not simulation.ledger.layer_budgets
+        assert not simulation.ledger.answers
+        rounds = max(rounds, simulation.workers.most_rounds)
+    assert rounds >= 3
 
 
 @pytest.mark.parametrize("first", [0, 32, 64])
@@ -192,27 +197,40 @@ def test_frees_are_pending_only_while_an_eviction_is_unreported(leaves: str) -> 
     simulation.run(100)
 
 
+@pytest.mark.parametrize("policy", ["lava", "layer-defensivekv"])
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (2, False)])
 @pytest.mark.parametrize("leaves", ["aborted", "preempted"])
-def test_weights_of_a_request_that_left_decide_nothing(leaves: str) -> None:
-    simulation = Simulation(
-        server(
-            shapes=[(4, 4), (4, 4)],
-            pages=[9216, 9216],
-            depth=2,
-            pipeline=True,
-            options={"policy": "lava", "budget": 0.2},
+def test_a_request_that_leaves_while_it_is_decided_about(
+    leaves: str, depth: int, asynchronous: bool, policy: str, monkeypatch
+) -> None:
+    """At any step, also between two rounds: nothing is decided for it, and nothing is left of it."""
+    monkeypatch.setattr(cuts, "MOST_KEYS", 16)
+    for steps in range(1, 9):
+        simulation = Simulation(
+            server(
+                shapes=[(4, 4), (4, 4)],
+                pages=[9216, 9216],
+                depth=depth,
+                asynchronous=asynchronous,
+                pipeline=True,
+                options={"policy": policy, "budget": 0.2},
+            )
         )
-    )
-    simulation.add(make_request("r", 2048, 16))
-    simulation.step()
-    if leaves == "aborted":
-        simulation.abort("r")
-    else:
-        simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
-    simulation.deliver()
-    assert not simulation.ledger.layer_budgets
-    simulation.run(100)
-    assert simulation.workers.evictions == ([] if leaves == "aborted" else [("r", 2, 2048)])
+        simulation.add(make_request("r2", 2048, 16))
+        for _ in range(steps):
+            simulation.step()
+        if leaves == "aborted":
+            simulation.abort("r2")
+        else:
+            simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+        simulation.run(100)
+        ledger, evictions = simulation.ledger, simulation.workers.evictions
+        assert not ledger.answers and not ledger.accounts and ledger.used == [0, 0]
+        assert [tokens for _, _, tokens in evictions] == [2048] * len(evictions)
+        if leaves == "preempted":
+            assert simulation.outputs["r2"] == 16 and evictions[-1][1] == 2
+        if policy == "layer-defensivekv" and steps > 4:
+            assert simulation.workers.most_rounds >= 3
 
 
 @pytest.mark.parametrize("change", ["pages", "residues"])

@@ -256,6 +256,7 @@ def test_pipeline_stages_decide_like_the_whole(cfg):
         size = 6 // stages
         parts = [scores[i : i + size] for i in range(0, 6, size)]
         if cfg.policy == "layer-defensivekv" and stages > 1:
+            # They search for a cut together: see test_cuts.py.
             for x in parts:
                 with pytest.raises(ValueError, match="layer"):
                     select(cfg, x, N)

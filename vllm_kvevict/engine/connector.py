@@ -1,8 +1,8 @@
 """Transport between scheduler and workers, on vLLM's KV-connector channel; no KV moves through it.
 
-Down, with every step: the admissions of requests in it, layer budgets decided from the weights of all pipeline stages,
-and which prefixes are cached or dropped. Up, from every rank of TP and PP: such weights, reports of evictions, and in
-check mode what the rank holds. The connector is also where vLLM asks for metrics.
+Down, with every step: the admissions of requests in it, answers to what ranks claimed of evictions that no pipeline
+stage can decide alone, and which prefixes are cached or dropped. Up, from every rank of TP and PP: such claims, reports
+of evictions, and in check mode what the rank holds. The connector is also where vLLM asks for metrics.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import LayerBudgets, LayerWeights, Report
+from vllm_kvevict.schedules.reports import Answer, Claim, Report
 
 
 @dataclass
@@ -36,7 +36,7 @@ class StepMessage(KVConnectorMetadata):
 
     Attributes:
         admissions: of the requests that it admits.
-        layer_budgets: to apply before it, by request id.
+        answers: to claims of earlier steps, by request id.
         stores: numbers of the prefixes to be cached once their eviction is done, by the id of the request that the
             step evicts.
         drops: numbers of the cached prefixes that are dropped before it.
@@ -46,7 +46,7 @@ class StepMessage(KVConnectorMetadata):
     """
 
     admissions: list[Admission] = field(default_factory=list)
-    layer_budgets: dict[str, LayerBudgets] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class RankMessage:
 
     Attributes:
         reports: by request id, of the evictions in this step.
-        weights: by request id, of evictions in this step that wait for the other pipeline stages.
+        claims: by request id, of evictions that no pipeline stage can decide alone.
         physical_pages, cached_pages: held on the rank at the end of the step, in all and by cached prefixes.
         logical_tokens: entries that requests have stored on the rank, each those of its prefix too.
         holdings: in check mode, else None.
     """
 
     reports: dict[str, Report]
-    weights: dict[str, LayerWeights]
+    claims: dict[str, Claim]
     physical_pages: int
     cached_pages: int
     logical_tokens: int

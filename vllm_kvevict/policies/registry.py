@@ -38,9 +38,8 @@ class Policy:
     """Whether of queries and keys `score` reads nothing but the window's mean attention (`mean_attention`)."""
     schedule: str = "whole"
     """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
-    the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, with
-    the scores of all layers, which one process must therefore hold. "chunked": several times while the prompt is
-    read (see take)."""
+    the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, the
+    candidates of all layers compete (see whole_model). "chunked": several times while the prompt is read (see take)."""
     heads_compete: bool = False
     """Whether the KV heads of a layer share its budget."""
     guarantee: str = "alpha"

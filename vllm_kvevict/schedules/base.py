@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig, most_candidates
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.reports import Answer, Claim
 
 MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
@@ -45,6 +46,27 @@ class RankCapacity:
     def most_prefixes(self) -> int:
         """Cached prefixes that it has room for."""
         return most_prefixes(self.pages, self.rows)
+
+
+class Arbiter(ABC):
+    """What the scheduler decides one eviction by, where no rank can decide alone.
+
+    Attributes:
+        is_done: whether the last answer was the decision.
+    """
+
+    is_done = False
+
+    @abstractmethod
+    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
+        """Answer what all ranks said in one step.
+
+        Args:
+            epoch: admission that the answer belongs to.
+
+        Raises:
+            ValueError: the claims do not go together.
+        """
 
 
 class Schedule(ABC):
@@ -140,6 +162,14 @@ class Schedule(ABC):
         """Whether stages have to hear of the others before they can choose."""
         return False
 
+    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
+        """What the scheduler decides by if stages have to hear of the others.
+
+        Args:
+            rank: any of them, for the size of the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
+
     # What is done.
 
     @abstractmethod
@@ -151,6 +181,15 @@ class Schedule(ABC):
             rows: the request's token rows in the step.
             window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
         """
+
+    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
+        """Go on with a request's eviction once its arbiter has answered.
+
+        Args:
+            evictor: the rank's.
+            answer: to the claim that this rank sent last; of the same admission.
+        """
+        raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
 
 
 def pages_for(entries: int, page_size: int) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import Kept, LayerInputs, LayerScores, score_layer, select
+from vllm_kvevict.policies import Kept, LayerInputs, LayerScores, cuts, score_layer, select, whole_model
 from vllm_kvevict.policies.attention import add_column_sums
-from vllm_kvevict.schedules.reports import LayerBudgets, LayerWeights, Report
+from vllm_kvevict.schedules.reports import Answer, Claim, LayerWeights, RankTally, Report
 
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
@@ -156,7 +156,7 @@ class Evictor:
         self.window_mean = window_mean
         self.reserve = reserve
         self.reports: dict[str, Report] = {}
-        self.weights: dict[str, LayerWeights] = {}
+        self.claims: dict[str, Claim] = {}
 
     def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
         """Take from a layer what the decision will need; decide once that is all there.
@@ -167,9 +167,10 @@ class Evictor:
           layers on their own        score, decide, compact   in each layer
           layers that compete        score                    in each layer; after the last: decide, compact
             evicted layer by layer   score, trim              in each layer
-            over pipeline stages     score, send_weights      later: apply the budgets that come back, compact
+            over pipeline stages     score, send_weights      later: decide by the budgets that come back, compact
+                                     or send_tally            or by the cut, found in a few such rounds
 
-        after the last layer         report; where budgets are still to come, once they are applied
+        after the last layer         report; where an answer is still to come, once it is decided by that
         """
         resident = rows.resident
         n = resident.plan.evict_at
@@ -187,19 +188,19 @@ class Evictor:
         if over and not resident.scores:
             self._report(resident, resident.tokens)
 
-    def apply(self, resident: ResidentRequest, decided: LayerBudgets) -> None:
-        """Compact what waits for the budgets of all pipeline stages; of an older admission there is nothing."""
+    def on_answer(self, resident: ResidentRequest, answer: Answer) -> None:
+        """Go on with an eviction that no rank can decide alone; answers to an older admission do not count."""
         n = resident.plan.evict_at
-        if decided.epoch != resident.admission.epoch or n is None:
+        if answer.epoch != resident.admission.epoch or n is None:
             return
         started, moving = time.perf_counter(), resident.compaction_seconds
-        resident.scores = [dataclasses.replace(x, budget=decided.budgets[x.layer]) for x in resident.scores]
-        self.decide(resident)
+        resident.plan.schedule.on_answer(self, resident, answer)
         moving = resident.compaction_seconds - moving
         resident.decision_seconds += time.perf_counter() - started - moving
-        self._report(resident, n)
+        if not resident.scores:
+            self._report(resident, n)
 
-    # What a schedule's `after_layer` is made of.
+    # What a schedule's `after_layer` and `on_answer` are made of.
 
     def is_last(self, layer: int) -> bool:
         """Whether a layer is the rank's last."""
@@ -245,7 +246,27 @@ class Evictor:
     def decide(self, resident: ResidentRequest) -> None:
         """Decide for the layers scored so far and move their survivors."""
         assert resident.plan.evict_at is not None
-        chosen = select(resident.plan.config, resident.scores, resident.plan.evict_at, self.comm)
+        self._settle(
+            resident, select(resident.plan.config, resident.scores, resident.plan.evict_at, self.comm)
+        )
+
+    def decide_by_budgets(self, resident: ResidentRequest, budgets: Sequence[int]) -> None:
+        """As :meth:`decide`.
+
+        Args:
+            budgets: candidates per KV head of every layer of the model.
+        """
+        resident.scores = [dataclasses.replace(x, budget=budgets[x.layer]) for x in resident.scores]
+        self.decide(resident)
+
+    def decide_by_cut(self, resident: ResidentRequest, cut: int) -> None:
+        """As :meth:`decide`, for candidates of the whole model from an order key on."""
+        config, n = resident.plan.config, resident.plan.evict_at
+        assert n is not None
+        self._settle(resident, whole_model.select_above(config, resident.scores, n, cut, self.comm))
+
+    def _settle(self, resident: ResidentRequest, chosen: Kept) -> None:
+        """Move the survivors of the layers scored so far; the eviction is decided with that."""
         self._keep(resident, resident.scores, chosen)
         resident.scores, resident.stored = [], {}
 
@@ -262,11 +283,20 @@ class Evictor:
         resident.stored = {x.layer - self.first_layer: kept for x, kept in zip(layers, chosen, strict=True)}
 
     def send_weights(self, resident: ResidentRequest) -> None:
-        """Tell the scheduler what this stage's layers are worth; it answers with budgets (:meth:`apply`)."""
+        """Tell the scheduler what this stage's layers are worth; it answers with budgets."""
         weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in resident.scores])
-        self.weights[resident.admission.request_id] = LayerWeights(
+        self.claims[resident.admission.request_id] = LayerWeights(
             resident.admission.epoch, self.first_layer, weights.tolist()
         )
+
+    def send_tally(self, resident: ResidentRequest, question: cuts.Question) -> None:
+        """Tell the scheduler how this rank's candidates answer a question; it answers with another one, or the cut."""
+        config, n = resident.plan.config, resident.plan.evict_at
+        assert n is not None
+        told = cuts.NO_KEYS
+        if self.comm is None or self.comm.is_first_replica:
+            told = cuts.tally(whole_model.order_of(config, resident.scores, n, self.comm), question)
+        self.claims[resident.admission.request_id] = RankTally(resident.admission.epoch, told)
 
     def compact(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
         """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do."""
@@ -337,8 +367,8 @@ class Evictor:
             compaction_seconds=resident.compaction_seconds,
         )
 
-    def take_news(self) -> tuple[dict[str, Report], dict[str, LayerWeights]]:
-        """Reports and weights since the last call, by request id."""
-        news = self.reports, self.weights
-        self.reports, self.weights = {}, {}
+    def take_news(self) -> tuple[dict[str, Report], dict[str, Claim]]:
+        """Reports and claims since the last call, by request id."""
+        news = self.reports, self.claims
+        self.reports, self.claims = {}, {}
         return news

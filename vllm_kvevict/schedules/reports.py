@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_kvevict.policies.cuts import Question, Tally
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -30,6 +32,50 @@ class LayerBudgets:
 
     epoch: int
     budgets: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RankTally:
+    """What a rank says of its scores when no stage can decide alone.
+
+    Attributes:
+        epoch: admission they belong to.
+        tally: of its candidates; empty on ranks whose KV heads are another rank's too.
+    """
+
+    epoch: int
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class CutQuestion:
+    """What the scheduler asks of all ranks, to find the cut.
+
+    Attributes:
+        epoch: admission it belongs to.
+    """
+
+    epoch: int
+    question: Question
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the scheduler found from all ranks' tallies.
+
+    Attributes:
+        epoch: admission it belongs to.
+        key: candidates with this order key or a larger one stay.
+    """
+
+    epoch: int
+    key: int
+
+
+Claim = LayerWeights | RankTally
+"""What a rank says of an eviction that no rank can decide alone."""
+Answer = LayerBudgets | CutQuestion | Cut
+"""What the scheduler says to the claims of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,78 @@
-"""At the end of the prompt, for layers that share one budget: by their weights, or by all their scores at once."""
+"""At the end of the prompt, for layers that share one budget: by their weights, or by all their scores at once.
+
+Over pipeline stages neither can be decided by a rank alone. Each says what its layers claim, and the scheduler answers:
+
+    by weight    ranks: a weight for each layer    scheduler: budgets of all layers
+    by score     ranks: counts of scores           scheduler: which part to count next, at last the score to be reached
+
+The request waits meanwhile; claims go up and answers down with the steps that serve the others.
+"""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from vllm_kvevict.policies import EvictionConfig, most_candidates, provisional_budgets
-from vllm_kvevict.schedules.base import RankCapacity, Schedule, ragged_pages
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    layer_budgets,
+    most_candidates,
+    provisional_budgets,
+    whole_model,
+)
+from vllm_kvevict.policies.cuts import CutSearch, Question
+from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.reports import (
+    Answer,
+    Claim,
+    Cut,
+    CutQuestion,
+    LayerBudgets,
+    LayerWeights,
+    RankTally,
+)
+
+
+class ByBudgets(Arbiter):
+    """Shares the budget out by the weights of all layers (LAVa Alg. 2, CAKE)."""
+
+    def __init__(self, config: EvictionConfig, n: int):
+        self.config, self.n = config, n
+
+    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
+        # Ranks of a stage say the same of its layers.
+        stages: dict[int, LayerWeights] = {}
+        for claim in claims:
+            assert isinstance(claim, LayerWeights)
+            stages[claim.first_layer] = claim
+        weights = [weight for _, stage in sorted(stages.items()) for weight in stage.weights]
+        self.is_done = True
+        return LayerBudgets(epoch, layer_budgets(self.config, weights, self.n))
+
+
+class ByCut(Arbiter):
+    """Finds the lowest score of the whole model that stays, in at most four rounds."""
+
+    def __init__(self, wanted: int):
+        self.search = CutSearch(wanted)
+
+    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
+        tallies = []
+        for claim in claims:
+            assert isinstance(claim, RankTally)
+            tallies.append(claim.tally)
+        if self.search.cut is None:
+            self.search.on_tallies(tallies)
+        if self.search.cut is None:
+            return CutQuestion(epoch, self.search.question)
+        self.is_done = True
+        return Cut(epoch, self.search.cut)
 
 
 class ByWeight(Schedule):
     """Each layer gets a share of the budget by a weight that its scores give it.
 
-    One stage knows all weights after its last layer. Of several, each sends its layers' weights to the scheduler,
-    which sends the budgets of all layers back with the next step. A prompt that one step reads may be trimmed as the
+    One stage knows all weights after its last layer. A prompt that one step reads may be trimmed as the
     layers go by: shares only shrink as further layers are known (LAVa Alg. 2).
     """
 
@@ -59,17 +118,16 @@ class ByWeight(Schedule):
         elif last:
             evictor.send_weights(resident)
 
+    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
+        return ByBudgets(config, n)
+
+    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
+        assert isinstance(answer, LayerBudgets)
+        evictor.decide_by_budgets(resident, answer.budgets)
+
 
 class ByScore(Schedule):
-    """The scores of all layers compete at once, so one stage must hold them all."""
-
-    def conflict_with_stages(self, config: EvictionConfig, stages: Sequence[int]) -> str | None:
-        if len(stages) == 1:
-            return None
-        return (
-            "cannot be combined with --pipeline-parallel-size: it compares the scores of all layers in one place, so "
-            "choose another policy or leave that flag out"
-        )
+    """The candidates of all layers compete at once."""
 
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True
@@ -83,9 +141,26 @@ class ByScore(Schedule):
         shared = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m)
         return ragged_pages(shared, rows, window + more, n + more, page_size)
 
+    def decides_across_stages(self, num_stages: int) -> bool:
+        return num_stages > 1
+
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
         evictor.score(step, rows, window)
-        if evictor.is_last(step.layer):
+        if not evictor.is_last(step.layer):
+            return
+        if evictor.has_all_layers:
             evictor.decide(rows.resident)
+        else:
+            evictor.send_tally(rows.resident, Question())
+
+    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
+        return ByCut(whole_model.wanted(config, n, rank.num_model_layers, rank.num_model_kv_heads))
+
+    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
+        if isinstance(answer, CutQuestion):
+            evictor.send_tally(resident, answer.question)
+        else:
+            assert isinstance(answer, Cut)
+            evictor.decide_by_cut(resident, answer.key)

@@ -13,6 +13,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.prefixes import Prefix
+from vllm_kvevict.schedules.base import Arbiter
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 
@@ -41,7 +42,8 @@ class Account:
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         unreported: ranks whose report of a dispatched eviction is still to come.
-        undecided: whether its layers' budgets are still to be decided.
+        undecided: whether it is still to be decided, over all stages, what it keeps.
+        arbiter: by which that is decided, once the ranks have claimed something.
         reserved_at: where its tokens begin in the reserve.
         prefix: the cached prefix that it borrows pages of.
         lent: pages of each rank that it borrows.
@@ -63,6 +65,7 @@ class Account:
     tokens: int = 0
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
+    arbiter: Arbiter | None = None
     reserved_at: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""The scheduler's end of the transport: admissions and budgets go down, reports and weights come up from all ranks."""
+"""The scheduler's end of the transport: admissions and answers go down, reports and claims come up from all ranks."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.messages import Handshake, LayerWeights, Report, StepMessage, WorkerMessages
+from vllm_kvevict.engine.messages import Claim, Handshake, Report, StepMessage, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -66,18 +66,18 @@ class SchedulerEnd:
     def next_step(self) -> StepMessage:
         """What the workers must know before the step that was just scheduled."""
         admissions, self.ledger.admitted = self.ledger.admitted, {}
-        budgets, self.ledger.layer_budgets = self.ledger.layer_budgets, {}
+        answers, self.ledger.answers = self.ledger.answers, {}
         prefixes = self.ledger.prefixes
         stores, prefixes.stores = prefixes.stores, {}
         drops, prefixes.drops = prefixes.drops, []
         most_pages = (
             dict(zip(self.ledger.ranks, self.ledger.held_pages, strict=True)) if self.options.check else None
         )
-        return StepMessage(list(admissions.values()), budgets, stores, drops, most_pages=most_pages)
+        return StepMessage(list(admissions.values()), answers, stores, drops, most_pages=most_pages)
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""
-        self._share(messages)
+        self._pass_on_claims(messages)
         for rank, message in messages.by_rank.items():
             for request_id, report in message.reports.items():
                 self.ledger.on_report(rank, request_id, report)
@@ -90,16 +90,14 @@ class SchedulerEnd:
             )
         self.statistics.on_prefixes(len(self.ledger.prefixes), self.ledger.prefixes.take_dropped())
 
-    def _share(self, messages: WorkerMessages) -> None:
-        """Join the weights of all stages, which report a request's in the same step."""
-        stages: dict[str, dict[int, LayerWeights]] = {}
+    def _pass_on_claims(self, messages: WorkerMessages) -> None:
+        """Join what all ranks say of an eviction, which they do in the same step."""
+        claims: dict[str, list[Claim]] = {}
         for message in messages.by_rank.values():
-            for request_id, weights in message.weights.items():
-                stages.setdefault(request_id, {})[weights.first_layer] = weights
-        for request_id, by_layer in stages.items():
-            parts = [by_layer[first] for first in sorted(by_layer)]
-            joined = [weight for part in parts for weight in part.weights]
-            self.ledger.on_weights(request_id, LayerWeights(parts[0].epoch, 0, joined))
+            for request_id, claim in message.claims.items():
+                claims.setdefault(request_id, []).append(claim)
+        for request_id, of_ranks in claims.items():
+            self.ledger.on_claims(request_id, of_ranks)
 
     def _count(self, request_id: str, report: Report) -> None:
         # Not the ledger's business: a request may have finished with the very step that evicted it.

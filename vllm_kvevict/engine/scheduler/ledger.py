@@ -16,11 +16,10 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.messages import Holdings, LayerBudgets, LayerWeights, Report
+from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.policies import layer_budgets
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.plan import Admission, Plan
@@ -79,8 +78,8 @@ class PageLedger(KVCacheManager):
         self._keys: dict[str, Hashable | None] = {}
         self.admitted: dict[str, Admission] = {}
         """This step's admissions, drained into the message to the workers."""
-        self.layer_budgets: dict[str, LayerBudgets] = {}
-        """Budgets decided since the last step, drained likewise."""
+        self.answers: dict[str, Answer] = {}
+        """To claims of earlier steps, drained likewise."""
 
     @property
     def bounds(self) -> MemoryBounds:
@@ -438,7 +437,7 @@ class PageLedger(KVCacheManager):
         if prefix is None:
             return
         is_dispatched = prefix.is_storing and name not in self.prefixes.stores
-        if not is_dispatched or account.undecided or name in self.layer_budgets:
+        if not is_dispatched or account.undecided or name in self.answers:
             self.prefixes.cancel(prefix)
             return
         # Until its step is done the request has the pages; then the prefix does.
@@ -495,21 +494,22 @@ class PageLedger(KVCacheManager):
             self.kept[request_id] = account.counts
             self._limit_answer(request_id, account)
 
-    def on_weights(self, request_id: str, weights: LayerWeights) -> None:
-        """Decide layer budgets from the weights of all layers; the workers apply them before their next step."""
+    def on_claims(self, request_id: str, claims: Sequence[Claim]) -> None:
+        """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
-        if account is None or account.epoch != weights.epoch:
+        if account is None or account.epoch != claims[0].epoch:
             return
-        account.undecided = False
-        n = account.plan.evict_at
-        assert n is not None
-        budgets = layer_budgets(account.plan.config, weights.weights, n)
-        self.layer_budgets[request_id] = LayerBudgets(weights.epoch, budgets)
+        if account.arbiter is None:
+            config, n = account.plan.config, account.plan.evict_at
+            assert n is not None
+            account.arbiter = account.plan.schedule.arbiter(config, n, self.capacities[0])
+        self.answers[request_id] = account.arbiter.on_claims(account.epoch, claims)
+        account.undecided = not account.arbiter.is_done
 
     def must_wait(self, request_id: str) -> bool:
         """Whether a request was evicted in a step in flight and must not go on before more is known of that.
 
-        That is its layers' budgets; or, where it never held all that was read, what it holds.
+        That is what it keeps; or, where it never held all that was read, what it holds.
         """
         account = self.accounts.get(request_id)
         return account is not None and (account.undecided or (account.bounded and bool(account.unreported)))
@@ -579,7 +579,7 @@ class PageLedger(KVCacheManager):
         account = self.accounts.pop(name, None)
         if account is not None:
             self._leave_prefix(name, account)
-        self.layer_budgets.pop(name, None)
+        self.answers.pop(name, None)
         self.reserve.give_back(name)
         if account is not None:
             nothing = [0] * len(self.ranks)

@@ -121,7 +121,7 @@ class _EvictionMixin:
             prompt  |---- step ----|---- step --|        |---- step ----|  decode, decode, ...
                     0              |            position (evicted there)
                                    |            |
-                                   |            +- waits while its budgets, or the pages it keeps, are unknown
+                                   |            +- waits while it is unknown what, or how much, it keeps
                                    +- ends at most at the position: rows behind it must see the compressed cache
 
         It computes nothing either while it waits for a step that can read it whole, while everybody pauses for

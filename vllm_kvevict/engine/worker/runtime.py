@@ -199,9 +199,9 @@ class Runtime:
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
         self.prefixes.drop(message.drops)
         self.cache.pool.fewest_free = self.cache.num_free
-        for name, budgets in message.layer_budgets.items():
+        for name, answer in message.answers.items():
             if name in self.residents:
-                self.evictor.apply(self.residents[name], budgets)
+                self.evictor.on_answer(self.residents[name], answer)
         self._store_prefixes()
         for admission in message.admissions:
             self.residents[admission.request_id] = self._open(admission)
@@ -325,7 +325,7 @@ class Runtime:
         if not self.attached:
             return None
         self._store_prefixes()
-        reports, weights = self.evictor.take_news()
+        reports, claims = self.evictor.take_news()
         holdings = None
         if self.options.check:
             self.cache.verify()
@@ -342,7 +342,7 @@ class Runtime:
             )
         runs = self.prefixes.runs
         entries = self.cache.stored_entries - runs.entries
-        return RankMessage(reports, weights, self.cache.physical_pages, runs.pages, entries, holdings)
+        return RankMessage(reports, claims, self.cache.physical_pages, runs.pages, entries, holdings)
 
     def _holding(self, resident: ResidentRequest) -> tuple[int, int, int]:
         """A request's epoch, tokens and pages, borrowed ones among them."""
