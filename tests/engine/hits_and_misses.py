@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_KVEVICT_CHECK": "1",
+    "OMP_NUM_THREADS": "1",  # with more, workers hang that are forked from a process in which an engine has run
 }
 """Of engines within their process, as in this folder's tests; workers compare page counts and checksums."""
 CHILD = """
