@@ -52,7 +52,7 @@ def test_long_prompts_take_few_rounds_and_small_messages() -> None:
         search.on_tallies(tallies)
     everything = torch.cat([part.flatten() for part in parts])
     assert int((everything >= search.cut).sum()) == 200_000
-    assert len(sizes) <= 3 and max(sizes) <= 4096
+    assert len(sizes) <= 3 and max(sizes) <= 8192
 
 
 def test_equal_scores_are_told_apart_by_their_places() -> None:
