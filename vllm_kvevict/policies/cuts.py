@@ -70,9 +70,10 @@ def tally(layers: Iterable[Tensor], question: Question) -> Tally:
         digits = (inside >> _bits_behind(question.known + 1)) & 0xFFFF
         if not question.known:
             digits = digits ^ 0x8000  # the sign: negative keys come last
-        counts += torch.bincount(digits, minlength=1 << 16).cpu()
+        counts = counts.to(digits.device) + torch.bincount(digits, minlength=1 << 16)
     if question.sends_keys:
         return Tally(torch.cat(found).numpy(), NO_KEYS.counts)
+    counts = counts.cpu()
     digits = counts.nonzero().flatten()
     return Tally(digits.numpy(), counts[digits].numpy())
 
