@@ -183,7 +183,7 @@ def test_attributes_of_engine_arguments_are_in_the_table() -> None:
     for file, function in (
         ("frontend/checks.py", "check_arguments"),
         ("frontend/checks.py", "_conflicts"),
-        ("frontend/plugin.py", "_make_room_for_probe"),
+        ("frontend/plugin.py", "_make_room_for_extra_rows"),
     ):
         module = ast.parse((source.ENGINE / file).read_text())
         body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == function)

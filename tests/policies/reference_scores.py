@@ -21,6 +21,7 @@ class Tensors:
     v: Array | None = None
     q_all: Array | None = None
     w_o: Array | None = None
+    repeated: Array | None = None
     scale: float | None = None
     cap: float | None = None
 
@@ -261,6 +262,11 @@ def take(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     return Scored(result)
 
 
+def kvzip(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """What repeating paid is given; test_kvzip.py has its reference."""
+    return Scored(t.repeated[:, : t.n - window].tolist())
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "full": None,
     "streaming-llm": None,
@@ -283,5 +289,6 @@ SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] =
     "defensivekv": defensivekv,
     "layer-defensivekv": defensivekv,
     "take": take,
+    "kvzip": kvzip,
 }
 """Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

@@ -50,8 +50,11 @@ CHOICES = {
     "take_warmup_layers": ["auto", 0, 1],
     "take_warmup_budget": ["auto", 1000],
     "take_guide": ["prompt", "chunk"],
+    "kvzip_chunk": [64, 512],
+    "kvzip_sees": ["all", "chunk"],
 }
 WINDOWLESS = ("h2o", "knorm", "keydiff")
+
 SCORED = [policy for policy in available() if SCORE[policy]]
 WEIGHTS = [0.0, 0.5, 0.5, 0.25, 1.0, 3.7, 1e6, float("nan"), float("inf")]
 
@@ -167,14 +170,22 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
         tensor(heads * group, size, 5 if n < 1000 else 300),
     )
     q_all = tensor(heads * group, n, size) if cfg.policy == "h2o" else None
+    repeated = torch.rand(heads, n, generator=g) if cfg.policy == "kvzip" else None
     inputs = LayerInputs(
-        None if cfg.policy in WINDOWLESS else q, k, v, scale=scale, logit_softcap=cap, q_all=q_all, w_o=w_o
+        None if cfg.policy in WINDOWLESS else q,
+        k,
+        v,
+        scale=scale,
+        logit_softcap=cap,
+        q_all=q_all,
+        w_o=w_o,
+        repeated=repeated,
     )
     score = SCORE[cfg.policy]
     b = budget_of(cfg, n)
     if score is None or n <= b:
         return inputs, Scored(None)
-    arrays = [None if x is None else x.double().numpy() for x in (k, q, v, q_all, w_o)]
+    arrays = [None if x is None else x.double().numpy() for x in (k, q, v, q_all, w_o, repeated)]
     window, _ = reference.always_kept(cfg.policy, b, cfg.params)
     return inputs, score(Tensors(*arrays, scale, cap), window, b - window, cfg.params)
 
@@ -199,7 +210,7 @@ def run_case(rng: random.Random, cfg: EvictionConfig, n: int, dtype: torch.dtype
 
 def check_stages(cfg: EvictionConfig, layers: list[LayerScores], n: int, kept: list) -> None:
     """One layer at a time, as within a pipeline stage or a layer's own forward."""
-    if cfg.policy == "layer-defensivekv":
+    if reference_select.RULES[cfg.policy][0] == "global":
         if len(layers) > 1 and cfg.evicts(n):
             with pytest.raises(ValueError, match="layer"):
                 select(cfg, layers[1:], n)
@@ -242,6 +253,7 @@ def test_lengths_around_window_and_budget(policy, n):
 def test_fewer_candidates_than_the_kernel(policy):
     sizes = {name: 3 for name in ("window", "take_probe") if name in parameters(policy)}
     sizes |= {"kernel": 9} if "kernel" in parameters(policy) else {}
+    sizes |= {"sinks": 0} if "sinks" in parameters(policy) else {}
     for n in (5, 6, 7, 8):
         run_case(random.Random(n), EvictionConfig(policy, budget=4, **sizes), n, torch.float32)
 
@@ -263,9 +275,10 @@ def test_long_prompts(policy):
         run_case(random.Random(3), cfg, 1300, torch.bfloat16, layers=2)
 
 
+@pytest.mark.parametrize("policy", ["vatp-snapkv", "kvzip"])
 @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.3])
-def test_sinks_and_window_that_use_up_a_ratio(ratio):
-    cfg = EvictionConfig("vatp-snapkv", keep_ratio=ratio, window=8, sinks=4)
+def test_sinks_and_window_that_use_up_a_ratio(policy, ratio):
+    cfg = EvictionConfig(policy, keep_ratio=ratio, window=8, sinks=4)
     for n in range(1, 50):
         run_case(random.Random(n), cfg, n, torch.float32, layers=1)
 

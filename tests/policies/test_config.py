@@ -38,7 +38,7 @@ def test_budget_window_and_no_op():
 
 
 def test_window_and_sinks_of_small_ratios():
-    for policy in ("h2o", "knorm", "keydiff"):
+    for policy in ("h2o", "knorm", "keydiff", "kvzip"):
         cfg = EvictionConfig(policy, keep_ratio=0.2, window=0)
         assert [cfg.window_for(n) for n in (1, 5, 500)] == [0, 0, 0]
     for cfg in (EvictionConfig("tova", keep_ratio=0.2), EvictionConfig("tova", budget=2)):
@@ -145,8 +145,8 @@ def test_errors_name_the_parameter(policy, settings, words):
 def test_zero_is_a_window_where_scores_need_no_queries():
     for policy in available():
         if "window" in parameters(policy):
-            if policy in ("h2o", "knorm", "keydiff"):
-                assert EvictionConfig(policy, budget=1, window=0).params["window"] == 0
+            if policy in ("h2o", "knorm", "keydiff", "kvzip"):
+                assert EvictionConfig(policy, budget=5, window=0).params["window"] == 0
             else:
                 with pytest.raises(ValueError, match="window"):
                     EvictionConfig(policy, budget=8, window=0)
@@ -194,6 +194,7 @@ def test_parameters_are_those_of_the_policy():
         "ada-criticalkv": critical | ada,
         "defensivekv": {**defensive, "tp_local": 0},
         "layer-defensivekv": defensive,
+        "kvzip": {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0},
         "take": {
             "take_chunk": 4096,
             "take_probe": 32,

@@ -1,5 +1,6 @@
 """Policies that must coincide, settings that must not, Ada-KV's optimality, NaN."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -35,7 +36,8 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
         v[0, -WINDOW:] *= 3
         if values == "unit":
             v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
-        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o))
+        repeated = q_all.sum(2).view(3, 2, N).amax(1)
+        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, repeated=repeated))
     return result
 
 
@@ -168,8 +170,8 @@ OTHER = {
     "take_probe": 3,
     "take_warmup_layers": 0,
 }
-CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide")
-"""What matters to a prompt of several chunks only."""
+CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide", "kvzip_chunk", "kvzip_sees")
+"""What matters while a prompt is read or repeated only."""
 BASE = {"pyramid_rounding": {"beta": 9}, "beta": {"beta": 9}}
 
 
@@ -264,7 +266,7 @@ def test_nan_scores_are_the_lowest(policy):
     scores = torch.rand(LAYERS, 2, m)
     scores[:, :, :20] = torch.nan
     layers = [LayerScores(i, LAYERS, 2, x, weight=1.0, second=x) for i, x in enumerate(scores)]
-    kept = select(config(policy), layers, N)
+    kept = select(config(policy, **({"sinks": 0} if "sinks" in parameters(policy) else {})), layers, N)
     assert sum(len(head) for layer in kept for head in layer) == LAYERS * 60
     assert all(int(head[0]) >= 20 for layer in kept for head in layer)
 
@@ -272,7 +274,9 @@ def test_nan_scores_are_the_lowest(policy):
 @pytest.mark.parametrize("policy", SCORED)
 def test_nan_inputs_leave_the_budgets_alone(policy):
     nan = [
-        LayerInputs(x.q_window, torch.full_like(x.keys, torch.nan), x.values, q_all=x.q_all, w_o=x.w_o)
+        dataclasses.replace(
+            x, keys=torch.full_like(x.keys, torch.nan), repeated=torch.full((3, N), torch.nan)
+        )
         for x in inputs(0)
     ]
     kept = decide(config(policy, **({"beta": 1} if "beta" in parameters(policy) else {})), nan)

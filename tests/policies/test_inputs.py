@@ -40,7 +40,7 @@ def everything() -> LayerInputs:
     q, k = tensors()
     g = torch.Generator().manual_seed(1)
     v, q_all, w_o = (torch.randn(*dims, generator=g) for dims in ((2, 50, 6), (4, 50, 6), (4, 6, 10)))
-    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o)
+    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o, repeated=torch.rand(2, 50, generator=g))
 
 
 def needed(policy: str) -> set[str]:
@@ -83,6 +83,7 @@ NEEDS = {
     "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
     "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
     "col_sums": ("h2o",),
+    "repeated": ("kvzip",),
 }
 
 
@@ -109,6 +110,7 @@ def test_a_policy_reads_what_it_says(policy):
             "values": (lambda x: x[:, 1:], lambda x: x[:1], lambda x: x[0]),
             "w_o": (lambda x: x[:3], lambda x: x[:, :5], lambda x: x[0], lambda x: x[:0]),
             "q_all": (lambda x: x[:3], lambda x: x[:, 1:], lambda x: x[..., :5], lambda x: x[0]),
+            "repeated": (lambda x: x[:1], lambda x: x[:, 1:], lambda x: x[0], lambda x: x.double()),
         }.items()
         if name in needed(policy)
         for change in changes

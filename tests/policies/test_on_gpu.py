@@ -32,6 +32,7 @@ def _inputs(seed: int) -> list[LayerInputs]:
             normal(HEADS, TOKENS, DIM),
             w_o=normal(HEADS * GROUP, DIM, 24),
             col_sums=normal(HEADS * GROUP, TOKENS).abs(),
+            repeated=normal(HEADS, TOKENS).abs(),
         )
         for _ in range(LAYERS)
     ]

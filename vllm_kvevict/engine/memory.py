@@ -19,7 +19,8 @@ from vllm_kvevict.schedules.registry import bounded_policies
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedAttentionSpec(FullAttentionSpec):
-    """Full attention whose longest prompt needs less memory than all of its KV, if the server's policy sees to that."""
+    """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
+    that is evicted as it comes, more if it is repeated."""
 
     @classmethod
     def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
@@ -30,13 +31,12 @@ class BoundedAttentionSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
-        whole: int = super().max_memory_usage_bytes(vllm_config)
         bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
         plan = require_options(vllm_config).plan(tokens)
         peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
         pages = max(cdiv(peak, rank.num_layers) for peak, rank in zip(peaks, bounds.ranks, strict=True))
         page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
-        return min(whole, pages * page_bytes)
+        return pages * page_bytes
 
 
 def bounds_of(vllm_config: Any) -> MemoryBounds:

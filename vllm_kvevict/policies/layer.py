@@ -46,6 +46,9 @@ class LayerInputs:
     window_mean fp32 [Hq, m]: mean attention that the window pays to each of the m tokens before it, from whoever has it
     already. Policies that score by it alone (`EvictionConfig.scores_by_mean`) then read neither queries nor keys, of
     which only shape and dtype count: they may be on the meta device.
+    repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
+    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape: they may be on the
+    meta device.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -58,6 +61,7 @@ class LayerInputs:
     col_sums: Tensor | None = None
     w_o: Tensor | None = None
     window_mean: Tensor | None = None
+    repeated: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +111,16 @@ class LayerInputs:
                 f"window_mean must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(mean)}"
             )
         return mean.unflatten(0, (heads, -1))
+
+    def check_repeated(self) -> Tensor:
+        """repeated [Hkv, n]. Raises ValueError naming it if missing or of a wrong shape or dtype."""
+        repeated, shape = self.repeated, self.keys.shape[:2]
+        if not isinstance(repeated, Tensor) or repeated.dtype != torch.float32 or repeated.shape != shape:
+            raise ValueError(
+                f"repeated is required, what each token received when the prompt was repeated: fp32 {list(shape)}, not "
+                f"{_shape(repeated)}"
+            )
+        return repeated
 
     def check_values(self) -> Tensor:
         """values [Hkv, n, d]. Raises ValueError naming them if missing or not shaped like keys."""

@@ -11,7 +11,7 @@ import torch
 
 from . import snapkv
 from .config import EvictionConfig
-from .heads import past_scores, with_window
+from .heads import num_sinks, past_scores, with_window
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import value_norms
 from .params import integer
@@ -42,14 +42,6 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
         past = [torch.cat((first, best + sinks)) for best in best_positions(keys, [b] * layer.num_kv_heads)]
         kept.append(with_window(past, n, window))
     return kept
-
-
-def num_sinks(cfg: EvictionConfig, n: int) -> int:
-    """First tokens that stay; a small ratio shrinks them so that they and the window fit the budget."""
-    sinks, budget, window = cfg.params["sinks"], cfg.budget_for(n), cfg.window_for(n)
-    if window < cfg.params["window"]:
-        return min(sinks, budget // 2)
-    return min(sinks, budget - window)
 
 
 register(

@@ -1,7 +1,8 @@
-"""One budget for all KV heads of all layers: the L*Hkv*(B - always kept) best candidates of the model stay.
+"""One budget for all KV heads of all layers: the L*Hkv*(B - window) best candidates of the model stay.
 
-The order is by score, then position, then layer, then head. A process that holds all layers chooses at once
-(`select_best`). Of several, each keeps what lies at or above a cut that they find together (`cuts`, `select_above`).
+Sinks, where a policy has them, come before all others. The order is by score, then position, then layer, then head. A
+process that holds all layers chooses at once (`select_best`). Of several, each keeps what lies at or above a cut that
+they find together (`cuts`, `select_above`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import EvictionConfig
-from .heads import past_scores, with_window
+from .heads import num_sinks, past_scores, with_window
 from .layer import Comm, Kept, LayerScores
 from .select import best_positions, count_best, order_keys
 from .shares import require_all_layers
@@ -23,10 +24,14 @@ def order_of(
     heads = layers[0].num_kv_heads if comm is None else comm.num_kv_heads_total
     first = 0 if comm is None else comm.local_heads.start
     rows = layers[0].num_layers * heads
-    m = n - cfg.window_for(n)
+    m, sinks = n - cfg.window_for(n), num_sinks(cfg, n)
     for x in layers:
+        scores = past_scores(x, m)
+        if sinks:
+            scores = scores.clone()
+            scores[:, :sinks] = torch.inf  # of equal scores the first ones win
         # The heads of all layers compete as those of one layer do elsewhere: layer by layer, then by head.
-        yield order_keys(past_scores(x, m), x.layer * heads + first, rows)
+        yield order_keys(scores, x.layer * heads + first, rows)
 
 
 def wanted(cfg: EvictionConfig, n: int, num_layers: int, num_kv_heads: int) -> int:

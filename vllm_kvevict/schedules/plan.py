@@ -8,10 +8,13 @@ from vllm_kvevict.policies import EvictionConfig, needs
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.registry import schedule_of
 
+RESERVED = ("col_sums", "repeated")
+"""What policies may need that grows with the prompt, beside its KV."""
+
 
 def needs_reserve(policy: str) -> bool:
     """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
-    return "col_sums" in needs(policy)
+    return not needs(policy).isdisjoint(RESERVED)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ class Plan:
         if self.evict_at is None or position >= self.evict_at or position not in self.positions:
             return 0
         return self.schedule.probe(self.config, self.evict_at)
+
+    def extra_entries(self, tokens: int, page_size: int) -> int:
+        """Entries that each row of a request with so many tokens may hold beside them, until it is evicted."""
+        if self.evict_at is None or tokens != self.evict_at:
+            return 0
+        return self.schedule.extra_entries(self.config, self.evict_at, page_size)
 
     def window(self, position: int) -> slice:
         """Tokens whose queries choose at an eviction, if they are not such extra ones."""

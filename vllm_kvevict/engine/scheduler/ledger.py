@@ -23,6 +23,7 @@ from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.reports import Repeat
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -116,7 +117,8 @@ class PageLedger(KVCacheManager):
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
         super().new_step_starts()
         for name, span in list(self.reserve.spans.items()):
-            if self.accounts[name].tokens >= len(span):
+            account = self.accounts[name]
+            if account.tokens >= len(span) and not account.to_repeat:
                 self.reserve.give_back(name)
 
     def allocate_slots(
@@ -193,13 +195,33 @@ class PageLedger(KVCacheManager):
     def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
         """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
         account.unreported = set(range(len(self.ranks)))
-        account.undecided = account.plan.schedule.decides_across_stages(self.bounds.num_stages)
+        config, schedule = account.plan.config, account.plan.schedule
+        account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
+        account.undecided = bool(account.to_repeat) or schedule.decides_across_stages(self.bounds.num_stages)
         if account.bounded:
             # Until the reports come, all that is known is that rows may end anywhere in a page.
             account.counts = [
                 PageCount.from_residues(pages, tokens, [capacity.rows] + [0] * (self.options.page_size - 1))
                 for pages, capacity in zip(held, self.capacities, strict=True)
             ]
+
+    def next_repeat(self) -> str | None:
+        """The request whose prompt a step may go on to repeat; the first one to come is the first to be done."""
+        return next((name for name, account in self.accounts.items() if account.to_repeat), None)
+
+    def may_repeat(self, request_id: str) -> bool:
+        """Whether a step may go on to repeat a request's prompt: not once it is gone or preempted."""
+        account = self.accounts.get(request_id)
+        return account is not None and bool(account.to_repeat)
+
+    def take_repeat(self, request_id: str) -> Repeat:
+        """The next chunk of a request's prompt, which the step that is being scheduled repeats."""
+        account = self.accounts[request_id]
+        start, stop = account.to_repeat.pop(0)
+        if not account.to_repeat:
+            account.undecided = account.plan.schedule.decides_across_stages(self.bounds.num_stages)
+        name = f"{request_id}-repeat-{account.epoch}-{start}"
+        return Repeat(name, start, stop, not account.to_repeat)
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""

@@ -28,8 +28,16 @@ from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.schedules.base import most_prefixes
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest, query_rows
+from vllm_kvevict.schedules.evictor import (
+    Evictor,
+    LayerStep,
+    QueryRows,
+    ResidentRequest,
+    query_rows,
+    repeat_rows,
+)
 from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.reports import Repeat
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,6 +70,7 @@ class Runtime:
         self.runner = worker.model_runner
         self.residents: dict[str, ResidentRequest] = {}
         self.probes: dict[str, str] = {}
+        self.repeats: dict[str, Repeat] = {}
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
         self.attached = False
@@ -75,7 +84,7 @@ class Runtime:
         """Take what requests of some policies hold beside their KV, before the KV cache takes what memory is left."""
         policies = self.options.reserved_for
         if policies:
-            self.reserve = allocate(self.vllm_config, self.runner.device)
+            self.reserve = allocate(self.vllm_config, policies, self.runner.device)
             logger.info(
                 "KV eviction: %.1f MiB are kept for what %s sums up while prompts are read",
                 self.reserve.nbytes / 2**20,
@@ -193,7 +202,7 @@ class Runtime:
         self.in_step = scheduler_output.kv_connector_metadata is not None
         message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
         assert isinstance(message, StepMessage)
-        self.probes, self.most_pages = message.probes, message.most_pages
+        self.probes, self.repeats, self.most_pages = message.probes, message.repeats, message.most_pages
         self.scheduled = scheduler_output.num_scheduled_tokens
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
@@ -225,7 +234,9 @@ class Runtime:
                 self.prefixes.store(name, self.residents[name].request_slot)
 
     def reads_prompts(self) -> bool:
-        """Whether the running step has tokens before an eviction position."""
+        """Whether the running step has tokens before an eviction position, or repeats a prompt."""
+        if self.in_step and self.repeats:
+            return True
         rows = (self.residents.get(name) for name in self.scheduled) if self.in_step else ()
         return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
 
@@ -246,16 +257,22 @@ class Runtime:
         batch = self._take_pages(at_once, probes, num_tokens, reordered)
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].request_slot, span))
-        prefills = []
-        for name, span in spans.items():
-            rows = query_rows(self.residents[name], span, probes.get(name))
-            if rows is not None:
-                prefills.append(rows)
-        return StepState(self._replayable(batch, common.num_reqs), prefills)
+        prefills = [self._query_rows(name, span, probes.get(name)) for name, span in spans.items()]
+        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+
+    def _query_rows(self, name: str, span: slice, probe: slice | None) -> QueryRows | None:
+        resident = self.residents[name]
+        if name in self.repeats:
+            return repeat_rows(resident, span, self.repeats[name])
+        return query_rows(resident, span, probe)
 
     def _token_rows(self, common: Any) -> tuple[dict[str, slice], dict[str, slice]]:
-        """Each request's token rows in the step, and those of its probe if it has one, by the request's id."""
-        names = batch_request_ids(self.runner, common)
+        """Each request's token rows in the step, and those of its probe if it has one, by the request's id.
+
+        The rows of a repeat are their request's, which has no others.
+        """
+        repeated = {repeat.row_name: name for name, repeat in self.repeats.items()}
+        names = [repeated.get(name, name) for name in batch_request_ids(self.runner, common)]
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
         probes = {}
@@ -284,8 +301,15 @@ class Runtime:
         if reordered:
             parts = itertools.chain.from_iterable(token_rows.values())
             order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        step = self.cache.extend([self.residents[name].request_slot for name in spans], lengths)
+        step = self.cache.extend([self._slot_in_step(name) for name in spans], lengths)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
+
+    def _slot_in_step(self, name: str) -> int:
+        """The request slot that a request's token rows in the step join."""
+        resident = self.residents[name]
+        if name not in self.repeats:
+            return resident.request_slot
+        return resident.plan.schedule.begin_repeat(self.evictor, resident, self.repeats[name])
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
