@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_kvevict.policies import LayerInputs
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 
 def masked_logits(
@@ -50,8 +51,8 @@ def masked_logits(
     return logits[len(prompt) - 1 : -1].float()
 
 
-def layer_inputs(model: Path, prompt: list[int]) -> list[LayerInputs]:
-    """What policies may read of each layer when the prompt has been computed."""
+def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list[LayerInputs]:
+    """What policies may read of each layer when the prompt has been computed, and repeated at once."""
     seen = []
 
     def attention(module, query, key, value, attention_mask, scaling, **_):
@@ -67,10 +68,13 @@ def layer_inputs(model: Path, prompt: list[int]) -> list[LayerInputs]:
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="watched")
     with torch.inference_mode():
         network(torch.tensor([prompt]), use_cache=False)
+    again = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), len(prompt))
     inputs = []
-    for layer, (query, key, value, scaling) in zip(network.model.layers, seen, strict=True):
+    for layer, most, (query, key, value, scaling) in zip(network.model.layers, again, seen, strict=True):
         w_o = layer.self_attn.o_proj.weight.T.unflatten(0, (query.shape[0], -1))
-        inputs.append(LayerInputs(query, key, value, scale=scaling, q_all=query, w_o=w_o.detach()))
+        inputs.append(
+            LayerInputs(query, key, value, scale=scaling, q_all=query, w_o=w_o.detach(), repeated=most)
+        )
     return inputs
 
 

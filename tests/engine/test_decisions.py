@@ -5,6 +5,7 @@ import pytest
 from tests.engine.masked import layer_inputs
 from tests.engine.running import Ask, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig, available, score_layer, select
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -19,7 +20,7 @@ def test_every_policy_decides_from_the_models_tensors(models, architecture):
     ]
     with evicting_engine(model, max_num_batched_tokens=100) as llm:
         answers = run(llm, asks)
-    inputs = {n: layer_inputs(model, asks[0].prompt[:n]) for n in (280, 300)}
+    inputs = {n: layer_inputs(model, asks[0].prompt[:n], RepeatPrompts()) for n in (280, 300)}
     for ask, answer in zip(asks, answers, strict=True):
         n = ask.prefix_len or ask.length
         config = EvictionConfig(ask.policy, keep_ratio=ask.budget)

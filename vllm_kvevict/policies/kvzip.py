@@ -73,7 +73,7 @@ def _check(params: Mapping[str, ParamValue]) -> None:
 register(
     Policy(
         "kvzip",
-        "without the question, what the model attends to when it repeats the prompt; all heads of all layers compete",
+        "what the model attends to when it repeats the prompt; all heads of all layers compete",
         "KVzip, section 3",
         score,
         whole_model.select_best,
