@@ -144,18 +144,19 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "the V2 runner's batch rows cannot be told apart",
     ),
     "vllm.v1.engine.async_llm:AsyncLLM": (
-        "vllm_config output_handler output_processor",
+        "vllm_config renderer output_handler output_processor",
         "streams are not checked, or who waits when a server is stopped waits on",
     ),
-    "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config", "requests are not checked"),
+    "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config renderer", "requests are not checked"),
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": (
         "engine_client",
         "beam search fails without a reason",
     ),
     "vllm.renderers.base:BaseRenderer": (
-        "config _executor default_chat_tok_params render_messages tokenize_prompt",
-        "scope=prefix fails",
+        "config tokenizer _executor default_chat_tok_params render_messages tokenize_prompt",
+        "scope=prefix fails, and no prefix is repeated",
     ),
+    "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
     "vllm.renderers.params:TokenizeParams": (
         "truncate_prompt_tokens max_truncation_tokens",
         "scope=prefix compares prompts of which tokens were cut off",

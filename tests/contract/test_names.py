@@ -40,6 +40,7 @@ NAMES = {
     "vllm.platforms:current_platform": "the plugin does not know whether it runs on a CPU or a GPU",
     "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
     "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
+    "vllm.renderers.params:TokenizeParams": "what a model is asked when it repeats a prefix has no tokens",
     "vllm.sampling_params:SamplingParams": "requests' vllm_xargs cannot be read",
     "vllm.utils:length_from_prompt_token_ids_or_embeds": "the length of a prompt is not known when it is checked",
     "vllm.utils.async_utils:run_in_loop": "who waits when a server is stopped is told nothing",

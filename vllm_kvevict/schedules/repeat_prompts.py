@@ -1,44 +1,52 @@
-"""The token rows that stand before a chunk when a prompt is repeated: they ask the model to repeat it."""
+"""What stands before a chunk of a prefix when the model repeats it (KVzip, Kim et al. 2025, section 3.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-FIELD = "kv_repeat_rows"
-"""Where a request carries them, in its ``extra_args``: three lists of token ids."""
 HINT = 8
-"""Tokens before a chunk that tell the model where to begin."""
+"""Tokens before a chunk that tell the model where to begin, as in the authors' implementation."""
+
 MOST_EXTRA_ROWS = 128
-"""Rows before a chunk at most, the hint's among them."""
+"""The most token rows that a chunk may have beside its own."""
 
 
 @dataclass(frozen=True)
 class RepeatPrompts:
-    """Token ids of the two ways to ask for a chunk.
+    """Token ids that ask a model to repeat what it has read.
 
     Attributes:
-        first: before the first chunk.
-        before, after: before later chunks, around the last tokens before the chunk.
+        first: what stands before the first chunk.
+        before: what stands before the hint of a later chunk.
+        after: what stands between the hint and its chunk.
     """
 
     first: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> "RepeatPrompts":
+        """The same from the three lists of :meth:`to_lists`."""
+        first, before, after = lists
+        return cls(tuple(first), tuple(before), tuple(after))
+
+    def to_lists(self) -> list[list[int]]:
+        """A form that travels between processes."""
+        return [list(self.first), list(self.before), list(self.after)]
+
     @property
     def overhead(self) -> int:
-        """Rows before a chunk, at most."""
+        """The most token rows that any chunk has beside its own."""
         return max(len(self.first), len(self.before) + HINT + len(self.after))
 
-    def rows(self, tokens: Sequence[int], start: int, stop: int) -> list[int]:
-        """Token ids of the rows that repeat ``tokens[start:stop]``."""
-        chunk = tokens[start:stop]
-        if not start:
-            return [*self.first, *chunk]
-        return [*self.before, *tokens[max(0, start - HINT) : start], *self.after, *chunk]
+    def rows(self, tokens: Sequence[int], lo: int, hi: int) -> list[int]:
+        """The token rows of a step that repeats a chunk; the chunk's own come last.
 
-
-def repeat_prompts_of(extra_args: Mapping[str, Any] | None) -> RepeatPrompts:
-    """What a request carries."""
-    lists = (extra_args or {}).get(FIELD, ((), (), ()))
-    return RepeatPrompts(*map(tuple, lists))
+        Args:
+            tokens: of the prefix, at least ``hi``.
+            lo, hi: the chunk is ``tokens[lo:hi]``; 0 for the first one's ``lo``.
+        """
+        if lo == 0:
+            return [*self.first, *tokens[:hi]]
+        hint = tokens[max(lo - HINT, 0) : lo]
+        return [*self.before, *hint, *self.after, *tokens[lo:hi]]
