@@ -35,6 +35,9 @@ from tests.engine.chats import (
     decoded,
     render,
 )
+from tests.engine.clients import words
+from tests.engine.running import Answer, _bring_decisions, evicting_engine
+from vllm_kvevict.engine import config
 from vllm_kvevict.engine.config import REPEAT_ROWS, Options
 from vllm_kvevict.engine.frontend import repeats, requests
 from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
@@ -395,3 +398,33 @@ def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
             asyncio.run(arriving)
         assert len(threads) == times and threading.current_thread() not in threads
         assert times == 0 or end.value.args[0][REPEAT_ROWS] == expected
+
+
+def test_a_chat_request_parses_options_once(renderers, monkeypatch):
+    renderer, parse, parsed = renderers(policy="again", scope="prefix"), Options.parse, []
+
+    def counting(raw):
+        parsed.append(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(Options, "parse", counting)
+    config._parse.cache_clear()
+    for _ in range(2):
+        assert REPEAT_ROWS in process(renderer, render(renderer, [*TURN, ask()])[0])
+    assert len(parsed) == 1
+
+
+@pytest.mark.engine
+def test_requests_go_through_an_engine(again, models):
+    """Its scheduler makes the same plans; what the stand-in keeps does not depend on the rows."""
+    options = {"policy": "snapkv", "budget": 0.25, "min_prompt": 64, "scope": "prefix"}
+    before = [{"role": "user", "content": words(300)}, {"role": "assistant", "content": "w7"}]
+    kept = {}
+    with evicting_engine(models("llama"), eviction=options) as llm:
+        for policy in ("again", "streaming-llm"):
+            params = SamplingParams(max_tokens=4, temperature=0, extra_args={"kv_eviction": policy})
+            (output,) = llm.chat([[*before, ask("w5 w6")]], params, use_tqdm=False)
+            answer = Answer(list(output.outputs[0].token_ids), None)
+            _bring_decisions(llm, [output.request_id], [answer])
+            kept[policy] = answer.kept
+    assert kept["again"] == kept["streaming-llm"] != []
