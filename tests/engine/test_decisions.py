@@ -3,9 +3,8 @@
 import pytest
 
 from tests.engine.masked import layer_inputs
-from tests.engine.running import Ask, evicting_engine, run
+from tests.engine.running import Ask, evicting_engine, plain_prompts, run
 from vllm_kvevict.policies import EvictionConfig, available, score_layer, select
-from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -19,8 +18,8 @@ def test_every_policy_decides_from_the_models_tensors(models, architecture):
         Ask(300, policy, 0.2, prefix_len=280 if seed % 2 else None) for seed, policy in enumerate(EVICTING)
     ]
     with evicting_engine(model, max_num_batched_tokens=100) as llm:
-        answers = run(llm, asks)
-    inputs = {n: layer_inputs(model, asks[0].prompt[:n], RepeatPrompts()) for n in (280, 300)}
+        answers, prompts = run(llm, asks), plain_prompts(llm)
+    inputs = {n: layer_inputs(model, asks[0].prompt[:n], prompts) for n in (280, 300)}
     for ask, answer in zip(asks, answers, strict=True):
         n = ask.prefix_len or ask.length
         config = EvictionConfig(ask.policy, keep_ratio=ask.budget)

@@ -6,8 +6,19 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.clients import words
 from tests.engine.masked import masked_logits, repeated
-from tests.engine.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.running import (
+    Answer,
+    Ask,
+    _bring_decisions,
+    evicting_engine,
+    num_preemptions,
+    plain_prompts,
+    run,
+)
+from vllm_kvevict.engine.frontend import requests
+from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -27,18 +38,24 @@ def options(**params):
     return {"policy": "kvzip", "kvzip_chunk": CHUNK, **params}
 
 
-def model_inputs(model, prompt: list[int], sees: str = "all") -> list[LayerInputs]:
+def model_inputs(model, prompt: list[int], prompts: RepeatPrompts, sees: str) -> list[LayerInputs]:
     """What kvzip may read of each layer."""
-    prompts = RepeatPrompts()
     scores = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), CHUNK, sees)
     return [LayerInputs(None, torch.empty(*x.shape, 1, device="meta"), repeated=x) for x in scores]
 
 
-def check(model, ask: Ask, answer, sees: str = "all") -> None:
+def check(model, ask: Ask, answer, prompts: RepeatPrompts, sees: str = "all") -> None:
     """What was kept, and what the model says with it alone."""
     n = ask.prefix_len or ask.length
-    inputs = model_inputs(model, ask.prompt[:n], sees)
-    expected = decide(EvictionConfig("kvzip", keep_ratio=ask.budget), inputs)
+    check_kept(model, ask.prompt[:n], answer, prompts, sees, ask.budget)
+    wanted = masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], n)
+    torch.testing.assert_close(answer.logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def check_kept(model, prompt: list[int], answer, prompts: RepeatPrompts, sees: str, budget: float) -> None:
+    """What was kept of a prompt, up to entries at the cut."""
+    inputs = model_inputs(model, prompt, prompts, sees)
+    expected = decide(EvictionConfig("kvzip", keep_ratio=budget), inputs)
     swapped = []
     for layer, heads in enumerate(expected):
         for head, positions in enumerate(heads):
@@ -48,8 +65,6 @@ def check(model, ask: Ask, answer, sees: str = "all") -> None:
     assert sum(len(head) for layer in answer.kept[0].values() for head in layer) == sum(
         len(head) for layer in expected for head in layer
     )
-    wanted = masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], n)
-    torch.testing.assert_close(answer.logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.engine
@@ -64,23 +79,51 @@ def test_keeps_what_the_model_needs_to_repeat_the_prompt(models, layout, sees):
         Ask(200, "kvzip", 0.3, prefix_len=64, seed=2),
     ]
     with evicting_engine(model, eviction=options(kvzip_sees=sees), **SERVER, **LAYOUTS[layout]) as llm:
-        answers = run(llm, asks, logits=True)
+        answers, prompts = run(llm, asks, logits=True), plain_prompts(llm)
         others = run(llm, [Ask(150, "take", 64.0), ASK, Ask(150, "snapkv", 0.2)])
     for ask, answer in zip(asks, answers, strict=True):
-        check(model, ask, answer, sees)
+        check(model, ask, answer, prompts, sees)
     assert others[1].kept == answers[0].kept and others[1].tokens == answers[0].tokens
     with pytest.raises(AssertionError):
-        check(model, dataclasses.replace(ASK, seed=3), answers[0], sees)
+        check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, sees)
 
 
 @pytest.mark.engine
-def test_what_the_rows_see_matters(models):
-    """A control: rows that see only their chunk compute other queries, so other tokens stay."""
+def test_what_the_rows_are_and_see_matters(models):
+    """Controls: rows that see only their chunk, or that begin otherwise, compute other queries."""
     model = models("llama", heads=8, kv_heads=4, layers=4)
     with evicting_engine(model, eviction=options(), **SERVER) as llm:
-        (answer,) = run(llm, [ASK], logits=True)
+        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
+    check(model, ASK, answer, prompts)
+    assert prompts.first and prompts.before
+    for others in (
+        (prompts, "chunk"),
+        (dataclasses.replace(prompts, before=(9,) * len(prompts.before)), "all"),
+    ):
+        with pytest.raises(AssertionError):
+            check(model, ASK, answer, *others)
+
+
+@pytest.mark.engine
+def test_a_chat_is_repeated_in_the_words_of_its_template(models, monkeypatch):
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    found, find = [], requests.repeat_prompts
+
+    def noting(*args):
+        found.append((find(*args), args[1][PREFIX_LEN]))
+        return found[-1][0]
+
+    monkeypatch.setattr(requests, "repeat_prompts", noting)
+    chat = [{"role": "system", "content": words(200)}, {"role": "user", "content": words(5)}]
+    with evicting_engine(model, eviction=options(scope="prefix"), **SERVER) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0)
+        (output,) = llm.chat([chat], params, use_tqdm=False)
+        answer, plain = Answer([], torch.empty(0)), plain_prompts(llm)
+        _bring_decisions(llm, [output.request_id], [answer])
+    ((prompts, n),) = found
+    check_kept(model, output.prompt_token_ids[:n], answer, prompts, "all", 0.2)
     with pytest.raises(AssertionError):
-        check(model, ASK, answer, "chunk")
+        check_kept(model, output.prompt_token_ids[:n], answer, plain, "all", 0.2)
 
 
 @pytest.mark.engine

@@ -1,7 +1,6 @@
 """What the model is asked when it repeats a prefix: in many templates, in plain text, and for whom it is noted."""
 
 import asyncio
-import dataclasses
 import shutil
 import threading
 from pathlib import Path
@@ -35,45 +34,23 @@ from tests.engine.chats import (
     decoded,
     render,
 )
-from tests.engine.clients import words
-from tests.engine.running import Answer, _bring_decisions, evicting_engine
 from vllm_kvevict.engine import config
 from vllm_kvevict.engine.config import REPEAT_ROWS, Options
 from vllm_kvevict.engine.frontend import repeats, requests
 from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
-from vllm_kvevict.policies import available
-from vllm_kvevict.policies import registry as policies
-from vllm_kvevict.schedules import registry as schedules
-from vllm_kvevict.schedules.repeat_prompts import (
-    HINT,
-    MOST_EXTRA_ROWS,
-    SCHEDULE,
-    RepeatPrompts,
-    reads_again,
-)
-from vllm_kvevict.schedules.whole import Whole
+from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
 
 
 @pytest.fixture(scope="module")
-def again():
-    """A policy that reads prefixes again, as far as the front-end can tell."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(schedules._schedules, SCHEDULE, Whole())
-        policy = dataclasses.replace(policies.lookup("streaming-llm"), name="again", schedule=SCHEDULE)
-        patch.setitem(policies._policies, "again", policy)
-        yield "again"
-
-
-@pytest.fixture(scope="module")
-def renderers(again, tmp_path_factory):
+def renderers(tmp_path_factory):
     with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
         yield get
 
 
 @pytest.fixture(scope="module")
 def renderer(renderers):
-    return renderers(policy="again", scope="prefix")
+    return renderers(policy="kvzip", scope="prefix")
 
 
 # The rows of a chunk.
@@ -264,8 +241,8 @@ def test_long_templates_become_plain_text(renderer):
     assert MOST_EXTRA_ROWS - 30 < found(fitting[-1]).overhead <= MOST_EXTRA_ROWS
 
 
-def test_without_a_tokenizer_nothing_stands_there(models, again):
-    args = EngineArgs(str(models("llama")), skip_tokenizer_init=True, kv_eviction=again, dtype="float32")
+def test_without_a_tokenizer_nothing_stands_there(models):
+    args = EngineArgs(str(models("llama")), skip_tokenizer_init=True, kv_eviction="kvzip", dtype="float32")
     bare = renderer_from_config(args.create_engine_config())
     assert plain_text(bare) == RepeatPrompts((), (), ())
     bare.shutdown()
@@ -284,26 +261,30 @@ def process(renderer, prompt, **fields):
 
 
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
-@pytest.mark.parametrize("server", ["again", "snapkv"])
+@pytest.mark.parametrize("server", ["kvzip", "snapkv"])
 def test_requests_of_such_a_policy_have_them(server, scope, renderers):
-    renderer = renderers(policy=server, scope=scope)
+    renderer = renderers(policy=server, scope=scope, policies="all")
     prompt, _ = render(renderer, [*TURN, ask()])
     expected = repeat_prompts(renderer, prompt).to_lists()
     assert expected != plain_text(renderer).to_lists()
-    named = {} if server == "again" else {"kv_eviction": "again"}
+    named = {} if server == "kvzip" else {"kv_eviction": "kvzip"}
     for fields in ({}, {"kv_prefix_len": 12}, {"kv_prefix_len": 12.0}):
         noted = process(renderer, prompt, **named, **fields)
         assert noted[REPEAT_ROWS] == expected
         assert noted.get("kv_prefix_len") == (fields or noted).get("kv_prefix_len")
         # The scheduler reads them after that.
-        assert Options.parse({"policy": "snapkv", "min_prompt": 0}).plan(100, {**named, **noted}).positions
+        assert (
+            Options.parse({"policy": "snapkv", "min_prompt": 0, "policies": "all"})
+            .plan(100, {**named, **noted})
+            .positions
+        )
     tokens = {"prompt_token_ids": [7] * 100}
     noted = process(renderer, tokens, **named, kv_prefix_len=50)
     assert noted[REPEAT_ROWS] == plain_text(renderer).to_lists()
 
 
 def test_others_have_none(renderers):
-    renderer = renderers(policy="again", scope="prefix", min_prompt=20)
+    renderer = renderers(policy="kvzip", scope="prefix", min_prompt=20)
     prompt, _ = render(renderer, [*TURN, ask()])
     short, _ = render(renderer, [ask()])
     assert REPEAT_ROWS in process(renderer, prompt) and len(short["prompt_token_ids"]) == 20
@@ -319,10 +300,6 @@ def test_others_have_none(renderers):
         renderer, short, kv_prefix_len=19
     )
     assert REPEAT_ROWS in process(renderer, short, kv_prefix_len=20)
-    assert not any(
-        reads_again(policy) for policy in available() if policies.lookup(policy).schedule != SCHEDULE
-    )
-    assert reads_again("again")
 
 
 def test_only_who_evicts_keeps_chats(renderers):
@@ -336,7 +313,7 @@ UNKNOWN = r"^kv_repeat_rows is unknown \(valid: kv_eviction, kv_budget, kv_prefi
 
 
 def test_clients_cannot_send_them(renderers):
-    for policy in ("again", "snapkv", "full"):
+    for policy in ("kvzip", "snapkv", "full"):
         renderer = renderers(policy=policy)
         prompt, _ = render(renderer, [*TURN, ask()])
         for value in ([[1], [2], [3]], [1], "x", None):
@@ -355,13 +332,29 @@ def test_a_check_that_the_scheduler_makes_too_would_let_them_through(renderers, 
 
 
 def test_embeddings_cannot_be_repeated(renderers):
-    renderer = renderers(policy="snapkv")
+    renderer = renderers(policy="snapkv", policies="all")
     prompt = embeds_input(torch.zeros(100, 128))
-    sentence = r"^kv_eviction again needs a prompt of tokens, not embeddings"
+    sentence = r"^kv_eviction kvzip needs a prompt of tokens, not embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
-        process(renderer, prompt, kv_eviction="again")
+        process(renderer, prompt, kv_eviction="kvzip")
     assert error.value.parameter == "prompt"
     assert process(renderer, prompt, kv_eviction="snapkv") == {"kv_eviction": "snapkv"}
+
+
+def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
+    """At least 64 tokens, what is before them and one more must fit behind what is evicted."""
+    renderer = renderers(policy="kvzip")
+    longest = renderer.config.model_config.max_model_len
+    most = longest - 64 - MOST_EXTRA_ROWS - 1
+    assert process(renderer, {"prompt_token_ids": [7] * most})
+    prompt = {"prompt_token_ids": [7] * (most + 1)}
+    sentence = (
+        f"^kv_eviction kvzip repeats .* so it can evict at most {most} tokens with --max-model-len {longest}"
+    )
+    with pytest.raises(VLLMValidationError, match=sentence) as error:
+        process(renderer, prompt)
+    assert error.value.parameter == "prompt"
+    assert process(renderer, prompt, kv_prefix_len=most)
 
 
 def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
@@ -401,7 +394,7 @@ def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
 
 
 def test_a_chat_request_parses_options_once(renderers, monkeypatch):
-    renderer, parse, parsed = renderers(policy="again", scope="prefix"), Options.parse, []
+    renderer, parse, parsed = renderers(policy="kvzip", scope="prefix"), Options.parse, []
 
     def counting(raw):
         parsed.append(raw)
@@ -412,19 +405,3 @@ def test_a_chat_request_parses_options_once(renderers, monkeypatch):
     for _ in range(2):
         assert REPEAT_ROWS in process(renderer, render(renderer, [*TURN, ask()])[0])
     assert len(parsed) == 1
-
-
-@pytest.mark.engine
-def test_requests_go_through_an_engine(again, models):
-    """Its scheduler makes the same plans; what the stand-in keeps does not depend on the rows."""
-    options = {"policy": "snapkv", "budget": 0.25, "min_prompt": 64, "scope": "prefix"}
-    before = [{"role": "user", "content": words(300)}, {"role": "assistant", "content": "w7"}]
-    kept = {}
-    with evicting_engine(models("llama"), eviction=options) as llm:
-        for policy in ("again", "streaming-llm"):
-            params = SamplingParams(max_tokens=4, temperature=0, extra_args={"kv_eviction": policy})
-            (output,) = llm.chat([[*before, ask("w5 w6")]], params, use_tqdm=False)
-            answer = Answer(list(output.outputs[0].token_ids), None)
-            _bring_decisions(llm, [output.request_id], [answer])
-            kept[policy] = answer.kept
-    assert kept["again"] == kept["streaming-llm"] != []

@@ -122,7 +122,8 @@ TP_LOCAL = flag("tp_local")
 """1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
 
 MEANINGS = {
-    "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff, kvzip)",
+    "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff, "
+    "kvzip)",
     "kernel": "width of the pooling over neighbouring tokens",
     "pooling": "how a token's score is joined with its neighbours'",
     "gqa": "how the query heads of a KV head are joined",

@@ -24,8 +24,8 @@ from vllm_kvevict.engine.frontend import chat
 from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.repeat_prompts import reads_again
 
 BEAM_SEARCH = (
     "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
@@ -137,7 +137,16 @@ def _reads_again(vllm_config: Any, params: Any, token_ids: Any, embeds: Any) -> 
         plan = require_options(vllm_config).plan(length, getattr(params, "extra_args", None))
     except KVEvictionError:
         return False
-    return plan.evict_at is not None and reads_again(plan.config.policy)
+    return plan.evict_at is not None and plan.schedule.repeats_prompt
+
+
+def _check_length(plan: Plan, longest: int) -> None:
+    """Refuse what is too long to be repeated behind itself."""
+    if plan.evict_at is None:
+        return
+    conflict = plan.schedule.conflict_with_length(plan.config, plan.evict_at, longest)
+    if conflict is not None:
+        raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
 
 
 def _checked_fields(
@@ -152,13 +161,13 @@ def _checked_fields(
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
         # A chat that mixes text with embeddings has token ids too, but only placeholders where these stand.
-        needs_tokens = schedule_of(config).reads_token_ids or reads_again(config.policy)
-        if needs_tokens and embeds is not None:
+        if schedule_of(config).reads_token_ids and embeds is not None:
             raise KVEvictionError(
                 f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan(length, fields)
+        _check_length(plan, vllm_config.model_config.max_model_len)
         check_fits(vllm_config, options, plan, length, params.min_tokens)
         return fields
     except KVEvictionError as error:

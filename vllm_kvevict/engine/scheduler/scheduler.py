@@ -12,13 +12,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.config import REPEAT_ROWS, require_options
 from vllm_kvevict.engine.memory import bounds_of
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.prefixes import prefix_key
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.repeat_prompts import repeat_prompts_of
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -223,10 +223,7 @@ class _EvictionMixin:
         assert n is not None and request.prompt_token_ids is not None
         prompt = request.prompt_token_ids[:n]
         repeat = self.kv_cache_manager.take_repeat(request.request_id)
-        params = request.sampling_params
-        rows = repeat_prompts_of(params.extra_args if params else None).rows(
-            prompt, repeat.start, repeat.stop
-        )
+        rows = _repeat_prompts(request).rows(prompt, repeat.start, repeat.stop)
         self._add_rows(output, repeat.row_name, [*prompt, *rows], n)
         output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
 
@@ -250,6 +247,13 @@ class _EvictionMixin:
         output.num_scheduled_tokens[name] = count
         output.total_num_scheduled_tokens += count
         self.finished_req_ids.add(name)  # type: ignore[attr-defined]
+
+
+def _repeat_prompts(request: Request) -> RepeatPrompts:
+    """What the front-end found to ask a model that repeats the request's prompt."""
+    params = request.sampling_params
+    fields = (params.extra_args if params else None) or {}
+    return RepeatPrompts.from_lists(fields[REPEAT_ROWS]) if REPEAT_ROWS in fields else RepeatPrompts()
 
 
 class EvictionScheduler(_EvictionMixin, Scheduler):
