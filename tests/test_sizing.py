@@ -151,14 +151,20 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--policy", "h2o"], 4, "h2o"),
         (["--policy", "h2o", "--tensor-parallel-size", "2", "--max-model-len", "16384"], 1, "h2o"),
-        (["--policy", "full", "--config", '{"policies": "all"}', "--pipeline-parallel-size", "3"], 2, "h2o"),
+        (["--policy", "kvzip"], 1, "kvzip"),
+        (
+            ["--policy", "full", "--config", '{"policies": "all"}', "--pipeline-parallel-size", "3"],
+            2,
+            "h2o, kvzip",
+        ),
         (["--policy", "snapkv"], 0, ""),
     ],
 )
 def test_what_is_set_aside_beside_the_kv_memory(
     words: list[str], mib: int, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp32 sums of 32,768 tokens in 8 query heads of 4 layers: 4 MiB; of three stages one has two layers."""
+    """fp32 sums of 32,768 tokens in 8 query heads, or 2 KV heads, of 4 layers: 4 MiB, or 1; of three stages one has
+    two layers."""
     sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words])
     said = f"Beside it each rank sets aside {mib}.0 MiB, which {policies} requests need"
     assert (capsys.readouterr().out.splitlines()[1] == said) == bool(policies)

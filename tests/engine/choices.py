@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_kvevict.policies import EvictionConfig, layer_budgets
 from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_budgets, safeguard
+from vllm_kvevict.policies.heads import num_sinks
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
@@ -65,7 +66,9 @@ class Choices:
         window = config.window_for(n)
         if budgets is None:
             budgets = self._budgets(admission.request_id, config, n)
-        counts = [window + row for row in self._candidates(admission.request_id, config, n - window, budgets)]
+        sinks = num_sinks(config, n)
+        candidates = self._candidates(admission.request_id, config, n - window, budgets, sinks)
+        counts = [window + row for row in candidates]
         return self._by_rank(counts)
 
     def provisional(self, admission: Admission, seen: int) -> list[np.ndarray]:
@@ -83,9 +86,9 @@ class Choices:
         return [budget - config.window_for(n) for budget in config.layer_budgets(n, self.num_layers)]
 
     def _candidates(
-        self, request_id: str, config: EvictionConfig, m: int, budgets: Sequence[int]
+        self, request_id: str, config: EvictionConfig, m: int, budgets: Sequence[int], sinks: int
     ) -> list[np.ndarray]:
-        """How many of its m candidates each KV head of the layers keeps."""
+        """How many of its m candidates each KV head of the layers keeps, where all are sure of the sinks."""
         greed, order = self._greed(request_id)
         random = self._random(request_id, "heads")
         sizes = [self._heads(layer) for layer in range(len(budgets))]
@@ -97,9 +100,9 @@ class Choices:
                 return split(total, order.size, most, random)
             return fill(total, order, most)
 
-        if lookup(config.policy).schedule == "by score":
+        if lookup(config.policy).schedule in ("by score", "by repeat"):
             rows = np.concatenate([order[layer, : sum(heads)] for layer, heads in enumerate(sizes)])
-            together = share(len(rows) * budgets[0], rows, m)
+            together = sinks + share(len(rows) * (budgets[0] - sinks), rows, m - sinks)
             return np.split(together, np.cumsum([sum(heads) for heads in sizes])[:-1])
         counts = []
         for layer, (budget, heads) in enumerate(zip(budgets, sizes, strict=True)):

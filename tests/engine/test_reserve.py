@@ -34,7 +34,7 @@ def setup(**settings: Any) -> Setup:
 
 
 def test_the_registry_says_who_needs_it():
-    assert [policy for policy in available() if needs_reserve(policy)] == ["h2o"]
+    assert [policy for policy in available() if needs_reserve(policy)] == ["h2o", "kvzip"]
 
 
 # The scheduler. Workers of the simulation check in every step that no two requests share a place.
@@ -116,12 +116,16 @@ def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
 def test_vllm_finds_it_taken() -> None:
     """On a CPU it reads what the process holds, and memory that was never written does not count."""
     model = SimpleNamespace(
-        max_model_len=1 << 20, get_num_layers=lambda parallel: 8, get_num_attention_heads=lambda parallel: 2
+        max_model_len=1 << 20,
+        get_num_layers=lambda parallel: 8,
+        get_num_attention_heads=lambda parallel: 2,
+        get_num_kv_heads=lambda parallel: 1,
     )
     vllm_config: Any = SimpleNamespace(model_config=model, parallel_config=None)
     before = psutil.Process().memory_info().rss
-    reserve = allocate(vllm_config, torch.device("cpu"))
+    reserve = allocate(vllm_config, ["h2o", "kvzip"], torch.device("cpu"))
     assert reserve.nbytes == 64 << 20
+    assert allocate(vllm_config, ["kvzip"], torch.device("cpu")).nbytes == 32 << 20
     assert psutil.Process().memory_info().rss - before > 0.9 * reserve.nbytes
 
 

@@ -11,7 +11,7 @@ from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_l
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Shortage
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Plan, reserved_heads
 from vllm_kvevict.server import Server
 
 
@@ -104,8 +104,11 @@ class Crowd:
 def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Bytes that the fullest rank sets aside beside the KV memory, and the policies that it is for."""
     policies = Options.parse({"page_size": server.page_size, **settings}).reserved_for
-    heads = max(1, server.query_heads // server.tensor_parallel_size)
-    return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
+    query_heads, kv_heads = (
+        max(1, heads // server.tensor_parallel_size) for heads in (server.query_heads, server.kv_heads)
+    )
+    heads = reserved_heads(policies, query_heads, kv_heads)
+    return 4 * server.max_len * most_layers(server) * heads, policies
 
 
 def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig, needs
@@ -15,6 +16,14 @@ RESERVED = ("col_sums", "repeated")
 def needs_reserve(policy: str) -> bool:
     """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
     return not needs(policy).isdisjoint(RESERVED)
+
+
+def reserved_heads(policies: Sequence[str], query_heads: int, kv_heads: int) -> int:
+    """Heads of a layer that a reserve for these policies has a number of each token for; 0 if they need none."""
+    needed = {name for policy in policies for name in needs(policy)}
+    if "col_sums" in needed:
+        return query_heads
+    return kv_heads if "repeated" in needed else 0
 
 
 @dataclass(frozen=True)
