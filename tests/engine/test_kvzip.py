@@ -40,7 +40,8 @@ def options(**params):
 
 def model_inputs(model, prompt: list[int], prompts: RepeatPrompts, sees: str) -> list[LayerInputs]:
     """What kvzip may read of each layer."""
-    scores = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), CHUNK, sees)
+    behind = prompts.behind(prompt)
+    scores = repeated(model, prompt, lambda *chunk: behind.rows(prompt, *chunk), CHUNK, sees)
     return [LayerInputs(None, torch.empty(*x.shape, 1, device="meta"), repeated=x) for x in scores]
 
 

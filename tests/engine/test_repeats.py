@@ -248,6 +248,16 @@ def test_without_a_tokenizer_nothing_stands_there(models):
     bare.shutdown()
 
 
+def test_what_a_prefix_ends_with_is_not_asked_again():
+    """Some prefixes end before the header of the question's turn, some behind its first tokens."""
+    prompts = RepeatPrompts((5, 6, 1, 2), (5, 6, 3), (4,))
+    assert prompts.behind([9, 9]) is prompts
+    assert prompts.behind([9, 5]) == RepeatPrompts((6, 1, 2), (6, 3), (4,))
+    assert prompts.behind([5, 6]) == RepeatPrompts((1, 2), (3,), (4,))
+    assert prompts.behind([6]) is prompts and prompts.behind([5, 6, 1]) is prompts
+    assert RepeatPrompts().behind([1]) == RepeatPrompts()
+
+
 # For whom it is noted.
 
 

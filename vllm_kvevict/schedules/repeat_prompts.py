@@ -39,6 +39,17 @@ class RepeatPrompts:
         """The most token rows that any chunk has beside its own."""
         return max(len(self.first), len(self.before) + HINT + len(self.after))
 
+    def behind(self, prefix: Sequence[int]) -> "RepeatPrompts":
+        """The same without the tokens at the beginning with which a prefix ends already.
+
+        Where a prefix ends is not always where the chat's template was found to go on, such as with a header.
+        """
+        both = range(min(len(self.first), len(self.before), len(prefix)), 0, -1)
+        for count in both:
+            if tuple(prefix[-count:]) == self.first[:count] == self.before[:count]:
+                return RepeatPrompts(self.first[count:], self.before[count:], self.after)
+        return self
+
     def rows(self, tokens: Sequence[int], lo: int, hi: int) -> list[int]:
         """The token rows of a step that repeats a chunk; the chunk's own come last.
 

@@ -223,7 +223,7 @@ class _EvictionMixin:
         assert n is not None and request.prompt_token_ids is not None
         prompt = request.prompt_token_ids[:n]
         repeat = self.kv_cache_manager.take_repeat(request.request_id)
-        rows = _repeat_prompts(request).rows(prompt, repeat.start, repeat.stop)
+        rows = _repeat_prompts(request).behind(prompt).rows(prompt, repeat.start, repeat.stop)
         self._add_rows(output, repeat.row_name, [*prompt, *rows], n)
         output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
 
