@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
+from vllm_kvevict.policies.kvzip import repeat_attention
 
 HEADS, GROUP, SIZE, HIDDEN = 3, 2, 8, 36
 WINDOW = 8
@@ -303,3 +305,54 @@ def test_ratios():
             assert budget - compute_n_kept(n, 1 - percent / 100) in (
                 [0, 1] if n * percent % 100 == 0 else [0]
             )
+
+
+def repeated(layers: list[Layer], n: int, chunks: list[tuple[int, int]]) -> tuple[object, list[Tensor]]:
+    """A press and our counts after the same repeats: all tokens from n on are the rows of each chunk.
+
+    Returns:
+        The press, with its scores; what each token of each layer received, [Hkv, n].
+    """
+    other = press("kvzip", "KVzipPress", n_sink=4)
+    other.context_length = n
+    other.score_val = torch.zeros(len(layers), 1, HEADS, n)
+    most = [torch.zeros(HEADS, n) for _ in layers]
+    for start, stop in chunks:
+        other.start_idx, other.end_idx = start, stop
+        seen = torch.cat((torch.arange(min(4, start)), torch.arange(start, stop)))
+        for layer, counts in zip(layers, most, strict=True):
+            rows = {"position_embeddings": tuple(part[:, n:] for part in layer.rotary)}
+            other.score_kvzip(layer.module, layer.hidden[:, n:], layer.keys, layer.values, None, rows)
+            keys = layer.keys[0, :, torch.cat((seen, torch.arange(n, layer.keys.shape[2])))]
+            candidates = slice(len(seen) - (stop - start), len(seen))
+            queries = layer.queries[0, :, n:]
+            counts[:, start:stop] = repeat_attention(queries, keys, candidates, SIZE**-0.5, None)
+    return other, most
+
+
+@seeds
+@torch.no_grad()
+def test_kvzip(seed):
+    """The same scores of three chunks, and the same choice among all heads of all layers."""
+    n, rows, num_layers, budget = 150, 40, 3, 31
+    layers = [make_layer(seed, n + rows, i, num_layers) for i in range(num_layers)]
+    other, most = repeated(layers, n, [(0, 64), (64, 128), (128, n)])
+    for theirs_, counts in zip(other.score_val[:, 0], most, strict=True):
+        torch.testing.assert_close(counts, theirs_, rtol=1e-5, atol=1e-7)
+    gone = num_layers * HEADS * (n - budget)
+    other.compression_ratio = share(gone, other.score_val.numel())
+    other.compress_post(SimpleNamespace(model=SimpleNamespace(layers=[masked(layer) for layer in layers])))
+    empty = torch.empty(HEADS, n, 1, device="meta")
+    kept = decide(
+        EvictionConfig("kvzip", budget=budget), [LayerInputs(None, empty, repeated=x) for x in most]
+    )
+    for layer, mine in zip(layers, kept, strict=True):
+        stays = torch.ones(HEADS, n, dtype=torch.bool)
+        _, heads, positions = layer.module.masked_key_indices
+        stays[heads, positions] = False
+        assert [row.nonzero()[:, 0].tolist() for row in stays] == [head.tolist() for head in mine]
+
+
+def masked(layer: Layer) -> SimpleNamespace:
+    """A layer of a model whose press notes there what it drops."""
+    return SimpleNamespace(self_attn=layer.module)
