@@ -70,6 +70,7 @@ def make_ledger(
         enable_caching=cached,
         options=options,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
+        head_size=128,
         prefix_key=lambda request, plan: int(request.request_id) // BORROWERS,
     )
     heads = KV_HEADS // ranks

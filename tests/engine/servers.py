@@ -31,6 +31,7 @@ from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, Evic
 from vllm_kvevict.schedules.base import RankCapacity
 
 PAGE = 32
+HEAD_SIZE = 32
 TOKEN = 7
 """What every sampled token is."""
 
@@ -113,7 +114,7 @@ def surroundings(setup: Setup) -> Iterator[None]:
 def _base_config(evicts: bool) -> VllmConfig:
     """A configuration of a tiny model, from which each scheduler takes a changed copy."""
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(folder, layers=1, max_len=1 << 16)
+        model = make_model(folder, layers=1, head_dim=HEAD_SIZE, max_len=1 << 16)
         settings: dict[str, Any] = {"enable_prefix_caching": False}
         if evicts:
             settings = {"additional_config": {KEY: {"policy": "ada-snapkv"}}}
@@ -157,7 +158,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
     layers, heads = setup.shapes[0]
-    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{index}" for index in range(layers)]
     groups = [KVCacheGroupSpec(names, spec)]
     scheduler = kind(

@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
-from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
+from tests.engine.servers import HEAD_SIZE, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
 from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
@@ -75,7 +75,7 @@ class Workers:
     Attributes:
         evictions: (request id, epoch, token count) of every eviction so far.
         peak_pages: most pages ever held on each rank.
-        most_reserved: most tokens of the reserve ever in use.
+        most_reserved: most of the reserve ever in use.
         cached: lengths of the rows of cached prefixes, by number and rank.
         hits: requests that began with one.
         dropped: numbers of those that were dropped, in order.
@@ -262,17 +262,18 @@ class Workers:
     def _check_reserve(self, output: SchedulerOutput) -> None:
         """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
         spans = sorted(
-            (resident.admission.reserved_at, resident.plan.evict_at)
+            (resident.admission.reserved_at, resident.plan.reserved(HEAD_SIZE))
             for name, resident in self.live.items()
             if name in output.num_scheduled_tokens or resident.tokens
-            if resident.plan.evict_at and "col_sums" in resident.plan.config.needs
-            if resident.tokens < resident.plan.evict_at
+            if resident.plan.reserved(HEAD_SIZE) and resident.tokens < (resident.plan.evict_at or 0)
         )
         end = 0
-        for start, tokens in spans:
+        for start, size in spans:
             assert start >= end, "two requests write to one place of the reserve"
-            end = start + tokens
-        assert end <= self.setup.max_model_len, "the reserve is too small"
+            end = start + size
+        assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, HEAD_SIZE), (
+            "it is too small"
+        )
         self.most_reserved = max(self.most_reserved, end)
 
     def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:

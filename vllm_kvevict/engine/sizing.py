@@ -103,9 +103,10 @@ class Crowd:
 
 def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Bytes that the fullest rank sets aside beside the KV memory, and the policies that it is for."""
-    policies = Options.parse({"page_size": server.page_size, **settings}).reserved_for
+    options = Options.parse({"page_size": server.page_size, **settings})
+    size = options.reserve_size(server.max_len, server.head_dim)
     heads = max(1, server.query_heads // server.tensor_parallel_size)
-    return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
+    return 4 * size * most_layers(server) * heads, options.reserved_for
 
 
 def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:

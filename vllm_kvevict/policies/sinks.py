@@ -12,8 +12,8 @@ from .layer import LayerScores
 
 
 def num_sinks(cfg: EvictionConfig, n: int) -> int:
-    """First tokens that stay; a small ratio shrinks them so that they and the window fit the budget."""
-    sinks: int = cfg.params["sinks"]
+    """First tokens that stay (0 without the parameter); a small ratio shrinks them to fit beside the window."""
+    sinks: int = cfg.params.get("sinks", 0)
     budget, window = cfg.budget_for(n), cfg.window_for(n)
     if window < cfg.params.get("window", 0):
         return min(sinks, budget // 2)

@@ -44,7 +44,7 @@ class Account:
         unreported: ranks whose report of a dispatched eviction is still to come.
         undecided: whether it is still to be decided, over all stages, what it keeps.
         arbiter: by which that is decided, once the ranks have claimed something.
-        reserved_at: where its tokens begin in the reserve.
+        reserved_at: where its place in the reserve begins.
         prefix: the cached prefix that it borrows pages of.
         lent: pages of each rank that it borrows.
     """
@@ -78,10 +78,9 @@ class Account:
         """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
         return self.prompt_len + self.max_tokens - 1
 
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it needs until its eviction."""
-        return self.plan.reserved if self.tokens < (self.plan.evict_at or 0) else 0
+    def reserved(self, head_size: int) -> int:
+        """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
+        return self.plan.reserved(head_size) if self.tokens < (self.plan.evict_at or 0) else 0
 
     @property
     def is_reading(self) -> bool:

@@ -51,6 +51,7 @@ class _EvictionMixin:
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
+            head_size=vllm_config.model_config.get_head_size(),
             prefix_key=partial(
                 prefix_key,
                 block_size=self.hash_block_size,  # type: ignore[attr-defined]
