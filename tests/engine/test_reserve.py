@@ -160,7 +160,8 @@ def test_vllm_finds_it_taken() -> None:
     [
         ({"policy": "h2o"}, 1024),
         ({"policy": "full", "policies": ["h2o"]}, 1024),
-        ({"policy": "full", "policies": ["all"]}, 1024 + TILE),
+        ({"policy": "full", "policies": ["all"]}, 33**2 + TILE),
+        ({"policy": "full", "policies": ["compactor", "h2o"]}, 1024 + TILE),
         ({"policy": "expected-attention"}, 33**2 + TILE),
         ({"policy": "full"}, 0),
         ({"policy": "criticalkv", "policies": ["snapkv"]}, 0),

@@ -15,7 +15,7 @@ play no part.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -58,20 +58,17 @@ def score(
     return LayerScores(layer, num_layers, heads, scores, device=scores.device)
 
 
-def leverage(inputs: LayerInputs, size: int) -> list[Tensor]:
-    """l of each chunk of `size` tokens, float64 [Hkv, tokens]. Raises ValueError naming rotary if it does not fit.
+def leverage(inputs: LayerInputs, size: int) -> Iterator[Tensor]:
+    """l of each chunk of `size` tokens in turn, float64 [Hkv, tokens]. Raises ValueError naming rotary if unfit.
 
     In float64: of a short chunk, or of keys that are nearly alike, only what differs in the last digits counts.
     """
     rotary, keys = inputs.check_rotary(), inputs.keys
     phi = projection(keys.shape[2]).to(keys.device)
-    chunks: list[list[Tensor]] = [[] for _ in range(0, inputs.num_tokens, size)]
-    # Head by head: no copy of all keys, and the same bits however many heads are here.
-    for head in keys:
-        sketch = rotary.undo(head.double()) @ phi
-        for rows, chunk in zip(sketch.split(size), chunks, strict=True):
-            chunk.append(leverage_of(rows - rows.mean(0)))
-    return [torch.stack(chunk) for chunk in chunks]
+    for first in range(0, inputs.num_tokens, size):
+        before = rotary.undo(keys[:, first : first + size].double(), first)
+        # Head by head, each where a tensor of its own begins: the same bits however many heads are here.
+        yield torch.stack([leverage_of(head.clone() @ phi) for head in before])
 
 
 def projection(size: int) -> Tensor:
@@ -81,7 +78,8 @@ def projection(size: int) -> Tensor:
 
 
 def leverage_of(rows: Tensor) -> Tensor:
-    """diag(X (X' X + 0.005 I)^-1 X') of X float64 [n, 48]."""
+    """diag(X (X' X + 0.005 I)^-1 X') of float64 rows [n, 48], X being those less their mean."""
+    rows = rows - rows.mean(0)
     gram = rows.t() @ rows
     gram.diagonal().add_(REGULARIZER)
     # Without the check, which would wait for a GPU; what it would find are keys that are no numbers.
