@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_kvevict.policies import LayerInputs, Rotary
 
-INTERLEAVED = ("glm",)
+INTERLEAVED = ("glm4",)
 """Models whose rotary embedding turns neighbouring dimensions together."""
 
 

@@ -36,11 +36,11 @@ def test_every_policy_decides_from_the_models_tensors(models, architecture):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", ["glm", *ROTARY])
+@pytest.mark.parametrize("kind", ["glm4", *ROTARY])
 def test_other_rotary_embeddings_are_undone(models, kind):
-    """Of glm, half of the dimensions are turned, neighbours together."""
-    if kind == "glm":
-        model = models("glm", layers=3)
+    """Of glm4, half of the dimensions are turned, neighbours together."""
+    if kind == "glm4":
+        model = models("glm4", layers=3)
     else:
         model = models("llama", layers=3, max_len=1024, rope_parameters=ROTARY[kind])
     check(model, UNDOING)

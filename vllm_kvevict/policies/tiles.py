@@ -22,9 +22,9 @@ def add_tile_sums(out: Tensor, query: Tensor, keys: Tensor) -> None:
     """
     group = query.shape[0] // keys.shape[0]
     for head, key in enumerate(keys):
-        queries = query[head * group : (head + 1) * group].float()
+        queries, key = _copy(query[head * group : (head + 1) * group]), _copy(key)
         # One product per query head (the keys are broadcast): the same bits however many heads are here.
-        logits = torch.bmm(queries, key.float().t().expand(group, -1, -1))
+        logits = torch.bmm(queries, key.t().expand(group, -1, -1))
         attention = torch.softmax(logits, dim=-1)
         for i in range(group):
             out[head * group + i] = attention[i].sum(0)
@@ -64,6 +64,11 @@ def query_moments(inputs: LayerInputs, sinks: int) -> Tensor:
         first = max(tile.start, sinks)
         add_query_moments(moments, rotary.undo(query[:, first : tile.stop].float(), first))
     return moments
+
+
+def _copy(rows: Tensor) -> Tensor:
+    """fp32; a BLAS may round by where rows lie in memory, which differs between steps."""
+    return rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _tiles(n: int) -> Iterator[slice]:
