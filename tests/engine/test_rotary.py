@@ -53,8 +53,8 @@ class Layer(nn.Module):
             setattr(self, f"rotary_emb{number}", module)
 
 
-def found(*layers: Layer) -> ModelRotary:
-    return ModelRotary(nn.ModuleList(layers), [layer.attn for layer in layers])
+def found(*layers: Layer, positions: int = LONGEST) -> ModelRotary:
+    return ModelRotary(nn.ModuleList(layers), [layer.attn for layer in layers], positions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +100,7 @@ def test_what_cannot_be_undone_is_not_available() -> None:
     ):
         assert not found(*layers).available
     assert found(Layer(plain), Layer(plain)).available
+    assert not found(Layer(plain), positions=LONGEST + 1).available
 
 
 @pytest.mark.engine

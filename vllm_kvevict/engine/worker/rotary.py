@@ -38,10 +38,13 @@ class ModelRotary:
     Args:
         model: the rank's model.
         attentions: vLLM's attention layers, each held by a module that also holds its rotary embedding.
+        positions: how many there are in the longest request.
     """
 
-    def __init__(self, model: nn.Module, attentions: Sequence[nn.Module]):
-        self._found = _shared(model, attentions)
+    def __init__(self, model: nn.Module, attentions: Sequence[nn.Module], positions: int):
+        found = _shared(model, attentions)
+        # vLLM reads on behind a table that is too short.
+        self._found = found if found is not None and len(found.cos_sin_cache) >= positions else None
 
     @property
     def available(self) -> bool:
