@@ -49,12 +49,13 @@ class Layer(nn.Module):
     def __init__(self, *ropes: nn.Module):
         super().__init__()
         self.attn = nn.Identity()
+        self.attn.head_size = SIZE
         for number, module in enumerate(ropes):
             setattr(self, f"rotary_emb{number}", module)
 
 
-def found(*layers: Layer, positions: int = LONGEST) -> ModelRotary:
-    return ModelRotary(nn.ModuleList(layers), [layer.attn for layer in layers], positions)
+def found(*layers: Layer, positions: int = LONGEST, head_size: int = SIZE) -> ModelRotary:
+    return ModelRotary(nn.ModuleList(layers), [layer.attn for layer in layers], positions, head_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,6 +102,7 @@ def test_what_cannot_be_undone_is_not_available() -> None:
         assert not found(*layers).available
     assert found(Layer(plain), Layer(plain)).available
     assert not found(Layer(plain), positions=LONGEST + 1).available
+    assert not found(Layer(plain), head_size=SIZE - 1).available
 
 
 @pytest.mark.engine

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
-from vllm.model_executor.layers.rotary_embedding.dual_chunk_rope import DualChunkRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import DynamicNTKAlphaRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import (
     DynamicNTKScalingRotaryEmbedding,
@@ -12,14 +11,10 @@ from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
-    Phi3LongRoPEScaledRotaryEmbedding,
-)
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
 from vllm_kvevict.policies import Rotary
 
-ANY = (RotaryEmbeddingBase, DualChunkRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding)
 KNOWN = (
     RotaryEmbedding,
     LinearScalingRotaryEmbedding,
@@ -39,12 +34,15 @@ class ModelRotary:
         model: the rank's model.
         attentions: vLLM's attention layers, each held by a module that also holds its rotary embedding.
         positions: how many there are in the longest request.
+        head_size: of the model's configuration, by which the scheduler shares out the reserve.
     """
 
-    def __init__(self, model: nn.Module, attentions: Sequence[nn.Module], positions: int):
+    def __init__(self, model: nn.Module, attentions: Sequence[nn.Module], positions: int, head_size: int):
         found = _shared(model, attentions)
         # vLLM reads on behind a table that is too short.
-        self._found = found if found is not None and len(found.cos_sin_cache) >= positions else None
+        long_enough = found is not None and len(found.cos_sin_cache) >= positions
+        as_configured = all(attention.head_size == head_size for attention in attentions)
+        self._found = found if long_enough and as_configured else None
 
     @property
     def available(self) -> bool:
@@ -61,7 +59,7 @@ class ModelRotary:
 def _shared(model: nn.Module, attentions: Sequence[nn.Module]) -> RotaryEmbedding | None:
     """The only rotary embedding beside every attention layer; None where there is none, or several, or another kind."""
     beside = {
-        id(child): [x for x in parent.children() if isinstance(x, ANY)]
+        id(child): [x for x in parent.children() if isinstance(x, RotaryEmbeddingBase)]
         for parent in model.modules()
         for child in parent.children()
     }

@@ -164,7 +164,8 @@ class Runtime:
         Raises:
             KVEvictionError: the server's policy is one of them, and the model has none that can be undone.
         """
-        rotary = ModelRotary(self.runner.model, layers, self.vllm_config.model_config.max_model_len)
+        model = self.vllm_config.model_config
+        rotary = ModelRotary(self.runner.model, layers, model.max_model_len, model.get_head_size())
         if "rotary" in self.options.request_config(None)[0].needs and not rotary.available:
             raise KVEvictionError(
                 f"--kv-eviction {self.options.policy} needs a rotary embedding that turns by position alone, the same "
