@@ -24,7 +24,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "hf_text_config runner_type is_encoder_decoder is_diffusion is_multimodal_model is_attention_free is_hybrid "
         "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
         "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices "
-        "get_num_layers get_num_attention_heads model_arch_config",
+        "get_num_layers get_num_attention_heads get_head_size model_arch_config",
         "models that eviction cannot serve are not refused, or none can be",
     ),
     "vllm.config.model_arch:ModelArchitectureConfig": (
@@ -118,6 +118,14 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.model_executor.layers.linear:RowParallelLinear": (
         "quant_method input_size_per_partition params_dtype",
         "criticalkv and defensivekv cannot read projections",
+    ),
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": (
+        "cos_sin_cache is_neox_style",
+        "compactor and expected-attention cannot undo RoPE",
+    ),
+    "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding": (
+        "scaling_factors",
+        "tables of several factors are taken for one",
     ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (
         "block_size num_kv_heads head_size dtype page_size_bytes",

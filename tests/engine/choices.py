@@ -11,8 +11,8 @@ import numpy as np
 
 from vllm_kvevict.policies import EvictionConfig, layer_budgets
 from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_budgets, safeguard
-from vllm_kvevict.policies.heads import num_sinks
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
 
@@ -63,12 +63,10 @@ class Choices:
         """
         n, config = admission.plan.evict_at, admission.plan.config
         assert n is not None
-        window = config.window_for(n)
+        always = config.window_for(n) + num_sinks(config, n)
         if budgets is None:
             budgets = self._budgets(admission.request_id, config, n)
-        sinks = num_sinks(config, n)
-        candidates = self._candidates(admission.request_id, config, n - window, budgets, sinks)
-        counts = [window + row for row in candidates]
+        counts = [always + row for row in self._candidates(admission.request_id, config, n - always, budgets)]
         return self._by_rank(counts)
 
     def provisional(self, admission: Admission, seen: int) -> list[np.ndarray]:
@@ -83,12 +81,13 @@ class Choices:
         """Candidates per KV head of each layer."""
         if lookup(config.policy).schedule == "by weight":
             return layer_budgets(config, self.weights(request_id), n)
-        return [budget - config.window_for(n) for budget in config.layer_budgets(n, self.num_layers)]
+        always = config.window_for(n) + num_sinks(config, n)
+        return [budget - always for budget in config.layer_budgets(n, self.num_layers)]
 
     def _candidates(
-        self, request_id: str, config: EvictionConfig, m: int, budgets: Sequence[int], sinks: int
+        self, request_id: str, config: EvictionConfig, m: int, budgets: Sequence[int]
     ) -> list[np.ndarray]:
-        """How many of its m candidates each KV head of the layers keeps, where all are sure of the sinks."""
+        """How many of its m candidates each KV head of the layers keeps."""
         greed, order = self._greed(request_id)
         random = self._random(request_id, "heads")
         sizes = [self._heads(layer) for layer in range(len(budgets))]
@@ -102,14 +101,14 @@ class Choices:
 
         if lookup(config.policy).schedule in ("by score", "by repeat"):
             rows = np.concatenate([order[layer, : sum(heads)] for layer, heads in enumerate(sizes)])
-            together = sinks + share(len(rows) * (budgets[0] - sinks), rows, m - sinks)
+            together = share(len(rows) * budgets[0], rows, m)
             return np.split(together, np.cumsum([sum(heads) for heads in sizes])[:-1])
         counts = []
         for layer, (budget, heads) in enumerate(zip(budgets, sizes, strict=True)):
             if not config.heads_compete:
                 counts.append(np.full(sum(heads), budget))
                 continue
-            ranks = heads if config.params["tp_local"] else [sum(heads)]
+            ranks = heads if config.params.get("tp_local") else [sum(heads)]
             firsts = np.cumsum([0, *ranks])
             parts = [order[layer, first : first + size] for first, size in zip(firsts, ranks, strict=False)]
             counts.append(np.concatenate([_compete(config, budget, m, part, share) for part in parts]))

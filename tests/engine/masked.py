@@ -7,8 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vllm_kvevict.policies import LayerInputs
+from vllm_kvevict.policies import LayerInputs, Rotary
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+
+INTERLEAVED = ("glm4",)
+"""Models whose rotary embedding turns neighbouring dimensions together."""
 
 
 def masked_logits(
@@ -68,12 +71,25 @@ def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="watched")
     with torch.inference_mode():
         network(torch.tensor([prompt]), use_cache=False)
+        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(len(prompt))[None])
+    # Hugging Face repeats them for the other half of the dimensions.
+    cos, sin = (table[0, :, : table.shape[2] // 2] for table in tables)
+    interleaved = network.config.model_type in INTERLEAVED
     again = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), len(prompt))
     inputs = []
     for layer, most, (query, key, value, scaling) in zip(network.model.layers, again, seen, strict=True):
         w_o = layer.self_attn.o_proj.weight.T.unflatten(0, (query.shape[0], -1))
         inputs.append(
-            LayerInputs(query, key, value, scale=scaling, q_all=query, w_o=w_o.detach(), repeated=most)
+            LayerInputs(
+                query,
+                key,
+                value,
+                scale=scaling,
+                q_all=query,
+                w_o=w_o.detach(),
+                rotary=Rotary(cos, sin, interleaved),
+                repeated=most,
+            )
         )
     return inputs
 

@@ -16,13 +16,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
-from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
+from tests.engine.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
 from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
 from vllm_kvevict.policies.registry import lookup
-from vllm_kvevict.schedules.plan import Admission, Plan, needs_reserve
+from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.reports import (
     Answer,
     Claim,
@@ -81,7 +81,7 @@ class Workers:
     Attributes:
         evictions: (request id, epoch, token count) of every eviction so far.
         peak_pages: most pages ever held on each rank.
-        most_reserved: most tokens of the reserve ever in use.
+        most_reserved: most of the reserve ever in use.
         cached: lengths of the rows of cached prefixes, by number and rank.
         hits: requests that began with one.
         dropped: numbers of those that were dropped, in order.
@@ -282,17 +282,18 @@ class Workers:
     def _check_reserve(self, output: SchedulerOutput) -> None:
         """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
         spans = sorted(
-            (resident.admission.reserved_at, resident.plan.evict_at)
+            (resident.admission.reserved_at, resident.plan.reserved(DIMS))
             for name, resident in self.live.items()
             if name in output.num_scheduled_tokens or resident.tokens
-            if resident.plan.evict_at and needs_reserve(resident.plan.config.policy)
-            if resident.tokens < resident.plan.evict_at or 0 < resident.repeated < resident.plan.evict_at
+            if resident.plan.reserved(DIMS)
+            if resident.tokens < (resident.plan.evict_at or 0)
+            or 0 < resident.repeated < (resident.plan.evict_at or 0)
         )
         end = 0
-        for start, tokens in spans:
+        for start, size in spans:
             assert start >= end, "two requests write to one place of the reserve"
-            end = start + tokens
-        assert end <= self.setup.max_model_len, "the reserve is too small"
+            end = start + size
+        assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS), "it is too small"
         self.most_reserved = max(self.most_reserved, end)
 
     def _repeat(self, resident: Resident, repeat: Repeat, count: int) -> None:

@@ -34,6 +34,8 @@ RULES = {
     "layer-defensivekv": ("global", "global"),
     "take": ("leader", "uniform"),
     "kvzip": ("global", "global"),
+    "compactor": ("uniform", "adaptive"),
+    "expected-attention": ("uniform", "uniform"),
 }
 DYNAMIC = [policy for policy, (layers, _) in RULES.items() if layers == "dynamic"]
 WHOLE_MODEL = [policy for policy, (layers, _) in RULES.items() if layers in ("dynamic", "global", "leader")]
@@ -90,7 +92,11 @@ def select_layer(
         return [[i for i in range(n) if i < sinks or i >= n - (b - sinks)]] * heads
     counts = [past - sinks] * heads
     if RULES[policy][1] == "adaptive":
-        counts = reference.ada_counts(x.scores, past, p.get("alpha", 0.0), p.get("ada_safeguard", "interp"))
+        # Sinks are out of the competition.
+        others = [row[sinks:] for row in x.scores]
+        counts = reference.ada_counts(
+            others, past - sinks, p.get("alpha", 0.0), p.get("ada_safeguard", "interp")
+        )
     if "first" in p:
         return two_stages(x.scores, x.second, counts, p["first"], n, window)
     return reference.keep(x.scores, counts, n, window, sinks)

@@ -23,6 +23,8 @@ from . import reference_select
 from .reference_scores import SCORE
 
 N, WINDOW, LAYERS = 100, 8, 4
+ANGLES = torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+ROTARY = (ANGLES.cos(), ANGLES.sin())
 SCORED = [policy for policy in available() if SCORE[policy]]
 
 
@@ -36,14 +38,16 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
         v[0, -WINDOW:] *= 3
         if values == "unit":
             v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
-        repeated = q_all.sum(2).view(3, 2, N).amax(1)
-        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, repeated=repeated))
+        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
+        result.append(dataclasses.replace(x, repeated=q_all.sum(2).view(3, 2, N).amax(1)))
     return result
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    last = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
-    return EvictionConfig(policy, budget=30, **(last | params))
+    """A budget of 30 with a window of 8, and no sinks beside it."""
+    sizes = {"window": WINDOW, "take_probe": WINDOW, "sinks": 0}
+    sizes = {name: size for name, size in sizes.items() if name in parameters(policy)}
+    return EvictionConfig(policy, budget=30, **(sizes | params))
 
 
 def as_lists(kept) -> list:
@@ -169,6 +173,10 @@ OTHER = {
     "norm_axis": "tokens",
     "take_probe": 3,
     "take_warmup_layers": 0,
+    "leverage_chunk": 20,
+    "blend": 3.0,
+    "n_future": 1,
+    "epsilon": 0.1,
 }
 CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide", "kvzip_chunk", "kvzip_sees")
 """What matters while a prompt is read or repeated only."""
@@ -197,7 +205,7 @@ def test_policies_differ():
     assert len(set(variants.values())) == len(variants)
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava-uniform", "defensivekv"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava-uniform", "defensivekv", "compactor"])
 def test_equal_scores_give_uniform_heads(policy):
     alpha = {"alpha": 0} if "alpha" in parameters(policy) else {}
     scores = LayerScores(0, 1, 4, torch.full((4, N - WINDOW), 0.5))
@@ -211,7 +219,7 @@ def test_equal_scores_of_all_layers_give_uniform_layers():
     assert all(x.tolist() == [*range(22), *range(N - WINDOW, N)] for layer in kept for x in layer)
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "defensivekv"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "defensivekv", "compactor"])
 def test_a_head_may_keep_only_its_window(policy):
     scores = torch.zeros(2, N - WINDOW)
     scores[1] = 1
@@ -262,7 +270,7 @@ def test_no_allocation_retains_more(scores, b):
 
 @pytest.mark.parametrize("policy", SCORED)
 def test_nan_scores_are_the_lowest(policy):
-    m = N - (1 if policy == "tova" else WINDOW)
+    m = N - config(policy).window_for(N)
     scores = torch.rand(LAYERS, 2, m)
     scores[:, :, :20] = torch.nan
     layers = [LayerScores(i, LAYERS, 2, x, weight=1.0, second=x) for i, x in enumerate(scores)]

@@ -24,8 +24,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, compactor, decide
 from vllm_kvevict.policies.kvzip import repeat_attention
+from vllm_kvevict.policies.tiles import TILE, tile_sums
 
 HEADS, GROUP, SIZE, HIDDEN = 3, 2, 8, 36
 WINDOW = 8
@@ -56,6 +57,22 @@ CASES = {
     ),
     "knorm": ("knorm", {"window": 0}, "knorm", "KnormPress", {}, False),
     "keydiff": ("keydiff", {"window": 0}, "keydiff", "KeyDiffPress", {}, False),
+    "expected-attention": (
+        "expected-attention",
+        {},
+        "expected_attention",
+        "ExpectedAttentionPress",
+        {},
+        False,
+    ),
+    "expected-attention-epsilon": (
+        "expected-attention",
+        {"epsilon": 0.01, "n_future": 9, "sinks": 7},
+        "expected_attention",
+        "ExpectedAttentionPress",
+        {"epsilon": 0.01, "n_future_positions": 9, "n_sink": 7},
+        False,
+    ),
     "h2o": (
         "h2o",
         {"window": 0, "h2o_norm": "mean"},
@@ -125,8 +142,14 @@ class Layer:
     def inputs(self, window: int) -> LayerInputs:
         queries, n = self.queries[0], self.keys.shape[2]
         w_o = self.module.o_proj.weight.T.reshape(HEADS * GROUP, SIZE, HIDDEN)
+        cos, sin = (table[0, :, : SIZE // 2] for table in self.rotary)
         return LayerInputs(
-            queries[:, n - window :], self.keys[0], self.values[0], q_all=queries, w_o=w_o.detach()
+            queries[:, n - window :],
+            self.keys[0],
+            self.values[0],
+            q_all=queries,
+            w_o=w_o.detach(),
+            rotary=(cos, sin),
         )
 
 
@@ -144,7 +167,8 @@ def make_layer(seed: int, n: int, layer: int = 0, num_layers: int = 1) -> Layer:
     )
     module = LlamaAttention(config, layer).eval()
     hidden = 2 * torch.randn(1, n, HIDDEN)
-    rotary = LlamaRotaryEmbedding(config)(hidden, torch.arange(n)[None])
+    module.rotary_emb = LlamaRotaryEmbedding(config)  # where kvpress looks for it
+    rotary = module.rotary_emb(hidden, torch.arange(n)[None])
     cache = DynamicCache(config=config)
     causal = torch.full((1, 1, n, n), -torch.inf).triu(1)
     _, attentions = module(hidden, rotary, causal, past_key_values=cache)
@@ -292,6 +316,38 @@ def test_selection_with_given_pyramid_budgets(seed):
     for layer, budget in zip(layers, budgets, strict=True):
         (kept,) = ours(EvictionConfig("snapkv", budget=budget, **OURS), layer)
         check_same(kept, theirs(other, layer), scores(other, layer))
+
+
+@seeds
+@pytest.mark.parametrize("n", [60, 301])
+def test_leverage(n, seed, monkeypatch):
+    """With the projection and the ridge of ours; kvpress draws others at each call, and takes a prompt as one chunk."""
+    layer = make_layer(seed, n)
+    phi = compactor.projection(SIZE)
+    drawn = (phi * compactor.SKETCH**0.5).float()
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: drawn.expand(shape))
+    monkeypatch.setattr(compactor, "projection", lambda size: phi)
+    monkeypatch.setattr(compactor, "REGULARIZER", 1e-2)
+    (chunk,) = compactor.leverage(layer.inputs(1), 1000)
+    wanted = scores(press("leverage", "LeverageScorePress"), layer)
+    # Its standard deviation is that of a sample.
+    factor = ((chunk.numel() - 1) / chunk.numel()) ** 0.5
+    found = compactor.standardized(chunk, None).float() * factor
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.roll(1, 1), wanted, rtol=0.01, atol=0.01)
+
+
+@seeds
+def test_attention_within_tiles(seed):
+    """kvpress lets the last tile attend to its padding, so only whole tiles are alike."""
+    attend = kvpress("presses.non_causal_attention_press", "NonCausalAttnPress").non_causal_chunked_attn
+    for n in (256, 301):
+        layer = make_layer(seed, n)
+        wanted = attend(layer.queries, layer.keys.repeat_interleave(GROUP, 1), TILE)[0]
+        found = tile_sums(layer.inputs(1))
+        torch.testing.assert_close(found[:, :256], wanted[:, :256])
+    assert not torch.allclose(found[:, 256:], wanted[:, 256:])
 
 
 def test_ratios():

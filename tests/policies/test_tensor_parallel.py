@@ -23,11 +23,14 @@ from vllm_kvevict.policies.registry import lookup
 from . import reference_select
 
 WORLD, N, NUM_LAYERS, WINDOW = 4, 120, 3, 8
+ANGLES = torch.arange(N)[:, None] * 0.5 ** torch.arange(8)
+ROTARY = (ANGLES.cos(), ANGLES.sin())
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    size = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
-    return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size, **params)
+    size = {"window": WINDOW, "take_probe": WINDOW, "sinks": 4}
+    size = {name: count for name, count in size.items() if name in parameters(policy)} | params
+    return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size)
 
 
 CONFIGS = [
@@ -49,6 +52,8 @@ CONFIGS = [
     config("defensivekv", norm_axis="tokens", mass=0.8),
     config("layer-defensivekv", norm_axis="tokens", kernel=3),
     EvictionConfig("kvzip", keep_ratio=0.3),
+    config("compactor", leverage_chunk=50, blend=2.0, sinks=0),
+    config("expected-attention", keep_ratio=0.3, epsilon=0.01),
 ]
 # Policies whose scores, and whose choices, concern one KV head at a time.
 QUIET_SCORES = (
@@ -62,6 +67,7 @@ QUIET_SCORES = (
     "criticalkv",
     "take",
     "kvzip",
+    "expected-attention",
 )
 QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip"}), "tova", "lava-uniform-head", "cake")
 LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
@@ -85,7 +91,7 @@ def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
         q_all = torch.randn(query_heads, N, 16, generator=g)
         k, v = torch.randn(kv_heads, N, 16, generator=g), torch.randn(kv_heads, N, 16, generator=g)
         w_o = torch.randn(query_heads, 16, 24, generator=g)
-        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o)
+        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
         result.append(dataclasses.replace(x, repeated=most_of_heads(x)))
     return result
 
@@ -98,7 +104,12 @@ def most_of_heads(x: LayerInputs) -> torch.Tensor:
 def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:
     """What a rank holds: its query heads with their slices of the output projection, its KV heads."""
     mine = LayerInputs(
-        x.q_window[queries], x.keys[heads], x.values[heads], q_all=x.q_all[queries], w_o=x.w_o[queries]
+        x.q_window[queries],
+        x.keys[heads],
+        x.values[heads],
+        q_all=x.q_all[queries],
+        w_o=x.w_o[queries],
+        rotary=x.rotary,
     )
     return dataclasses.replace(mine, repeated=most_of_heads(mine))
 

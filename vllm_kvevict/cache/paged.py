@@ -221,10 +221,15 @@ class PagedKVCache:
         """
         return self.tables.block_tables(request_slots, self.num_layers, width)
 
-    def read_keys(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
-        """The first ``n`` keys of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
-        pages = self._first_pages(request_slot, layer, n)
-        return self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)[:, :n]
+    def read_keys(self, request_slot: int, layer: int, n: int, first: int = 0) -> torch.Tensor:
+        """The first ``n`` keys of each head without those before ``first``, [H, n - first, head_dim].
+
+        Raises ValueError if a head holds fewer.
+        """
+        skipped = first // self.page_size
+        pages = self._first_pages(request_slot, layer, n)[:, skipped:]
+        keys = self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)
+        return keys[:, first - skipped * self.page_size : n - skipped * self.page_size]
 
     def read_values(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
         """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""

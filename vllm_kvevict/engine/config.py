@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.policies import EvictionConfig, available, parameters
+from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
 from vllm_kvevict.policies.params import to_int
+from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 
 KEY = "kv_eviction"
@@ -173,6 +174,13 @@ class Options:
     def reserved_for(self) -> list[str]:
         """Policies that requests may have and that need a reserve."""
         return [policy for policy in available() if self.allows(policy) and needs_reserve(policy)]
+
+    def reserve_size(self, max_model_len: int, dims: sums.HeadDims) -> int:
+        """What workers reserve for them: as much as one prompt of ``max_model_len`` tokens needs, of any of them.
+
+        Numbers for each layer and query head.
+        """
+        return max((sums.size(needs(name), max_model_len, dims) for name in self.reserved_for), default=0)
 
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.

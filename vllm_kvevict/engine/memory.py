@@ -15,6 +15,7 @@ from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies
+from vllm_kvevict.schedules.sums import HeadDims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,13 @@ def bounds_of(vllm_config: Any) -> MemoryBounds:
     return MemoryBounds(
         ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
     )
+
+
+def head_dims(vllm_config: Any) -> HeadDims:
+    """The heads of a rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    return HeadDims(model.get_head_size(), group)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -22,12 +22,14 @@ class Handshake(KVConnectorHandshakeMetadata):
         capacity: of its pool.
         version: of this package there.
         has_w_o: whether policies can read the output projections of its layers.
+        has_rotary: whether they can undo their rotary embedding.
     """
 
     rank: int
     capacity: RankCapacity
     version: str
     has_w_o: bool = True
+    has_rotary: bool = True
 
 
 @dataclass

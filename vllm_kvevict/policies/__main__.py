@@ -18,10 +18,10 @@ def policy_table() -> str:
 def parameter_table() -> str:
     """All parameters in Markdown: accepted values and meaning."""
     rows = ["| parameter | values | meaning |", "|---|---|---|"]
-    known = [parameter for name in available() for parameter in lookup(name).parameters]
-    first = {parameter.name: parameter for parameter in reversed(known)}
+    # Where policies accept different values, as the first of them does.
+    known = {p.name: p for name in reversed(available()) for p in lookup(name).parameters}
     for name, meaning in MEANINGS.items():
-        rows.append(f"| `{name}` | {first[name].expects} | {meaning} |")
+        rows.append(f"| `{name}` | {known[name].expects} | {meaning} |")
     return "\n".join(rows)
 
 

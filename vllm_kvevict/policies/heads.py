@@ -93,15 +93,6 @@ def past_scores(layer: LayerScores, m: int) -> Tensor:
     return scores
 
 
-def num_sinks(cfg: EvictionConfig, n: int) -> int:
-    """First tokens that stay, where the policy has such; a small ratio shrinks them so that they and the window fit the
-    budget."""
-    sinks, budget, window = cfg.params.get("sinks", 0), cfg.budget_for(n), cfg.window_for(n)
-    if window < cfg.params["window"]:
-        return min(sinks, budget // 2)
-    return min(sinks, budget - window)
-
-
 def with_window(past: list[Tensor], n: int, window: int) -> list[Tensor]:
     """For each KV head its chosen candidates and then the last `window` of n positions."""
     last = torch.arange(n - window, n, device=past[0].device)

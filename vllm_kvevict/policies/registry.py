@@ -82,7 +82,7 @@ def available() -> tuple[str, ...]:
 
 
 def needs(policy: str) -> frozenset[str]:
-    """Fields of LayerInputs, besides keys, that scoring by `policy` reads: q_window, values, w_o, col_sums."""
+    """Fields of LayerInputs, besides keys, that scoring by `policy` reads, such as q_window, values, w_o, col_sums."""
     return frozenset(lookup(policy).needs)
 
 

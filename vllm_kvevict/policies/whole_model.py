@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .config import EvictionConfig
-from .heads import num_sinks, past_scores, with_window
+from .heads import past_scores, with_window
 from .layer import Comm, Kept, LayerScores
 from .select import best_positions, count_best, order_keys
 from .shares import require_all_layers
+from .sinks import keep_sinks
 
 
 def order_of(
@@ -24,14 +25,11 @@ def order_of(
     heads = layers[0].num_kv_heads if comm is None else comm.num_kv_heads_total
     first = 0 if comm is None else comm.local_heads.start
     rows = layers[0].num_layers * heads
-    m, sinks = n - cfg.window_for(n), num_sinks(cfg, n)
-    for x in layers:
-        scores = past_scores(x, m)
-        if sinks:
-            scores = scores.clone()
-            scores[:, :sinks] = torch.inf  # of equal scores the first ones win
+    m = n - cfg.window_for(n)
+    for given in layers:
+        (x,) = keep_sinks(cfg, [given], n)
         # The heads of all layers compete as those of one layer do elsewhere: layer by layer, then by head.
-        yield order_keys(scores, x.layer * heads + first, rows)
+        yield order_keys(past_scores(x, m), x.layer * heads + first, rows)
 
 
 def wanted(cfg: EvictionConfig, n: int, num_layers: int, num_kv_heads: int) -> int:

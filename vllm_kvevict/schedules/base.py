@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig, most_candidates
+from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
 from vllm_kvevict.schedules.reports import Answer, Claim, Repeat
 
@@ -175,14 +176,14 @@ class Schedule(ABC):
 
         Whatever the scores: of rows that compete any may win.
         """
-        heads, window = rank.num_kv_heads, config.window_for(n)
+        heads, always = rank.num_kv_heads, config.window_for(n) + num_sinks(config, n)
         every = self.layer_budgets(config, n, rank.num_model_layers)
         pages = 0
         # Most layers have the same budget, and admission asks this of every request that waits, in every step.
         for budget, layers in Counter(every[rank.first_layer :][:num_layers]).items():
             if config.heads_compete:
-                most = most_candidates(config, budget - window, n - window, heads, rank.num_model_kv_heads)
-                pages += layers * ragged_pages(most, heads, window + more, n + more, page_size)
+                most = most_candidates(config, budget - always, n - always, heads, rank.num_model_kv_heads)
+                pages += layers * ragged_pages(most, heads, always + more, n + more, page_size)
             else:
                 pages += layers * heads * pages_for(budget + more, page_size)
         return pages

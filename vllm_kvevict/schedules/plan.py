@@ -2,28 +2,17 @@
 
 import bisect
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig, needs
+from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.registry import schedule_of
-
-RESERVED = ("col_sums", "repeated")
-"""What policies may need that grows with the prompt, beside its KV."""
 
 
 def needs_reserve(policy: str) -> bool:
     """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
-    return not needs(policy).isdisjoint(RESERVED)
-
-
-def reserved_heads(policies: Sequence[str], query_heads: int, kv_heads: int) -> int:
-    """Heads of a layer that a reserve for these policies has a number of each token for; 0 if they need none."""
-    needed = {name for policy in policies for name in needs(policy)}
-    if "col_sums" in needed:
-        return query_heads
-    return kv_heads if "repeated" in needed else 0
+    return not needs(policy).isdisjoint(sums.SUMMED)
 
 
 @dataclass(frozen=True)
@@ -45,10 +34,9 @@ class Plan:
         """The way in which the policy evicts."""
         return schedule_of(self.config)
 
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it takes until its eviction."""
-        return self.evict_at if self.evict_at is not None and needs_reserve(self.config.policy) else 0
+    def reserved(self, dims: sums.HeadDims) -> int:
+        """What it takes of the workers' reserve until its eviction: numbers for each layer and query head."""
+        return 0 if self.evict_at is None else sums.size(self.config.needs, self.evict_at, dims)
 
     def next_eviction(self, tokens: int) -> int | None:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""
@@ -90,7 +78,7 @@ class Admission:
         epoch: 1 for the first admission, +1 after each preemption.
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
-        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
+        reserved_at: where in the workers' reserve its place begins, if the policy needs one.
         prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
     """
 

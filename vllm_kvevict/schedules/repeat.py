@@ -23,6 +23,7 @@ from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, Reside
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 from vllm_kvevict.schedules.reports import Repeat
 from vllm_kvevict.schedules.shared import ByScore
+from vllm_kvevict.schedules.sums import REPEATED
 
 
 class ByRepeat(ByScore):
@@ -93,12 +94,10 @@ class ByRepeat(ByScore):
             keys = cache.read_keys_at(resident.request_slot, step.layer, entries)
         else:
             keys = cache.read_keys(resident.scratch, step.layer, len(seen) + rows.count)
-        if resident.repeated is None:
-            resident.repeated = evictor.reserved(resident, cache.num_kv_heads)
         chunk = slice(len(seen) - (repeat.stop - repeat.start), len(seen))
         query = step.query[rows.rows].transpose(0, 1)
         most = repeat_attention(query, keys, chunk, step.scale, step.softcap)
-        resident.repeated[step.layer, :, repeat.start : repeat.stop] = most
+        evictor.sums_of(resident, query).of(step.layer)[REPEATED][:, repeat.start : repeat.stop] = most
 
 
 def _chunk_size(config: EvictionConfig, n: int, longest: int) -> int:

@@ -16,6 +16,7 @@ from vllm_kvevict.engine.scheduler.prefixes import Prefix
 from vllm_kvevict.schedules.base import Arbiter
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.sums import HeadDims
 
 PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
@@ -45,7 +46,7 @@ class Account:
         undecided: whether it is still to be decided, over all stages, what it keeps.
         to_repeat: chunks of the prompt that steps must repeat before it is evicted, (start, stop) each.
         arbiter: by which that is decided, once the ranks have claimed something.
-        reserved_at: where its tokens begin in the reserve.
+        reserved_at: where its place in the reserve begins.
         prefix: the cached prefix that it borrows pages of.
         lent: pages of each rank that it borrows.
     """
@@ -80,10 +81,10 @@ class Account:
         """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
         return self.prompt_len + self.max_tokens - 1
 
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it needs until its eviction."""
-        return self.plan.reserved if self.tokens < (self.plan.evict_at or 0) else 0
+    def reserved(self, dims: HeadDims) -> int:
+        """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
+        is_over = self.tokens >= (self.plan.evict_at or 0) and not self.to_repeat
+        return 0 if is_over else self.plan.reserved(dims)
 
     @property
     def is_reading(self) -> bool:

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.config import REPEAT_ROWS, require_options
-from vllm_kvevict.engine.memory import bounds_of
+from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.prefixes import prefix_key
@@ -55,6 +55,7 @@ class _EvictionMixin:
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
+            head_dims=head_dims(vllm_config),
             prefix_key=partial(
                 prefix_key,
                 block_size=self.hash_block_size,  # type: ignore[attr-defined]

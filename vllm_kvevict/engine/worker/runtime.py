@@ -18,6 +18,7 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.memory import head_dims
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
@@ -25,6 +26,7 @@ from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.reserve import allocate
+from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.schedules.base import most_prefixes
@@ -82,9 +84,10 @@ class Runtime:
 
     def take_reserve(self) -> None:
         """Take what requests of some policies hold beside their KV, before the KV cache takes what memory is left."""
-        policies = self.options.reserved_for
+        policies, model = self.options.reserved_for, self.vllm_config.model_config
         if policies:
-            self.reserve = allocate(self.vllm_config, policies, self.runner.device)
+            size = self.options.reserve_size(model.max_model_len, head_dims(self.vllm_config))
+            self.reserve = allocate(self.vllm_config, size, self.runner.device)
             logger.info(
                 "KV eviction: %.1f MiB are kept for what %s sums up while prompts are read",
                 self.reserve.nbytes / 2**20,
@@ -107,6 +110,7 @@ class Runtime:
         self.layer_index = {name: index for index, name in enumerate(names)}
         self._make_cache(kv_caches[names[0]], layers)
         self.projections = self._find_projections(layers)
+        self.rotary = self._find_rotary(layers)
         model = self.vllm_config.model_config
         first_layer, _ = model.get_layers_start_end_indices(self.vllm_config.parallel_config)
         self.evictor = Evictor(
@@ -117,6 +121,7 @@ class Runtime:
             self.projections.of,
             self.device.is_asynchronous,
             self.pages.window_mean,
+            self.rotary.read,
             self.reserve,
         )
         self.attached = True
@@ -162,6 +167,21 @@ class Runtime:
                 "not find it in this model: choose another policy"
             )
         return projections
+
+    def _find_rotary(self, layers: Sequence[Attention]) -> ModelRotary:
+        """The layers' rotary embedding, which some policies undo.
+
+        Raises:
+            KVEvictionError: the server's policy is one of them, and the model has none that can be undone.
+        """
+        model = self.vllm_config.model_config
+        rotary = ModelRotary(self.runner.model, layers, model.max_model_len, model.get_head_size())
+        if "rotary" in self.options.request_config(None)[0].needs and not rotary.available:
+            raise KVEvictionError(
+                f"--kv-eviction {self.options.policy} needs a rotary embedding that turns by position alone, the same "
+                "in each layer, and does not find it in this model: choose another policy"
+            )
+        return rotary
 
     def _tensor_comm(self) -> TensorComm | None:
         """The tensor-parallel group, None where it has one member."""
