@@ -6,6 +6,9 @@ time in attention, and the most KV that was held, beside the share of attention'
 ``recycle``: a prompt that is evicted when it has been read, in several steps (every layer is held whole until then)
 and in one step (each layer recycles the pages of the one before).
 
+``repeat``: a document with a question behind it, kept whole, and evicted by kvzip, which repeats the document before:
+once with rows that see all of it, once with rows that see only the chunk that they repeat.
+
 The engines run in processes of their own; while one works the others wait.
 """
 
@@ -46,8 +49,15 @@ TAKE = {
     "kv_budget": BUDGET,
     "kv_eviction_config": {"take_chunk": CHUNK, "take_warmup_budget": WARMUP},
 }
-CONTEXTS = {"take": [8192, 16384, 32768], "recycle": [2048, 8192]}
-MODEL_LAYERS = {"take": LAYERS, "recycle": 16}
+CONTEXTS = {"take": [8192, 16384, 32768], "recycle": [2048, 8192], "repeat": [2048, 8192]}
+MODEL_LAYERS = {"take": LAYERS, "recycle": 16, "repeat": LAYERS}
+QUESTION = 64
+"""Tokens behind a document."""
+ROOM = 1024
+"""Tokens that a repeat may have beside its prompt, and a page."""
+KEPT, ALL, OWN_CHUNK = "not evicted", "kvzip", "kvzip, sees a chunk"
+FIRST_TOKEN = {ALL: 3.4, OWN_CHUNK: 1.6}
+"""Time to the first token over that without eviction at most."""
 IN_STEPS, IN_ONE_STEP = "in steps", "in one step"
 HELD = {"take": 0.12, "recycle": 0.25}
 """The most KV held over the other side's, at most. Pages are counted, so it holds for every level and dtype."""
@@ -94,9 +104,13 @@ def install(engine: Engine) -> None:
     Evictor._report = watched  # type: ignore[method-assign]
 
 
-def read(engine: Engine, workload: Workload, dtype: str) -> Reading:
-    """Read one prompt, up to its first token; the engine's KV has this dtype."""
-    admit(engine, workload)
+def read(engine: Engine, workload: Workload, dtype: str, question: int = 0) -> Reading:
+    """Read one prompt, up to its first token; the engine's KV has this dtype.
+
+    Args:
+        question: last tokens that are not in view of the eviction.
+    """
+    admit(engine, workload, prefix_len=workload.input_len - question if question else None)
     (request,) = requests(engine)
 
     def work() -> None:
@@ -166,6 +180,8 @@ def make_sides(arguments: argparse.Namespace) -> list[Side]:
             Side(STOCK, path, arguments.threads, **settings),
             Side("take", path, arguments.threads, **settings, **TAKE),
         ]
+    if arguments.what == "repeat":
+        return _repeating(arguments, path, settings)
     eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
     steps = {**settings, **eviction, "max_num_batched_tokens": min(arguments.contexts) // 2}
     at_once = {**settings, **eviction, "max_num_batched_tokens": longest}
@@ -175,12 +191,35 @@ def make_sides(arguments: argparse.Namespace) -> list[Side]:
     ]
 
 
+def _repeating(arguments: argparse.Namespace, path: Any, settings: dict[str, Any]) -> list[Side]:
+    """The same prompt without eviction and with both forms of kvzip, in engines that are alike."""
+    longest = settings["max_model_len"] + ROOM
+    room = (
+        (-(-longest // BLOCK) + 2 * ROOM // BLOCK)
+        * BLOCK
+        * token_bytes(arguments.dtype, arguments.model_layers)
+    )
+    alike = {
+        **settings,
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": room,
+        "kv_budget": arguments.budget,
+    }
+    own_chunk = {"kv_eviction": "kvzip", "kv_eviction_config": {"kvzip_sees": "chunk"}}
+    return [
+        Side(KEPT, path, arguments.threads, **alike, kv_eviction="full"),
+        Side(ALL, path, arguments.threads, **alike, kv_eviction="kvzip"),
+        Side(OWN_CHUNK, path, arguments.threads, **alike, **own_chunk),
+    ]
+
+
 def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
     """Every prompt is read by every side, in turns."""
     cells = [Cell(context) for context in arguments.contexts]
+    question = QUESTION if arguments.what == "repeat" else 0
     for side in sides:
         side.call(install)
-        side.call(read, Workload(1, 512, 2), arguments.dtype)
+        side.call(read, Workload(1, 512, 2), arguments.dtype, question)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
         task = bar.add_task("", total=len(cells) * len(sides) * arguments.rounds)
@@ -188,8 +227,8 @@ def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
             for cell in cells:
                 for side in sides if number % 2 == 0 else sides[::-1]:
                     bar.update(task, description=f"{cell.context} tokens, {side.name}")
-                    workload = Workload(1, cell.context, 2, seed=number)
-                    cell.readings[side.name].append(side.call(read, workload, arguments.dtype))
+                    workload = Workload(1, cell.context + question, 2, seed=number)
+                    cell.readings[side.name].append(side.call(read, workload, arguments.dtype, question))
                     bar.advance(task)
     for cell in cells:
         cell.readings = {side.name: cell.readings[side.name] for side in sides}
@@ -198,7 +237,15 @@ def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
 
 def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
     """What the longest prompt should reach."""
-    cell, bound = cells[-1], HELD[arguments.what]
+    cell = cells[-1]
+    if arguments.what == "repeat":
+        usual = cell.context == CONTEXTS["repeat"][-1] and arguments.model_layers == LAYERS
+        name = f"{{}} at {cell.context}: time to the first token over that without eviction"
+        bounds = FIRST_TOKEN.items() if usual else ()
+        return [
+            Target(name.format(side), cell.ratio(side, "wall"), most, at_most=True) for side, most in bounds
+        ]
+    bound = HELD[arguments.what]
     if arguments.what == "take" and cell.context == CONTEXTS["take"][-1]:
         held = cell.ratio("take", "kv_bytes")
         found = [Target("take at 32768: most KV held over stock's", held, bound, at_most=True)]
@@ -278,6 +325,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model-layers", type=whole, metavar="N", help="of the model")
     about = "of recycle (default: %(default)s)"
     parser.add_argument("--policy", choices=available(), default="ada-snapkv", metavar="POLICY", help=about)
+    about = "of recycle and repeat (default: %(default)s)"
     parser.add_argument("--budget", type=budget, default=0.1, metavar="X", help=about)
     add_dtype(parser)
     add_counts(

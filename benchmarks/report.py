@@ -30,6 +30,7 @@ PICTURES = {
     "attention": "decode attention over a share of the KV, speed-up over all KV with vLLM's op",
     "decode": "a step of pure decode",
     "prefill-take": "long prompts read by stock vLLM and by take",
+    "prefill-repeat": "a document read without eviction, and repeated by kvzip before it is evicted",
     "prefill-recycle": "a prompt read in several steps and in one, evicted at its end",
     "micro": "operations over what the machine allows",
 }

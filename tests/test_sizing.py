@@ -149,18 +149,31 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "mib", "policies"),
     [
-        (["--policy", "h2o"], 4, "h2o"),
-        (["--policy", "h2o", "--tensor-parallel-size", "2", "--max-model-len", "16384"], 1, "h2o"),
-        (["--policy", "full", "--config", '{"policies": "all"}', "--pipeline-parallel-size", "3"], 2, "h2o"),
-        (["--policy", "snapkv"], 0, ""),
+        (["--policy", "h2o"], "4.0", "h2o"),
+        (["--policy", "h2o", "--tensor-parallel-size", "2", "--max-model-len", "16384"], "1.0", "h2o"),
+        (["--policy", "kvzip"], "2.0", "kvzip"),
+        (
+            ["--policy", "full", "--config", '{"policies": ["h2o"]}', "--pipeline-parallel-size", "3"],
+            "2.0",
+            "h2o",
+        ),
+        (
+            ["--policy", "full", "--config", '{"policies": "all"}'],
+            "4.5",
+            "h2o, kvzip, compactor, expected-attention",
+        ),
+        (["--policy", "snapkv"], "", ""),
     ],
 )
 def test_what_is_set_aside_beside_the_kv_memory(
-    words: list[str], mib: int, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], mib: str, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp32 sums of 32,768 tokens in 8 query heads of 4 layers: 4 MiB; of three stages one has two layers."""
+    """fp32 sums of 32,768 tokens in 8 query heads of 4 layers: 4 MiB, in 4 KV heads 2.
+
+    Of three stages one has two layers. And what compactor needs more: queries of 128 tokens of head size 32.
+    """
     sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words])
-    said = f"Beside it each rank sets aside {mib}.0 MiB, which {policies} requests need"
+    said = f"Beside it each rank sets aside {mib} MiB, which {policies} requests need"
     assert (capsys.readouterr().out.splitlines()[1] == said) == bool(policies)
 
 

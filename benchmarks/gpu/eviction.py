@@ -10,7 +10,7 @@ norms, activations and sampling are left out, so a share of it is rather too hig
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.table import Table
@@ -95,10 +95,12 @@ class Prompt:
             triton=True,
         )
 
-        def no_projection(layer: int) -> Tensor:
-            raise NotImplementedError("policies that read the output projection are not measured here")
+        def none(*_: int) -> NoReturn:
+            raise NotImplementedError(
+                "policies that read the model's weights or positions are not measured here"
+            )
 
-        self.evictor = Evictor(self.cache, 0, layers, None, no_projection, CUDA.is_asynchronous, window_mean)
+        self.evictor = Evictor(self.cache, 0, layers, None, none, CUDA.is_asynchronous, window_mean, none)
         self.request_slot = self.cache.open()
         self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 

@@ -21,6 +21,7 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.reports import Report
+from vllm_kvevict.schedules.sums import HeadDims
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
@@ -70,6 +71,7 @@ def make_ledger(
         enable_caching=cached,
         options=options,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
+        head_dims=HeadDims(128, 4),
         prefix_key=lambda request, plan: int(request.request_id) // BORROWERS,
     )
     heads = KV_HEADS // ranks

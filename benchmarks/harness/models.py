@@ -20,6 +20,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
+    "glm4": {"attention_bias": False},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 

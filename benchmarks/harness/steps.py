@@ -15,20 +15,28 @@ Parts = dict[str, float]
 """Seconds of a step by part."""
 
 
-def admit(engine: Engine, workload: Workload, policy: str | None = None) -> int:
+def admit(
+    engine: Engine, workload: Workload, policy: str | None = None, prefix_len: int | None = None
+) -> int:
     """Hand the requests to the engine.
 
     Args:
         policy: of these requests, None for the engine's own.
+        prefix_len: tokens of each prompt that are evicted without the others in view, None for all.
 
     Returns:
         Prompt tokens in all.
     """
     from vllm import SamplingParams
 
-    extra = {"kv_eviction": policy} if policy else None
+    fields = {"kv_eviction": policy, "kv_prefix_len": prefix_len}
+    extra = {name: value for name, value in fields.items() if value is not None}
     params = SamplingParams(
-        max_tokens=workload.output_len, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
+        max_tokens=workload.output_len,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra or None,
     )
     for index, prompt in enumerate(workload.prompts()):
         engine.llm.llm_engine.add_request(f"{workload.seed}-{index}", {"prompt_token_ids": prompt}, params)

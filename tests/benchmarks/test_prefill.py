@@ -8,8 +8,11 @@ from rich.console import Console
 from benchmarks import prefill
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.prefill import (
+    ALL,
     IN_ONE_STEP,
     IN_STEPS,
+    KEPT,
+    OWN_CHUNK,
     Cell,
     Reading,
     paper_share,
@@ -53,6 +56,15 @@ def test_targets_of_recycling():
     (target,) = targets(parse_arguments(["recycle"]), cells)
     assert target.met and target.value.median == 0.16
     assert targets(parse_arguments(["recycle", "--budget", "0.5"]), cells) == []
+
+
+def test_targets_of_repeating():
+    sides = {KEPT: (1.0, 1.0, 100), ALL: (3.0, 1.0, 100), OWN_CHUNK: (1.7, 1.0, 100)}
+    cells = [cell(2048, sides), cell(8192, sides)]
+    all_of_it, own_chunk = targets(parse_arguments(["repeat"]), cells)
+    assert all_of_it.met and all_of_it.value.median == 3.0
+    assert not own_chunk.met and own_chunk.value.median == 1.7
+    assert targets(parse_arguments(["repeat", "--contexts", "2048"]), cells[:1]) == []
 
 
 def test_arguments():

@@ -390,3 +390,40 @@ def test_compacting_says_what_it_frees():
     cache.extend([slot], [100])
     assert cache.compact(slot, 0, [torch.arange(100)] * H) == 0
     assert cache.compact(slot, 0, [torch.arange(33), torch.arange(32)]) == 2 + 3
+
+
+@pytest.mark.parametrize("entries", [[0], [3, 40, 69], [31, 32, 33]])
+def test_keys_at_some_entries(entries):
+    cache, payload = make(), Payload(D)
+    slot = cache.open()
+    store(cache, cache.extend([slot], [70]), payload)
+    for layer in range(L):
+        every = cache.read_keys(slot, layer, 70)
+        assert torch.equal(cache.read_keys_at(slot, layer, torch.tensor(entries)), every[:, entries])
+
+
+def test_the_newest_entries_are_dropped():
+    cache, payload = make(), Payload(D)
+    slot = cache.open()
+    store(cache, cache.extend([slot], [40]), payload)
+    before = [cache.read_keys(slot, layer, 40) for layer in range(L)]
+    for more in (1, 24, 25, 90):
+        store(cache, cache.extend([slot], [more]), payload)
+        cache.truncate(slot, 40)
+        assert cache.held(slot) == cache.physical_pages == L * H * 2
+        cache.verify()
+    assert all(torch.equal(cache.read_keys(slot, layer, 40), before[layer]) for layer in range(L))
+    step = cache.extend([slot], [1])
+    assert cache.seq_lens(step.request_slots).tolist() == [[41] * H] * L
+
+
+def test_what_cannot_be_truncated():
+    cache, payload = make(), Payload(D)
+    slot = cache.open()
+    store(cache, cache.extend([slot], [40]), payload)
+    for tokens in (0, 41):
+        with pytest.raises(ValueError, match=f"cannot be cut to {tokens} entries"):
+            cache.truncate(slot, tokens)
+    cache.compact(slot, 1, [torch.arange(30), torch.arange(40)])
+    with pytest.raises(ValueError, match="cannot be cut"):
+        cache.truncate(slot, 20)

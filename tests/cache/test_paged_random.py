@@ -116,6 +116,29 @@ class Model:
         assert settled.residues.tolist() == [sum(len(row) % PS == m for row in rows) for m in range(PS)]
         assert self.cache.num_free >= free
 
+    def truncate(self, slot, tokens):
+        """Forget the newest entries of rows that are equally long."""
+        longest = len(self.rows[slot][0])
+        self.cache.truncate(slot, tokens)
+        self.rows[slot] = [row[:tokens] for row in self.rows[slot]]
+        assert longest >= tokens
+
+    def copy_entries(self, source, entries):
+        """Begin a request with copies of the given entries of every row of another."""
+        before = set(self.rows)
+        self.open()
+        (slot,) = set(self.rows) - before
+        need = L * H * -(-len(entries) // PS)
+        if need > self.cache.num_free:
+            try:
+                self.cache.copy_entries(source, slot, torch.tensor(entries))
+            except RuntimeError as error:
+                assert f"{need} pages needed" in str(error)
+                return
+            raise AssertionError("the pool gave pages that it does not have")
+        self.cache.copy_entries(source, slot, torch.tensor(entries))
+        self.rows[slot] = [[row[i] for i in entries] for row in self.rows[source]]
+
     def close(self, slots):
         self.cache.close(slots)
         for slot in slots:
@@ -256,6 +279,21 @@ class CacheMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.own()))
         fraction = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
         self.model.evict(slot, data.draw(st.lists(fraction, min_size=L * H, max_size=L * H)), rng)
+
+    @precondition(lambda self: any(len({*map(len, self.model.rows[slot])}) == 1 for slot in self.own()))
+    @rule(data=st.data())
+    def truncate(self, data):
+        alike = [slot for slot in self.own() if len({*map(len, self.model.rows[slot])}) == 1]
+        slot = data.draw(st.sampled_from(alike))
+        self.model.truncate(slot, data.draw(st.integers(1, len(self.model.rows[slot][0]))))
+
+    @precondition(lambda self: any(rows[0] for rows in self.model.rows.values()) and not self.is_full)
+    @rule(data=st.data(), rng=st.randoms(use_true_random=False))
+    def copy_entries(self, data, rng):
+        source = data.draw(st.sampled_from(sorted(slot for slot, rows in self.model.rows.items() if rows[0])))
+        shortest = min(map(len, self.model.rows[source]))
+        count = data.draw(st.integers(1, shortest))
+        self.model.copy_entries(source, sorted(rng.sample(range(shortest), count)))
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data())

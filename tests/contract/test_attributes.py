@@ -24,7 +24,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "hf_text_config runner_type is_encoder_decoder is_diffusion is_multimodal_model is_attention_free is_hybrid "
         "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
         "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices "
-        "get_num_layers get_num_attention_heads model_arch_config",
+        "get_num_layers get_num_attention_heads get_head_size model_arch_config",
         "models that eviction cannot serve are not refused, or none can be",
     ),
     "vllm.config.model_arch:ModelArchitectureConfig": (
@@ -119,6 +119,14 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "quant_method input_size_per_partition params_dtype",
         "criticalkv and defensivekv cannot read projections",
     ),
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": (
+        "cos_sin_cache is_neox_style",
+        "compactor and expected-attention cannot undo RoPE",
+    ),
+    "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding": (
+        "scaling_factors",
+        "tables of several factors are taken for one",
+    ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (
         "block_size num_kv_heads head_size dtype page_size_bytes",
         "memory checks fail",
@@ -144,18 +152,19 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "the V2 runner's batch rows cannot be told apart",
     ),
     "vllm.v1.engine.async_llm:AsyncLLM": (
-        "vllm_config output_handler output_processor",
+        "vllm_config renderer output_handler output_processor",
         "streams are not checked, or who waits when a server is stopped waits on",
     ),
-    "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config", "requests are not checked"),
+    "vllm.v1.engine.input_processor:InputProcessor": ("vllm_config renderer", "requests are not checked"),
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": (
         "engine_client",
         "beam search fails without a reason",
     ),
     "vllm.renderers.base:BaseRenderer": (
-        "config _executor default_chat_tok_params render_messages tokenize_prompt",
-        "scope=prefix fails",
+        "config tokenizer _executor default_chat_tok_params render_messages tokenize_prompt",
+        "scope=prefix fails, and no prefix is repeated",
     ),
+    "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
     "vllm.renderers.params:TokenizeParams": (
         "truncate_prompt_tokens max_truncation_tokens",
         "scope=prefix compares prompts of which tokens were cut off",
@@ -183,7 +192,7 @@ def test_attributes_of_engine_arguments_are_in_the_table() -> None:
     for file, function in (
         ("frontend/checks.py", "check_arguments"),
         ("frontend/checks.py", "_conflicts"),
-        ("frontend/plugin.py", "_make_room_for_probe"),
+        ("frontend/plugin.py", "_make_room_for_extra_rows"),
     ):
         module = ast.parse((source.ENGINE / file).read_text())
         body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == function)

@@ -290,6 +290,11 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["layer.weight = torch.nn.Parameter(torch.empty(0,"],
         "packed projections are taken for plain ones",
     ),
+    "rotary-tables": (
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_static",
+        ["cos_sin_cache.index_select(0, positions)", "cos, sin = cos_sin.chunk(2, dim=-1)"],
+        "compactor and expected-attention undo another RoPE than the model's",
+    ),
     "one-allocation": (
         "vllm.v1.worker.utils:allocate_kv_cache",
         ["assert len(sizes) == 1", "torch.zeros(buf_size, dtype=torch.int8, device=device)"],

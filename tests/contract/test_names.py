@@ -36,10 +36,24 @@ NAMES = {
     "vllm.model_executor.layers.attention:Attention": "workers cannot read the layers' shapes",
     "vllm.model_executor.layers.linear:RowParallelLinear": "criticalkv and defensivekv find no projection",
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": "quantized projections are not told apart",
+    **{
+        f"vllm.model_executor.layers.rotary_embedding.{name}": "compactor and expected-attention cannot undo RoPE"
+        for name in (
+            "base:RotaryEmbedding",
+            "base:RotaryEmbeddingBase",
+            "dynamic_ntk_alpha_rope:DynamicNTKAlphaRotaryEmbedding",
+            "dynamic_ntk_scaling_rope:DynamicNTKScalingRotaryEmbedding",
+            "linear_scaling_rope:LinearScalingRotaryEmbedding",
+            "llama3_rope:Llama3RotaryEmbedding",
+            "ntk_scaling_rope:NTKScalingRotaryEmbedding",
+            "yarn_scaling_rope:YaRNScalingRotaryEmbedding",
+        )
+    },
     "vllm.model_executor.models.utils:extract_layer_index": "layers cannot be put in order",
     "vllm.platforms:current_platform": "the plugin does not know whether it runs on a CPU or a GPU",
     "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
     "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
+    "vllm.renderers.params:TokenizeParams": "what a model is asked when it repeats a prefix has no tokens",
     "vllm.sampling_params:SamplingParams": "requests' vllm_xargs cannot be read",
     "vllm.utils:length_from_prompt_token_ids_or_embeds": "the length of a prompt is not known when it is checked",
     "vllm.utils.async_utils:run_in_loop": "who waits when a server is stopped is told nothing",

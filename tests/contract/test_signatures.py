@@ -181,6 +181,10 @@ WRAPPED: dict[str, tuple[str, str]] = {
         "prompt sampling_params",
         "streams begin before they are checked",
     ),
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": (
+        "request_id prompt params",
+        "every request over HTTP fails",
+    ),
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("", "a server that is stopped waits for its clients"),
     "vllm.renderers.base:BaseRenderer.render_chat": (
         "conversations chat_params tok_params",
@@ -256,8 +260,13 @@ CALLED: dict[str, tuple[str, str]] = {
     "vllm.exceptions:VLLMValidationError": ("message parameter value", "bad fields end in HTTP 500"),
     "vllm.utils:length_from_prompt_token_ids_or_embeds": ("prompt_token_ids prompt_embeds", "requests fail"),
     "vllm.renderers.base:BaseRenderer.render_messages": ("messages params", "scope=prefix fails"),
+    "vllm.renderers.params:TokenizeParams": (
+        "max_total_tokens add_special_tokens",
+        "what a model is asked when it repeats a prefix has no tokens",
+    ),
     "vllm.renderers.base:BaseRenderer.tokenize_prompt": ("prompt params", "scope=prefix fails"),
     "vllm.config:ModelConfig.get_num_kv_heads": ("parallel_config", "memory checks fail"),
+    "vllm.config:ModelConfig.get_head_size": ("", "what compactor and expected-attention reserve is unknown"),
     "vllm.config:ModelConfig.get_num_layers": ("parallel_config", "workers of a server that allows h2o fail"),
     "vllm.config:ModelConfig.get_num_attention_heads": (
         "parallel_config",

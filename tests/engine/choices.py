@@ -12,6 +12,7 @@ import numpy as np
 from vllm_kvevict.policies import EvictionConfig, layer_budgets
 from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_budgets, safeguard
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
 
@@ -62,10 +63,10 @@ class Choices:
         """
         n, config = admission.plan.evict_at, admission.plan.config
         assert n is not None
-        window = config.window_for(n)
+        always = config.window_for(n) + num_sinks(config, n)
         if budgets is None:
             budgets = self._budgets(admission.request_id, config, n)
-        counts = [window + row for row in self._candidates(admission.request_id, config, n - window, budgets)]
+        counts = [always + row for row in self._candidates(admission.request_id, config, n - always, budgets)]
         return self._by_rank(counts)
 
     def provisional(self, admission: Admission, seen: int) -> list[np.ndarray]:
@@ -80,7 +81,8 @@ class Choices:
         """Candidates per KV head of each layer."""
         if lookup(config.policy).schedule == "by weight":
             return layer_budgets(config, self.weights(request_id), n)
-        return [budget - config.window_for(n) for budget in config.layer_budgets(n, self.num_layers)]
+        always = config.window_for(n) + num_sinks(config, n)
+        return [budget - always for budget in config.layer_budgets(n, self.num_layers)]
 
     def _candidates(
         self, request_id: str, config: EvictionConfig, m: int, budgets: Sequence[int]
@@ -97,7 +99,7 @@ class Choices:
                 return split(total, order.size, most, random)
             return fill(total, order, most)
 
-        if lookup(config.policy).schedule == "by score":
+        if lookup(config.policy).schedule in ("by score", "by repeat"):
             rows = np.concatenate([order[layer, : sum(heads)] for layer, heads in enumerate(sizes)])
             together = share(len(rows) * budgets[0], rows, m)
             return np.split(together, np.cumsum([sum(heads) for heads in sizes])[:-1])
@@ -106,7 +108,7 @@ class Choices:
             if not config.heads_compete:
                 counts.append(np.full(sum(heads), budget))
                 continue
-            ranks = heads if config.params["tp_local"] else [sum(heads)]
+            ranks = heads if config.params.get("tp_local") else [sum(heads)]
             firsts = np.cumsum([0, *ranks])
             parts = [order[layer, first : first + size] for first, size in zip(firsts, ranks, strict=False)]
             counts.append(np.concatenate([_compete(config, budget, m, part, share) for part in parts]))

@@ -159,14 +159,19 @@ def _load(
     return load
 
 
-def play(load: Load, seed: int) -> Simulation:
-    """Run a load until every request is finished or aborted."""
+def play(load: Load, seed: int, repeats: bool = False) -> Simulation:
+    """Run a load until every request is finished or aborted.
+
+    Args:
+        repeats: whether prompts are repeated, 64 tokens a step or more.
+    """
     simulation = Simulation(load.setup, seed)
     # One request after the other, each token in a step of its own, would take no longer.
     limit = 600 + sum(
         load.setup.depth * (ask.output + 2 + ask.prompt // load.setup.max_num_batched_tokens)
         for ask in load.asks
     )
+    limit += sum(ask.prompt // 64 + 1 for ask in load.asks) if repeats else 0
     last_event = max([ask.arrival for ask in load.asks] + list(load.aborts))
     for step in range(last_event + 1):
         for ask in load.asks:

@@ -1,12 +1,17 @@
 """The model as Hugging Face defines it, in fp32: what its attention sees, and what it says without evicted entries."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vllm_kvevict.policies import LayerInputs
+from vllm_kvevict.policies import LayerInputs, Rotary
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+
+INTERLEAVED = ("glm4",)
+"""Models whose rotary embedding turns neighbouring dimensions together."""
 
 
 def masked_logits(
@@ -49,8 +54,8 @@ def masked_logits(
     return logits[len(prompt) - 1 : -1].float()
 
 
-def layer_inputs(model: Path, prompt: list[int]) -> list[LayerInputs]:
-    """What policies may read of each layer when the prompt has been computed."""
+def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list[LayerInputs]:
+    """What policies may read of each layer when the prompt has been computed, and repeated at once."""
     seen = []
 
     def attention(module, query, key, value, attention_mask, scaling, **_):
@@ -66,8 +71,76 @@ def layer_inputs(model: Path, prompt: list[int]) -> list[LayerInputs]:
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="watched")
     with torch.inference_mode():
         network(torch.tensor([prompt]), use_cache=False)
+        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(len(prompt))[None])
+    # Hugging Face repeats them for the other half of the dimensions.
+    cos, sin = (table[0, :, : table.shape[2] // 2] for table in tables)
+    interleaved = network.config.model_type in INTERLEAVED
+    again = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), len(prompt))
     inputs = []
-    for layer, (query, key, value, scaling) in zip(network.model.layers, seen, strict=True):
+    for layer, most, (query, key, value, scaling) in zip(network.model.layers, again, seen, strict=True):
         w_o = layer.self_attn.o_proj.weight.T.unflatten(0, (query.shape[0], -1))
-        inputs.append(LayerInputs(query, key, value, scale=scaling, q_all=query, w_o=w_o.detach()))
+        inputs.append(
+            LayerInputs(
+                query,
+                key,
+                value,
+                scale=scaling,
+                q_all=query,
+                w_o=w_o.detach(),
+                rotary=Rotary(cos, sin, interleaved),
+                repeated=most,
+            )
+        )
     return inputs
+
+
+def repeated(
+    model: Path,
+    prompt: list[int],
+    rows_of: Callable[[int, int], list[int]],
+    chunk: int,
+    sees: str = "all",
+    sinks: int = 4,
+) -> torch.Tensor:
+    """The most attention that each token of a prompt receives when it is repeated, fp32 [layers, KV heads, tokens].
+
+    The model reads the prompt and the rows of a chunk at once; from that attention over fewer keys is computed.
+
+    Args:
+        rows_of: token ids of the rows that repeat tokens [start, stop).
+        chunk: tokens of one.
+        sees: what the rows attend to: all, or the chunk, the sinks and themselves.
+    """
+    n, parts = len(prompt), []
+    for start in range(0, n, chunk):
+        stop = min(start + chunk, n)
+        rows = rows_of(start, stop)
+        ours = torch.zeros(n + len(rows), dtype=torch.bool)
+        ours[: min(sinks, start)] = ours[start:stop] = ours[n:] = True
+        parts.append(_repeated_chunk(model, prompt + rows, n, ours, sees)[:, :, start:stop])
+    return torch.cat(parts, 2)
+
+
+def _repeated_chunk(model: Path, tokens: list[int], n: int, ours: torch.Tensor, sees: str) -> torch.Tensor:
+    """The same of one chunk, for every token of the prompt; `ours` [tokens] are those over which attention is taken."""
+    layers = []
+
+    def attention(module, query, key, value, attention_mask, scaling, **_):
+        heads, total = key.shape[1], len(tokens)
+        key, value = (x.repeat_interleave(query.shape[1] // heads, dim=1) for x in (key, value))
+        causal = torch.ones(total, total, dtype=torch.bool).tril()
+        narrow = causal.clone()
+        narrow[n:] &= ours
+        logits = query @ key.transpose(2, 3) * scaling
+        narrowed = logits.masked_fill(~narrow, float("-inf")).softmax(-1)
+        layers.append(narrowed[0, :, n:, :n].amax(1).unflatten(0, (heads, -1)).amax(1))
+        weights = narrowed if sees == "chunk" else logits.masked_fill(~causal, float("-inf")).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    ALL_ATTENTION_FUNCTIONS.register("repeating", attention)
+    network = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="repeating"
+    )
+    with torch.inference_mode():
+        network(torch.tensor([tokens]), use_cache=False)
+    return torch.stack(layers)

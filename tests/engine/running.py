@@ -20,6 +20,8 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
+from vllm_kvevict.engine.frontend.repeats import repeat_prompts
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 VOCAB = 512
 KV_BYTES = 1 << 27
@@ -131,6 +133,11 @@ def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool =
     if recorded:
         _bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
+
+
+def plain_prompts(llm: LLM) -> RepeatPrompts:
+    """What the model is asked when it repeats a prompt that is no chat."""
+    return repeat_prompts(llm.llm_engine.renderer, None)
 
 
 def num_preemptions(llm: LLM) -> int:

@@ -29,8 +29,11 @@ from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.sums import HeadDims
 
 PAGE = 32
+HEAD_SIZE = 32
+DIMS = HeadDims(HEAD_SIZE, 1)
 TOKEN = 7
 """What every sampled token is."""
 
@@ -113,7 +116,7 @@ def surroundings(setup: Setup) -> Iterator[None]:
 def _base_config(evicts: bool) -> VllmConfig:
     """A configuration of a tiny model, from which each scheduler takes a changed copy."""
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(folder, layers=1, max_len=1 << 16)
+        model = make_model(folder, layers=1, head_dim=HEAD_SIZE, max_len=1 << 16)
         settings: dict[str, Any] = {"enable_prefix_caching": False}
         if evicts:
             settings = {"additional_config": {KEY: {"policy": "ada-snapkv"}}}
@@ -157,7 +160,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
     layers, heads = setup.shapes[0]
-    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{index}" for index in range(layers)]
     groups = [KVCacheGroupSpec(names, spec)]
     scheduler = kind(

@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
-from tests.engine.servers import PAGE, TOKEN, Setup, capacities, make_scheduler
+from tests.engine.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
 from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
@@ -31,8 +31,12 @@ from vllm_kvevict.schedules.reports import (
     LayerBudgets,
     LayerWeights,
     RankTally,
+    Repeat,
     Report,
 )
+
+CROSS_STAGE = ("by weight", "by score", "by repeat")
+"""Schedules that pipeline stages follow together."""
 
 CUTS = (1 << 62, (0x3F12 << 48) + 12345, -(1 << 40) + 777)
 """Where the order keys of a request that stay begin."""
@@ -44,7 +48,8 @@ class Resident:
 
     Attributes:
         kv_len: length of each of its rows, by rank.
-        waits: whether it waits for budgets.
+        waits: whether it waits for budgets, or for its prompt to be repeated.
+        repeated: tokens of the prompt that were repeated so far.
         store: number of the prefix that is cached once it is evicted.
         lent: by rank, pages of each row that it borrows; None where it borrows none.
         prefix: number of the one that it borrows of.
@@ -54,6 +59,7 @@ class Resident:
     kv_len: list[np.ndarray]
     tokens: int = 0
     waits: bool = False
+    repeated: int = 0
     kept: list[np.ndarray] | None = None
     store: int | None = None
     lent: list[np.ndarray] | None = None
@@ -75,7 +81,7 @@ class Workers:
     Attributes:
         evictions: (request id, epoch, token count) of every eviction so far.
         peak_pages: most pages ever held on each rank.
-        most_reserved: most tokens of the reserve ever in use.
+        most_reserved: most of the reserve ever in use.
         cached: lengths of the rows of cached prefixes, by number and rank.
         hits: requests that began with one.
         dropped: numbers of those that were dropped, in order.
@@ -162,6 +168,8 @@ class Workers:
         """
         message = output.kv_connector_metadata
         probes = message.probes
+        repeats = {repeat.row_name: (name, repeat) for name, repeat in message.repeats.items()}
+        assert len(probes) + len(repeats) <= 1, "a step has room for one probe or one repeat"
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
         for number in message.drops:
@@ -199,8 +207,18 @@ class Workers:
                 for rank, rows in enumerate(resident.kv_len):
                     passing[rank] += self.pages(rows + count) - self.pages(rows)
                 continue
+            if name in repeats:
+                resident, repeat = self.live[repeats[name][0]], repeats[name][1]
+                self._repeat(resident, repeat, count)
+                for rank, pages in enumerate(self._repeat_pages(resident, repeat, count)):
+                    passing[rank] += pages
+                if repeat.is_last:
+                    leaving.append(resident)
+                continue
             resident = self.live[name]
-            assert not resident.waits, f"{name} goes on before its layer budgets are known"
+            assert not resident.waits, (
+                f"{name} goes on before its layer budgets are known, or its prompt is repeated"
+            )
             before, resident.tokens = resident.tokens, resident.tokens + count
             position = resident.plan.next_eviction(before)
             for rows in resident.kv_len:
@@ -208,7 +226,9 @@ class Workers:
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == position:
+            if resident.tokens == position and resident.plan.schedule.repeats_prompt:
+                resident.waits = True
+            elif resident.tokens == position:
                 leaving.append(resident)
                 assert (resident.plan.extra_tokens(position) > 0) == (name in probes.values())
             if resident.admission.by_layer:
@@ -224,7 +244,7 @@ class Workers:
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
         for resident in leaving:
-            if self.setup.pipeline and schedule(resident) in ("by weight", "by score"):
+            if self.setup.pipeline and schedule(resident) in CROSS_STAGE:
                 resident.waits = True
                 asked[resident.admission.request_id] = Question()
         leaving = [resident for resident in leaving if not resident.waits]
@@ -262,22 +282,41 @@ class Workers:
     def _check_reserve(self, output: SchedulerOutput) -> None:
         """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
         spans = sorted(
-            (resident.admission.reserved_at, resident.plan.evict_at)
+            (resident.admission.reserved_at, resident.plan.reserved(DIMS))
             for name, resident in self.live.items()
             if name in output.num_scheduled_tokens or resident.tokens
-            if resident.plan.evict_at and "col_sums" in resident.plan.config.needs
-            if resident.tokens < resident.plan.evict_at
+            if resident.plan.reserved(DIMS)
+            if resident.tokens < (resident.plan.evict_at or 0)
+            or 0 < resident.repeated < (resident.plan.evict_at or 0)
         )
         end = 0
-        for start, tokens in spans:
+        for start, size in spans:
             assert start >= end, "two requests write to one place of the reserve"
-            end = start + tokens
-        assert end <= self.setup.max_model_len, "the reserve is too small"
+            end = start + size
+        assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS), "it is too small"
         self.most_reserved = max(self.most_reserved, end)
+
+    def _repeat(self, resident: Resident, repeat: Repeat, count: int) -> None:
+        """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
+        n, config = resident.plan.evict_at, resident.plan.config
+        assert resident.waits and resident.tokens == n
+        assert repeat.start == resident.repeated and repeat.is_last == (repeat.stop == n)
+        assert repeat.stop - repeat.start <= count <= resident.plan.schedule.most_extra_rows(config.params)
+        assert n + count < self.setup.max_model_len
+        resident.repeated = repeat.stop
+        resident.waits = not repeat.is_last
+
+    def _repeat_pages(self, resident: Resident, repeat: Repeat, count: int) -> list[int]:
+        """Pages of each rank that a repeat of so many rows holds for the step."""
+        params = resident.plan.config.params
+        if params["kvzip_sees"] == "all":
+            return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
+        copies = min(params["sinks"], repeat.start) + repeat.stop - repeat.start
+        return [self.pages(np.full_like(rows, copies + count)) for rows in resident.kv_len]
 
     def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:
         """What a rank says of an eviction that it cannot decide alone."""
-        if schedule(resident) == "by score":
+        if schedule(resident) != "by weight":
             first_replica = rank % self.setup.replicas == 0
             told = tally([self._keys(resident, rank)], question) if first_replica else NO_KEYS
             return RankTally(resident.admission.epoch, told)

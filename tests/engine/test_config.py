@@ -12,6 +12,7 @@ from vllm_kvevict.engine.config import (
     ENGINE_DEFAULTS,
     KVEvictionError,
     Options,
+    check_names,
     parse_budget,
 )
 from vllm_kvevict.policies import available, parameters
@@ -213,6 +214,18 @@ def test_bad_fields(fields, named):
         SERVER.plan(1000, fields)
     assert one_sentence(error).startswith(named)
     assert error.value.field_name == named
+
+
+def test_the_front_ends_own_field_is_no_clients():
+    """The scheduler reads it; a check of a client's fields refuses it."""
+    fields = {"kv_repeat_rows": [[1], [2], [3]]}
+    assert SERVER.request_config(fields) == SERVER.request_config(None)
+    for name, refused in (("kv_repeat_rows", fields), ("kv_repeats", {"kv_repeats": 1})):
+        with pytest.raises(KVEvictionError) as error:
+            check_names(refused)
+        assert error.value.field_name == name
+        sentence = one_sentence(error)
+        assert sentence == f"{name} is unknown (valid: kv_eviction, kv_budget, kv_prefix_len)"
 
 
 def test_the_servers_budget_may_not_fit_the_requests_policy():

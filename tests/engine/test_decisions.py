@@ -3,23 +3,56 @@
 import pytest
 
 from tests.engine.masked import layer_inputs
-from tests.engine.running import Ask, evicting_engine, run
-from vllm_kvevict.policies import EvictionConfig, available, score_layer, select
+from tests.engine.running import Ask, evicting_engine, plain_prompts, run
+from vllm_kvevict.policies import EvictionConfig, available, needs, score_layer, select
 
 EVICTING = [policy for policy in available() if policy != "full"]
+
+
+UNDOING = [policy for policy in EVICTING if "rotary" in needs(policy)]
+ROTARY = {
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+}
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_every_policy_decides_from_the_models_tensors(models, architecture):
     """Queries across chunks, keys and values from pages, column sums, output projections: all reach the policy."""
-    model = models(architecture, layers=3)
+    check(models(architecture, layers=3), EVICTING)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["glm4", *ROTARY])
+def test_other_rotary_embeddings_are_undone(models, kind):
+    """Of glm4, half of the dimensions are turned, neighbours together."""
+    if kind == "glm4":
+        model = models("glm4", layers=3)
+    else:
+        model = models("llama", layers=3, max_len=1024, rope_parameters=ROTARY[kind])
+    check(model, UNDOING)
+
+
+def check(model, policies):
     asks = [
-        Ask(300, policy, 0.2, prefix_len=280 if seed % 2 else None) for seed, policy in enumerate(EVICTING)
+        Ask(300, policy, 0.2, prefix_len=280 if seed % 2 else None) for seed, policy in enumerate(policies)
     ]
-    with evicting_engine(model, max_num_batched_tokens=100) as llm:
-        answers = run(llm, asks)
-    inputs = {n: layer_inputs(model, asks[0].prompt[:n]) for n in (280, 300)}
+    with evicting_engine(model, max_model_len=1024, max_num_batched_tokens=100) as llm:
+        answers, prompts = run(llm, asks), plain_prompts(llm)
+    inputs = {n: layer_inputs(model, asks[0].prompt[:n], prompts) for n in (280, 300)}
     for ask, answer in zip(asks, answers, strict=True):
         n = ask.prefix_len or ask.length
         config = EvictionConfig(ask.policy, keep_ratio=ask.budget)

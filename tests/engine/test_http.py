@@ -225,6 +225,8 @@ BAD = [
     ({"kv_prefix_len": 1500}, "kv_prefix_len"),
     ({"kv_evictions": "snapkv"}, "kv_evictions"),
     ({"kv_window": 16}, "kv_window"),
+    ({"kv_repeat_rows": [7, 8]}, "kv_repeat_rows"),  # the front-end's own
+    ({"kv_repeat_rows": "[[7], [8], [9]]"}, "kv_repeat_rows"),
 ]
 
 

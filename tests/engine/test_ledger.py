@@ -71,6 +71,14 @@ def test_without_output_projections_policies_that_read_them_keep_everything(poli
     assert ledger.plan(request).evict_at == (640 if policy == "lava" else None)
 
 
+@pytest.mark.parametrize("policy", ["compactor", "expected-attention", "h2o"])
+def test_without_a_known_rotary_embedding_policies_that_undo_it_keep_everything(policy: str) -> None:
+    ledger = make_ledger([1000], policy="full", policies="all")
+    ledger.has_rotary = False
+    request = make_request("r", 640, 10, {"kv_eviction": policy})
+    assert ledger.plan(request).evict_at == (640 if policy == "h2o" else None)
+
+
 def test_a_decode_does_not_take_what_is_promised() -> None:
     ledger = make_ledger([4 * 33], budget=1.0)
     decode, prefill = make_request("decode", 320, 30), make_request("prefill", 640, 1)

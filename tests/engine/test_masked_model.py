@@ -40,8 +40,11 @@ def test_every_policy_and_group_size(models, group):
     asks += [
         Ask(length, policy, 48.0, max_tokens=4)
         for policy in EVICTING
+        if policy != "compactor"
         for length in (1, 31, 32, 33, 47, 48, 49, 400)
     ]
+    # Its window has 64 tokens, beside 16 that stay as well.
+    asks += [Ask(length, "compactor", 96.0, max_tokens=4) for length in (1, 64, 80, 95, 96, 97, 400)]
     asks.append(Ask(250, "full"))
     with evicting_engine(model) as llm:
         answers = run(llm, asks, logits=True)

@@ -50,6 +50,10 @@ def after_eviction(plan: Plan, tokens: int, rank: RankCapacity) -> int:
     return pages
 
 
+RECYCLING = [p for p in available() if p not in ("full", "layer-defensivekv", "kvzip", "take")]
+"""Policies that evict a prompt layer by layer if one step reads it."""
+
+
 def lopsided_scores(choose: random.Random, config: EvictionConfig, layers: int, n: int) -> list[LayerScores]:
     """Heads and layers of very different size, so that some take all they can get."""
     m = n - config.window_for(n)
@@ -66,7 +70,7 @@ def lengths(kept: list[list[torch.Tensor]]) -> list[list[int]]:
     return [[len(head) for head in layer] for layer in kept]
 
 
-@pytest.mark.parametrize("policy", [p for p in available() if p not in ("full", "layer-defensivekv", "take")])
+@pytest.mark.parametrize("policy", RECYCLING)
 def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> None:
     choose = random.Random(policy)
     tightest = math.inf

@@ -16,6 +16,7 @@ from tests.cache.writers import plain, writer
 from tests.engine.servers import PAGE, Setup, Shape, make_request, options_of
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.scheduler import prefixes
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
@@ -208,6 +209,51 @@ def test_another_parameter_of_the_policy_is_another_prefix() -> None:
         request = ask("d:0", document(0, 300), 5, 3)
         numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
     assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
+
+
+ROWS = [[1, 2, 3], [4, 5], [6]]
+OTHER_ROWS = {
+    "first": [[1, 2, 4], [4, 5], [6]],
+    "before": [[1, 2, 3], [4], [6]],
+    "after": [[1, 2, 3], [4, 5], []],
+    "the same in other places": [[1, 2, 3], [4], [5, 6]],
+    "none": [[], [], []],
+    "no field": None,
+}
+"""What the model may be asked when it repeats a prefix."""
+
+
+def prefix_with(rows: Any) -> Any:
+    """The key of a prefix that is always the same, repeated with other rows."""
+    simulation = Simulation(server())
+    request = ask("d:0", document(0, 300), 5, 3, **({} if rows is None else {REPEAT_ROWS: rows}))
+    return simulation.ledger.prefix_key(request, simulation.ledger.plan(request))
+
+
+@pytest.mark.parametrize("what", OTHER_ROWS)
+def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
+    assert prefix_with(ROWS) == prefix_with(ROWS) and hash(prefix_with(ROWS)) == hash(prefix_with(ROWS))
+    assert prefix_with(ROWS) != prefix_with(OTHER_ROWS[what])
+
+
+def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(prefixes, "REPEAT_ROWS", "kv_something_else")
+    with pytest.raises(AssertionError):
+        test_what_is_repeated_in_other_words_is_another_prefix("after")
+
+
+def test_keys_of_others_stay_as_they_are() -> None:
+    assert len(prefix_with(None)) == 3 and prefix_with(ROWS)[:3] == prefix_with(None)
+
+
+@pytest.mark.parametrize("rows, read", [(ROWS, 300 + 5 + 5), (OTHER_ROWS["first"], 2 * (300 + 5))])
+def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None:
+    simulation = Simulation(server())
+    for index, asked in enumerate((ROWS, rows)):
+        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **{REPEAT_ROWS: asked}))
+        finish(simulation)
+    assert simulation.prefilled == read
+    check_end(simulation)
 
 
 @pytest.mark.parametrize("fields", [{"kv_eviction": "full"}, {"kv_budget": 1.0}, {"kv_prefix_len": 305}])

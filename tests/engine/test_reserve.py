@@ -1,5 +1,6 @@
 """What requests hold beside their KV: set aside at start-up, shared out in turn, and refused where it was not."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.running import Ask, engine, evicting_engine, run
-from tests.engine.servers import PAGE, Setup, make_request
+from tests.engine.servers import DIMS, HEAD_SIZE, PAGE, Setup, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.reserve import Reserve
@@ -23,21 +24,55 @@ from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
 from vllm_kvevict.schedules.plan import needs_reserve
+from vllm_kvevict.schedules.sums import HeadDims
 
 LONGEST = 2048
+RESERVING = ["h2o", "kvzip", "compactor", "expected-attention"]
+TILE = 128 * HEAD_SIZE
+"""Numbers for each query head of a tile's queries."""
 
 
-def setup(**settings: Any) -> Setup:
-    options = {"policy": "h2o", "budget": 0.2, "min_prompt": 0}
+def setup(policies: str = "unreserved", **settings: Any) -> Setup:
+    options = {"policy": "h2o", "budget": 0.2, "min_prompt": 0, "policies": policies}
     pages = 4 * 10 * LONGEST // PAGE
     return Setup([(2, 2)], [pages], LONGEST, options=options, **settings)
 
 
 def test_the_registry_says_who_needs_it():
-    assert [policy for policy in available() if needs_reserve(policy)] == ["h2o"]
+    assert [policy for policy in available() if needs_reserve(policy)] == RESERVING
 
 
 # The scheduler. Workers of the simulation check in every step that no two requests share a place.
+
+
+def test_what_is_held_of_a_prompt() -> None:
+    for policy, expected in (
+        ("h2o", LONGEST),
+        ("kvzip", LONGEST),
+        ("compactor", LONGEST + TILE),
+        ("expected-attention", (HEAD_SIZE + 1) ** 2 + TILE),
+        ("snapkv", 0),
+    ):
+        options = Options.parse({"policy": policy, "budget": 0.2})
+        plan = options.plan(LONGEST)
+        assert plan.reserved(DIMS) == options.reserve_size(LONGEST, DIMS) == expected
+        assert options.plan(100).reserved(DIMS) == 0
+    kvzip = Options.parse({"policy": "kvzip", "budget": 0.2})
+    assert kvzip.reserve_size(1001, HeadDims(HEAD_SIZE, 4)) == 251
+
+
+def test_prompts_of_few_sums_are_read_side_by_side() -> None:
+    """The place of one longest prompt of compactor is room for several of expected-attention."""
+    longest = 8 * LONGEST
+    simulation = Simulation(
+        replace(setup(max_num_batched_tokens=longest, policies="all"), max_model_len=longest)
+    )
+    for index in range(8):
+        simulation.add(make_request(f"r{index}", LONGEST - 50, 20, {"kv_eviction": "expected-attention"}))
+    simulation.step()
+    assert simulation.workers.most_reserved == 3 * ((HEAD_SIZE + 1) ** 2 + TILE)
+    simulation.run(500)
+    assert set(simulation.outputs.values()) == {20} and not simulation.ledger.reserve.spans
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -115,32 +150,33 @@ def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
 
 def test_vllm_finds_it_taken() -> None:
     """On a CPU it reads what the process holds, and memory that was never written does not count."""
-    model = SimpleNamespace(
-        max_model_len=1 << 20, get_num_layers=lambda parallel: 8, get_num_attention_heads=lambda parallel: 2
-    )
+    model = SimpleNamespace(get_num_layers=lambda parallel: 8, get_num_attention_heads=lambda parallel: 2)
     vllm_config: Any = SimpleNamespace(model_config=model, parallel_config=None)
     before = psutil.Process().memory_info().rss
-    reserve = allocate(vllm_config, torch.device("cpu"))
+    reserve = allocate(vllm_config, 1 << 20, torch.device("cpu"))
     assert reserve.nbytes == 64 << 20
+    assert allocate(vllm_config, ["kvzip"], torch.device("cpu")).nbytes == 32 << 20
     assert psutil.Process().memory_info().rss - before > 0.9 * reserve.nbytes
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "settings, tokens",
+    "settings, size",
     [
         ({"policy": "h2o"}, 1024),
         ({"policy": "full", "policies": ["h2o"]}, 1024),
-        ({"policy": "full", "policies": ["all"]}, 1024),
+        ({"policy": "full", "policies": ["all"]}, 33**2 + TILE),
+        ({"policy": "full", "policies": ["compactor", "h2o"]}, 1024 + TILE),
+        ({"policy": "expected-attention"}, 33**2 + TILE),
         ({"policy": "full"}, 0),
         ({"policy": "criticalkv", "policies": ["snapkv"]}, 0),
     ],
 )
-def test_who_allows_such_requests_sets_memory_aside(models, settings, tokens: int) -> None:
+def test_who_allows_such_requests_sets_memory_aside(models, settings, size: int) -> None:
     config = {"kv_eviction": settings}
     with engine(models("llama"), additional_config=config, max_model_len=1024):
         reserve = get_runtime().reserve
-        assert (0 if reserve is None else len(reserve)) == tokens
+        assert (0 if reserve is None else len(reserve)) == size
         assert reserve is None or reserve.shape[1] == 4 * 4  # layers x query heads
 
 
@@ -148,7 +184,10 @@ def test_who_allows_such_requests_sets_memory_aside(models, settings, tokens: in
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_side_by_side_as_alone(models, ranks) -> None:
     """Requests at several places of the reserve keep what they keep with all of it to themselves."""
-    asks = [Ask(length, "h2o", 0.3, seed=length, max_tokens=4) for length in (130, 250, 90, 400, 111)]
+    asks = [
+        Ask(length, RESERVING[index % 3], 0.3, seed=length, max_tokens=4)
+        for index, length in enumerate((130, 250, 90, 400, 111, 300))
+    ]
     settings = {"max_model_len": 512, "max_num_batched_tokens": 200, **ranks}
     with evicting_engine(models("llama"), **settings) as llm:
         together = run(llm, [*asks, *asks])
@@ -194,7 +233,7 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "policies, allowed, refused",
     [
-        ("unreserved", ["snapkv", "full", "take"], ["h2o"]),
+        ("unreserved", ["snapkv", "full", "take"], RESERVING),
         ([], ["ada-snapkv", "full"], ["snapkv", "h2o"]),
         (["snapkv"], ["ada-snapkv", "full", "snapkv"], ["lava", "h2o"]),
         (["unreserved", "h2o"], ["snapkv", "h2o"], []),

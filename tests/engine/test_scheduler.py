@@ -38,8 +38,8 @@ def check_end(load: Load, simulation: Simulation) -> None:
         assert set(positions.get(ask.name, ())) <= {*plan.positions, evict_at}
         if ask.name not in load.aborted:
             assert simulation.outputs[ask.name] == ask.output
-            # Stages whose budgets are still to come do not evict a request that ends with its first token.
-            late = load.setup.pipeline and ask.output == 1
+            # Where more is to be done than read the prompt, one that ends with its first token is not evicted.
+            late = (load.setup.pipeline or plan.schedule.repeats_prompt) and ask.output == 1
             assert evict_at is None or late or evict_at in positions[ask.name]
     nothing = [0] * len(load.setup.shapes)
     ledger = simulation.ledger
@@ -405,3 +405,103 @@ def test_mixed_loads_in_chunks(first: int) -> None:
         simulation = play(load, seed)
         check_end(load, simulation)
         assert max(simulation.preemptions.values()) <= 4
+
+
+# kvzip.
+
+
+def repeating(**changes: Any) -> Setup:
+    """A server that repeats prompts in chunks of 128 tokens."""
+    options = {"policy": "kvzip", "budget": 200, "min_prompt": 0, "kvzip_chunk": 128, "policies": "all"}
+    return server(**{"options": {**options, **changes.pop("options", {})}, **changes})
+
+
+@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@pytest.mark.parametrize("sees", ["all", "chunk"])
+def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
+    sees: str, flight: dict[str, Any]
+) -> None:
+    simulation = Simulation(repeating(options={"kvzip_sees": sees}, max_num_batched_tokens=300, **flight))
+    for index in range(6):
+        simulation.add(make_request(f"r{index}", 500, 20))
+    repeated: dict[str, list[tuple[int, int]]] = {}
+    while simulation.scheduler.has_requests():
+        output = simulation.step()
+        repeats = output.kv_connector_metadata.repeats
+        assert len(repeats) <= 1 and output.total_num_scheduled_tokens <= 300 + 128 + 8
+        for name, repeat in repeats.items():
+            repeated.setdefault(name, []).append((repeat.start, repeat.stop))
+    while simulation.in_flight:
+        simulation.deliver()
+    assert repeated == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
+    assert sorted(simulation.workers.evictions) == [(f"r{index}", 1, 500) for index in range(6)]
+    assert set(simulation.outputs.values()) == {20}
+    assert simulation.ledger.used == simulation.ledger.promised == [0]
+    assert not simulation.ledger.reserve.spans
+
+
+def test_chunks_shrink_where_a_request_has_no_room_for_more() -> None:
+    """Rows stand behind the prompt, and no request may have more tokens than --max-model-len."""
+    simulation = Simulation(repeating(max_model_len=2304))
+    simulation.add(make_request("r", 2304 - 128 - 1 - 100, 4))
+    sizes = []
+    while simulation.scheduler.has_requests():
+        repeats = simulation.step().kv_connector_metadata.repeats
+        sizes += [repeat.stop - repeat.start for repeat in repeats.values()]
+    assert set(sizes[:-1]) == {100} and sum(sizes) == 2075
+    assert simulation.outputs == {"r": 4}
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+def test_leaving_between_two_repeats(leaves: str, flight: dict[str, Any]) -> None:
+    for steps in range(1, 9):
+        simulation = Simulation(repeating(**flight))
+        simulation.add(make_request("r", 500, 8))
+        for _ in range(steps):
+            simulation.step()
+        done = set(simulation.workers.evictions)
+        leave(simulation, "r", leaves)
+        simulation.run(60)
+        assert not simulation.workers.live and not simulation.ledger.reserve.spans
+        late = {("r", 2, 500)} if leaves == "preempted" else set()
+        assert done | late == set(simulation.workers.evictions) - (set() if done else {("r", 1, 500)})
+
+
+def test_probes_and_repeats_take_turns() -> None:
+    """Both kinds of requests go on while there are both: a step has room for one of them."""
+    options = {"policy": "take", "budget": 200, "take_chunk": 256, "take_probe": 16, "take_warmup_layers": 1}
+    simulation = Simulation(server(8.0, options={**options, "min_prompt": 0, "policies": "all"}))
+    for index in range(4):
+        simulation.add(make_request(f"p{index}", 1500, 4))
+        simulation.add(make_request(f"r{index}", 1500, 4, {"kv_eviction": "kvzip"}))
+    kinds = ""
+    while simulation.scheduler.has_requests():
+        message = simulation.step().kv_connector_metadata
+        kinds += "p" * len(message.probes) + "r" * len(message.repeats)
+    assert kinds.count("p") == 4 * 5 and kinds.count("r") == 4 * 3
+    first, last = kinds.index("r"), kinds.rindex("r")
+    assert "pp" not in kinds[first:last] and "rr" not in kinds[first:last]
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("loads", [mixed, staged, tight])
+def test_mixed_loads_that_are_repeated(loads: Any, first: int) -> None:
+    for seed in range(first, first + 10):
+        load = with_room_for_repeats(loads(seed))
+        params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
+        options = {**(load.setup.options or {}), "policy": "kvzip", "budget": 64, **params}
+        load = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+        simulation = play(load, seed, repeats=True)
+        check_end(load, simulation)
+        assert max(simulation.preemptions.values()) <= 4
+
+
+def with_room_for_repeats(load: Load) -> Load:
+    """The same on a server whose requests may have as many tokens more as a chunk and what is before it."""
+    setup = load.setup
+    longest = setup.max_model_len + 64 + 128 + 1
+    # What a repeat holds at most: 4 sinks and 128 tokens twice, 128 rows before them, in pages of their own.
+    most = longest + 2 * 128 + 128 + 4 + 2 * PAGE
+    pages = [pages * most // setup.max_model_len + 1 for pages in setup.pages]
+    return dataclasses.replace(load, setup=dataclasses.replace(setup, max_model_len=longest, pages=pages))

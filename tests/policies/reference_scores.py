@@ -6,10 +6,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from .reference import Scores
 
 Array = np.ndarray
+
+
+@dataclass
+class Turns:
+    """A rotary embedding: angle `speeds[i]` per position for pair i, and a factor on all that is turned."""
+
+    speeds: Array
+    factor: float = 1.0
+    interleaved: bool = False
+
+    def matrix(self, position: int, size: int) -> Array:
+        """What a vector of that size is multiplied by."""
+        result = np.eye(size)
+        pairs = len(self.speeds)
+        for i, speed in enumerate(self.speeds):
+            one, two = (2 * i, 2 * i + 1) if self.interleaved else (i, i + pairs)
+            c, s = math.cos(position * speed), math.sin(position * speed)
+            result[[one, one, two, two], [one, two, one, two]] = np.array([c, -s, s, c]) * self.factor
+        return result
+
+    def undone(self, rows: Array) -> Array:
+        """[n, d] after it, of positions 0 to n-1, as it was before."""
+        size = rows.shape[1]
+        return np.array([np.linalg.solve(self.matrix(i, size), row) for i, row in enumerate(rows)])
 
 
 @dataclass
@@ -21,8 +46,10 @@ class Tensors:
     v: Array | None = None
     q_all: Array | None = None
     w_o: Array | None = None
+    repeated: Array | None = None
     scale: float | None = None
     cap: float | None = None
+    rotary: Turns | None = None
 
     @property
     def n(self) -> int:
@@ -261,6 +288,60 @@ def take(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     return Scored(result)
 
 
+def kvzip(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """What repeating paid is given; test_kvzip.py has its reference."""
+    return Scored(t.repeated[:, : t.n - window].tolist())
+
+
+def standardized(rows: Array) -> Array:
+    """All entries: less their mean, over their standard deviation."""
+    return (rows - rows.mean()) / max(rows.std(), 1e-6)
+
+
+def leverage(rows: Array) -> Array:
+    """How hard it is to make each row, less the mean, of the others; a little ridge."""
+    rows = rows - rows.mean(0)
+    return np.diag(rows @ np.linalg.inv(rows.T @ rows + 5e-3 * np.eye(rows.shape[1])) @ rows.T)
+
+
+def compactor(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    numbers = torch.randn(t.k.shape[2], 48, generator=torch.Generator().manual_seed(42))
+    sketches = [t.rotary.undone(keys) @ (numbers.double().numpy() / math.sqrt(48)) for keys in t.k]
+    received = np.zeros((t.heads, t.n))
+    for head in range(t.heads):
+        for hq in t.group(head):
+            for i in range(t.n):
+                tile = slice(i // 128 * 128, min(i // 128 * 128 + 128, t.n))
+                received[head, tile] += attention_row(t.q_all[hq, i], t.k[head, tile], 1.0, None)
+    unusual = []
+    for start in range(0, t.n, p["leverage_chunk"]):
+        chunk = [leverage(rows[start : start + p["leverage_chunk"]]) for rows in sketches]
+        unusual.append(standardized(np.array(chunk)))
+    scores = standardized(received) + p["blend"] * np.concatenate(unusual, 1)
+    return Scored(scores[:, : t.n - window].tolist())
+
+
+def expected_attention(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """b: tokens that each head keeps, which may be fewer than the sinks that are asked for."""
+    sinks, size = min(p["sinks"], b), t.k.shape[2]
+    scale = 1 / math.sqrt(size) if t.scale is None else t.scale
+    turn = np.mean([t.rotary.matrix(t.n + i, size) for i in range(p["n_future"])], axis=0)
+    result = []
+    for head in range(t.heads):
+        shares = []
+        for hq in t.group(head):
+            queries = t.rotary.undone(t.q_all[hq])[sinks:]
+            mean = turn @ queries.mean(0)
+            covariance = turn @ np.cov(queries.T, bias=True).reshape(size, size) @ turn.T
+            z = [k @ mean * scale + k @ covariance @ k * scale**2 / 2 for k in t.k[head, sinks:]]
+            powers = np.exp(np.array(z) - max(z))
+            shares.append((powers / powers.sum()).tolist())
+        sizes = np.sqrt((t.v[head, sinks:] ** 2).sum(1))
+        row = (np.array(reduced(shares, "mean")) + p["epsilon"]) * sizes
+        result.append([math.inf] * sinks + row.tolist())
+    return Scored(result)
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "full": None,
     "streaming-llm": None,
@@ -283,5 +364,8 @@ SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] =
     "defensivekv": defensivekv,
     "layer-defensivekv": defensivekv,
     "take": take,
+    "kvzip": kvzip,
+    "compactor": compactor,
+    "expected-attention": expected_attention,
 }
 """Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

@@ -33,6 +33,9 @@ RULES = {
     "defensivekv": ("uniform", "adaptive"),
     "layer-defensivekv": ("global", "global"),
     "take": ("leader", "uniform"),
+    "kvzip": ("global", "global"),
+    "compactor": ("uniform", "adaptive"),
+    "expected-attention": ("uniform", "uniform"),
 }
 DYNAMIC = [policy for policy, (layers, _) in RULES.items() if layers == "dynamic"]
 WHOLE_MODEL = [policy for policy, (layers, _) in RULES.items() if layers in ("dynamic", "global", "leader")]
@@ -63,17 +66,17 @@ def two_stages(
     return kept
 
 
-def best_of_model(layers: list[Scored], b: int, n: int, window: int) -> Kept:
-    """One choice among all layers: score, then position, then layer, then head."""
+def best_of_model(layers: list[Scored], b: int, n: int, window: int, sinks: int) -> Kept:
+    """One choice among all layers: sinks, then score, then position, then layer, then head."""
     heads = len(layers[0].scores)
     order = sorted(
-        (-s, i, layer, h)
+        (i >= sinks, -s, i, layer, h)
         for layer, x in enumerate(layers)
         for h, row in enumerate(x.scores)
         for i, s in enumerate(row)
     )[: len(layers) * heads * b]
     kept = [[list(range(n - window, n)) for _ in range(heads)] for _ in layers]
-    for _, i, layer, h in order:
+    for _, _, i, layer, h in order:
         kept[layer][h].append(i)
     return [[sorted(head) for head in layer] for layer in kept]
 
@@ -89,7 +92,11 @@ def select_layer(
         return [[i for i in range(n) if i < sinks or i >= n - (b - sinks)]] * heads
     counts = [past - sinks] * heads
     if RULES[policy][1] == "adaptive":
-        counts = reference.ada_counts(x.scores, past, p.get("alpha", 0.0), p.get("ada_safeguard", "interp"))
+        # Sinks are out of the competition.
+        others = [row[sinks:] for row in x.scores]
+        counts = reference.ada_counts(
+            others, past - sinks, p.get("alpha", 0.0), p.get("ada_safeguard", "interp")
+        )
     if "first" in p:
         return two_stages(x.scores, x.second, counts, p["first"], n, window)
     return reference.keep(x.scores, counts, n, window, sinks)
@@ -99,9 +106,9 @@ def select(policy: str, layers: list[Scored], n: int, b: int, p: dict[str, Any],
     """All layers of a model, in order, of a prompt of n tokens with budget b."""
     if n <= b:
         return [[list(range(n))] * heads for _ in layers]
-    window, _ = reference.always_kept(policy, b, p)
-    if policy == "layer-defensivekv":
-        return best_of_model(layers, b - window, n, window)
+    window, sinks = reference.always_kept(policy, b, p)
+    if RULES[policy][1] == "global":
+        return best_of_model(layers, b - window, n, window, sinks)
     if policy == "take":
         warmup = p["take_warmup_layers"]
         leader = (len(layers) // 2 if warmup == "auto" else warmup) - 1

@@ -38,11 +38,15 @@ def test_budget_window_and_no_op():
 
 
 def test_window_and_sinks_of_small_ratios():
-    for policy in ("h2o", "knorm", "keydiff"):
+    for policy in ("h2o", "knorm", "keydiff", "kvzip"):
         cfg = EvictionConfig(policy, keep_ratio=0.2, window=0)
         assert [cfg.window_for(n) for n in (1, 5, 500)] == [0, 0, 0]
     for cfg in (EvictionConfig("tova", keep_ratio=0.2), EvictionConfig("tova", budget=2)):
         assert [cfg.window_for(n) for n in (1, 4, 9, 500)] == [1, 1, 1, 1]
+    for n in (1, 5, 500):
+        assert EvictionConfig("expected-attention", keep_ratio=0.2).window_for(n) == 0
+    cfg = EvictionConfig("compactor", keep_ratio=0.2)
+    assert [cfg.window_for(n) for n in (5, 50, 320, 325)] == [1, 5, 32, 64]
     cfg = EvictionConfig("vatp-snapkv", keep_ratio=0.2, sinks=4)
     assert [cfg.window_for(n) for n in (5, 50, 160, 165)] == [1, 5, 16, 32]
 
@@ -131,6 +135,14 @@ NAN = float("nan")
         *[("defensivekv", {"budget": 64, "mass": x}, ["mass", "[0, 1]", repr(x)]) for x in (-0.1, 1.5)],
         ("defensivekv", {"budget": 64, "norm_axis": "rows"}, ["norm_axis", "heads, tokens", "'rows'"]),
         ("layer-defensivekv", {"budget": 64, "tp_local": 1}, ["tp_local does not apply"]),
+        ("compactor", {"budget": 80}, ["budget=80", "window=64", "sinks=16"]),
+        ("compactor", {"budget": 80, "sinks": 0, "window": 0}, ["sinks and window", "empty"]),
+        ("compactor", {"budget": 99, "leverage_chunk": 0}, ["leverage_chunk", ">= 1", "0"]),
+        *[("compactor", {"budget": 99, "blend": x}, ["blend", ">= 0", repr(x)]) for x in (-0.5, NAN, "1")],
+        ("expected-attention", {"budget": 4}, ["budget=4", "sinks=4"]),
+        ("expected-attention", {"budget": 64, "window": 8}, ["window does not apply", "n_future"]),
+        ("expected-attention", {"budget": 64, "n_future": 0}, ["n_future", ">= 1", "0"]),
+        ("expected-attention", {"budget": 64, "epsilon": -1}, ["epsilon", ">= 0", "-1"]),
     ],
 )
 def test_errors_name_the_parameter(policy, settings, words):
@@ -145,8 +157,8 @@ def test_errors_name_the_parameter(policy, settings, words):
 def test_zero_is_a_window_where_scores_need_no_queries():
     for policy in available():
         if "window" in parameters(policy):
-            if policy in ("h2o", "knorm", "keydiff"):
-                assert EvictionConfig(policy, budget=1, window=0).params["window"] == 0
+            if policy in ("h2o", "knorm", "keydiff", "compactor", "kvzip"):
+                assert EvictionConfig(policy, budget=17, window=0).params["window"] == 0
             else:
                 with pytest.raises(ValueError, match="window"):
                     EvictionConfig(policy, budget=8, window=0)
@@ -194,6 +206,7 @@ def test_parameters_are_those_of_the_policy():
         "ada-criticalkv": critical | ada,
         "defensivekv": {**defensive, "tp_local": 0},
         "layer-defensivekv": defensive,
+        "kvzip": {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0},
         "take": {
             "take_chunk": 4096,
             "take_probe": 32,
@@ -204,6 +217,8 @@ def test_parameters_are_those_of_the_policy():
             "kernel": 5,
             "gqa": "mean",
         },
+        "compactor": {"sinks": 16, "window": 64, "leverage_chunk": 512, "blend": 0.5},
+        "expected-attention": {"sinks": 4, "n_future": 512, "epsilon": 0.0},
     }
     assert {policy: parameters(policy) for policy in wanted} == wanted
     with pytest.raises(ValueError, match="policy"):

@@ -1,5 +1,6 @@
 """Policies that must coincide, settings that must not, Ada-KV's optimality, NaN."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -22,6 +23,8 @@ from . import reference_select
 from .reference_scores import SCORE
 
 N, WINDOW, LAYERS = 100, 8, 4
+ANGLES = torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+ROTARY = (ANGLES.cos(), ANGLES.sin())
 SCORED = [policy for policy in available() if SCORE[policy]]
 
 
@@ -35,13 +38,16 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
         v[0, -WINDOW:] *= 3
         if values == "unit":
             v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
-        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o))
+        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
+        result.append(dataclasses.replace(x, repeated=q_all.sum(2).view(3, 2, N).amax(1)))
     return result
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    last = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
-    return EvictionConfig(policy, budget=30, **(last | params))
+    """A budget of 30 with a window of 8, and no sinks beside it."""
+    sizes = {"window": WINDOW, "take_probe": WINDOW, "sinks": 0}
+    sizes = {name: size for name, size in sizes.items() if name in parameters(policy)}
+    return EvictionConfig(policy, budget=30, **(sizes | params))
 
 
 def as_lists(kept) -> list:
@@ -167,9 +173,13 @@ OTHER = {
     "norm_axis": "tokens",
     "take_probe": 3,
     "take_warmup_layers": 0,
+    "leverage_chunk": 20,
+    "blend": 3.0,
+    "n_future": 1,
+    "epsilon": 0.1,
 }
-CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide")
-"""What matters to a prompt of several chunks only."""
+CHUNKED = ("take_chunk", "take_alpha", "take_warmup_budget", "take_guide", "kvzip_chunk", "kvzip_sees")
+"""What matters while a prompt is read or repeated only."""
 BASE = {"pyramid_rounding": {"beta": 9}, "beta": {"beta": 9}}
 
 
@@ -195,7 +205,7 @@ def test_policies_differ():
     assert len(set(variants.values())) == len(variants)
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava-uniform", "defensivekv"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava-uniform", "defensivekv", "compactor"])
 def test_equal_scores_give_uniform_heads(policy):
     alpha = {"alpha": 0} if "alpha" in parameters(policy) else {}
     scores = LayerScores(0, 1, 4, torch.full((4, N - WINDOW), 0.5))
@@ -209,7 +219,7 @@ def test_equal_scores_of_all_layers_give_uniform_layers():
     assert all(x.tolist() == [*range(22), *range(N - WINDOW, N)] for layer in kept for x in layer)
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "defensivekv"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "defensivekv", "compactor"])
 def test_a_head_may_keep_only_its_window(policy):
     scores = torch.zeros(2, N - WINDOW)
     scores[1] = 1
@@ -260,11 +270,11 @@ def test_no_allocation_retains_more(scores, b):
 
 @pytest.mark.parametrize("policy", SCORED)
 def test_nan_scores_are_the_lowest(policy):
-    m = N - (1 if policy == "tova" else WINDOW)
+    m = N - config(policy).window_for(N)
     scores = torch.rand(LAYERS, 2, m)
     scores[:, :, :20] = torch.nan
     layers = [LayerScores(i, LAYERS, 2, x, weight=1.0, second=x) for i, x in enumerate(scores)]
-    kept = select(config(policy), layers, N)
+    kept = select(config(policy, **({"sinks": 0} if "sinks" in parameters(policy) else {})), layers, N)
     assert sum(len(head) for layer in kept for head in layer) == LAYERS * 60
     assert all(int(head[0]) >= 20 for layer in kept for head in layer)
 
@@ -272,7 +282,9 @@ def test_nan_scores_are_the_lowest(policy):
 @pytest.mark.parametrize("policy", SCORED)
 def test_nan_inputs_leave_the_budgets_alone(policy):
     nan = [
-        LayerInputs(x.q_window, torch.full_like(x.keys, torch.nan), x.values, q_all=x.q_all, w_o=x.w_o)
+        dataclasses.replace(
+            x, keys=torch.full_like(x.keys, torch.nan), repeated=torch.full((3, N), torch.nan)
+        )
         for x in inputs(0)
     ]
     kept = decide(config(policy, **({"beta": 1} if "beta" in parameters(policy) else {})), nan)

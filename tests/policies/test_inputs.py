@@ -11,6 +11,7 @@ from vllm_kvevict.policies import (
     EvictionConfig,
     LayerInputs,
     LayerScores,
+    Rotary,
     available,
     decide,
     parameters,
@@ -32,20 +33,32 @@ def tensors(n: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def config(policy: str) -> EvictionConfig:
-    last = {name: 8 for name in ("window", "take_probe") if name in parameters(policy)}
-    return EvictionConfig(policy, budget=20, **last)
+    sizes = {"window": 8, "take_probe": 8, "sinks": 2}
+    return EvictionConfig(
+        policy, budget=20, **{name: size for name, size in sizes.items() if name in parameters(policy)}
+    )
 
 
 def everything() -> LayerInputs:
     q, k = tensors()
     g = torch.Generator().manual_seed(1)
     v, q_all, w_o = (torch.randn(*dims, generator=g) for dims in ((2, 50, 6), (4, 50, 6), (4, 6, 10)))
-    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o)
+    repeated = torch.rand(2, 50, generator=g)
+    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o, rotary=rotary(), repeated=repeated)
+
+
+def rotary(positions: int = 50, pairs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(positions)[:, None] * 0.5 ** torch.arange(pairs)
+    return angles.cos(), angles.sin()
+
+
+SUMS = ("col_sums", "tile_sums", "query_moments")
+"""What follows from all queries, which policies take as well."""
 
 
 def needed(policy: str) -> set[str]:
-    """The fields that the policy names, with the queries for the column sums, which it takes as well."""
-    return {"q_all" if name == "col_sums" else name for name in config(policy).needs}
+    """The fields that the policy names, with the queries for what follows from them."""
+    return {"q_all" if name in SUMS else name for name in config(policy).needs}
 
 
 def equal_scores(policy: str, x: LayerInputs, y: LayerInputs) -> bool:
@@ -83,6 +96,9 @@ NEEDS = {
     "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
     "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
     "col_sums": ("h2o",),
+    "repeated": ("kvzip",),
+    "rotary tile_sums": ("compactor",),
+    "values rotary query_moments": ("expected-attention",),
 }
 
 
@@ -90,10 +106,10 @@ NEEDS = {
 def test_a_policy_reads_what_it_says(policy):
     cfg, x = config(policy), everything()
     assert cfg.needs == next(set(names.split()) for names, policies in NEEDS.items() if policy in policies)
-    unread = {name: None for name in TENSORS if name not in needed(policy) | {"keys"}}
+    unread = {name: None for name in (*TENSORS, "rotary") if name not in needed(policy) | {"keys"}}
     assert equal_scores(policy, dataclasses.replace(x, **unread), x)
     for name in needed(policy):
-        missing = "col_sums" if name == "q_all" else name
+        missing = next(x for x in cfg.needs if x in SUMS) if name == "q_all" else name
         with pytest.raises(ValueError, match=missing):
             score_layer(cfg, dataclasses.replace(x, **{name: None}), 0, 1)
     assert EvictionConfig("full").needs == frozenset()
@@ -109,6 +125,14 @@ def test_a_policy_reads_what_it_says(policy):
             "values": (lambda x: x[:, 1:], lambda x: x[:1], lambda x: x[0]),
             "w_o": (lambda x: x[:3], lambda x: x[:, :5], lambda x: x[0], lambda x: x[:0]),
             "q_all": (lambda x: x[:3], lambda x: x[:, 1:], lambda x: x[..., :5], lambda x: x[0]),
+            "repeated": (lambda x: x[:1], lambda x: x[:, 1:], lambda x: x[0], lambda x: x.double()),
+            "rotary": (
+                lambda x: rotary(49),
+                lambda x: rotary(pairs=4),
+                lambda x: rotary(pairs=0),
+                lambda x: (x[0], x[1][:, :2]),
+                lambda x: (x[0][0], x[1][0]),
+            ),
         }.items()
         if name in needed(policy)
         for change in changes
@@ -122,10 +146,61 @@ def test_wrong_shapes_are_named(policy, name, change):
 
 
 @pytest.mark.parametrize("shape", [(4, 49), (3, 50), (50,), (0, 50)])
-def test_wrong_column_sums_are_named(shape):
-    x = LayerInputs(None, tensors()[1], col_sums=torch.rand(shape))
-    with pytest.raises(ValueError, match="col_sums"):
-        score_layer(config("h2o"), x, 0, 1)
+@pytest.mark.parametrize(("policy", "name"), [("h2o", "col_sums"), ("compactor", "tile_sums")])
+def test_wrong_column_sums_are_named(policy, name, shape):
+    x = LayerInputs(None, tensors()[1], rotary=rotary(), **{name: torch.rand(shape)})
+    with pytest.raises(ValueError, match=name):
+        score_layer(config(policy), x, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 7), (3, 7, 7), (7, 7), (0, 7, 7)])
+def test_wrong_query_moments_are_named(shape):
+    x = dataclasses.replace(everything(), query_moments=torch.rand(shape))
+    with pytest.raises(ValueError, match="query_moments"):
+        score_layer(config("expected-attention"), x, 0, 1)
+
+
+def test_sums_of_tiles_stand_for_the_queries_of_all_tokens():
+    """Also where they were not added up in this order."""
+    x = everything()
+    turned = x.q_all[:, 2:].double()
+    before = Rotary(*(table.double() for table in rotary())).undo(turned, 2)
+    extended = torch.cat((torch.ones(4, 48, 1), before), 2)
+    keys = x.keys.repeat_interleave(2, 0)
+    given = {
+        "compactor": {"tile_sums": (x.q_all @ keys.mT).double().softmax(-1).sum(1).float()},
+        "expected-attention": {"query_moments": (extended.mT @ extended).float()},
+    }
+    for policy, sums in given.items():
+        other = dataclasses.replace(x, q_all=None, **sums)
+        found, wanted = (score_layer(config(policy), y, 0, 1).scores for y in (other, x))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_of_positions_beyond_the_table():
+    cos, sin = (table.double() for table in rotary(700))
+    turned = Rotary(cos, sin).mean(150, 500, 8)
+    for positions in (40, 149, 150, 151, 400):
+        shorter = Rotary(1.5 * cos[:positions], 1.5 * sin[:positions])
+        torch.testing.assert_close(shorter.mean(150, 500, 8), _times(turned, 1.5))
+
+
+def _times(matrix: torch.Tensor, factor: float) -> torch.Tensor:
+    """The dimensions that are turned, by a factor."""
+    return torch.cat((matrix[:6] * factor, matrix[6:]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_rotary_turns_it_also_undoes(interleaved):
+    cos, sin = (1.2 * table.double() for table in rotary())
+    once = Rotary(cos, sin, interleaved)
+    x = torch.randn(3, 20, 8, dtype=torch.float64)
+    turned = torch.stack([x[:, i] @ once.mean(5 + i, 1, 8).T for i in range(20)], 1)
+    torch.testing.assert_close(once.undo(turned, 5), x)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(once.undo(turned, 4), x)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(Rotary(cos, sin, not interleaved).undo(turned, 5), x)
 
 
 @pytest.mark.parametrize("norm", ["sum", "mean"])

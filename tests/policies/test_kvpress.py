@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, compactor, decide
+from vllm_kvevict.policies.kvzip import repeat_attention
+from vllm_kvevict.policies.tiles import TILE, tile_sums
 
 HEADS, GROUP, SIZE, HIDDEN = 3, 2, 8, 36
 WINDOW = 8
@@ -54,6 +57,22 @@ CASES = {
     ),
     "knorm": ("knorm", {"window": 0}, "knorm", "KnormPress", {}, False),
     "keydiff": ("keydiff", {"window": 0}, "keydiff", "KeyDiffPress", {}, False),
+    "expected-attention": (
+        "expected-attention",
+        {},
+        "expected_attention",
+        "ExpectedAttentionPress",
+        {},
+        False,
+    ),
+    "expected-attention-epsilon": (
+        "expected-attention",
+        {"epsilon": 0.01, "n_future": 9, "sinks": 7},
+        "expected_attention",
+        "ExpectedAttentionPress",
+        {"epsilon": 0.01, "n_future_positions": 9, "n_sink": 7},
+        False,
+    ),
     "h2o": (
         "h2o",
         {"window": 0, "h2o_norm": "mean"},
@@ -123,8 +142,14 @@ class Layer:
     def inputs(self, window: int) -> LayerInputs:
         queries, n = self.queries[0], self.keys.shape[2]
         w_o = self.module.o_proj.weight.T.reshape(HEADS * GROUP, SIZE, HIDDEN)
+        cos, sin = (table[0, :, : SIZE // 2] for table in self.rotary)
         return LayerInputs(
-            queries[:, n - window :], self.keys[0], self.values[0], q_all=queries, w_o=w_o.detach()
+            queries[:, n - window :],
+            self.keys[0],
+            self.values[0],
+            q_all=queries,
+            w_o=w_o.detach(),
+            rotary=(cos, sin),
         )
 
 
@@ -142,7 +167,8 @@ def make_layer(seed: int, n: int, layer: int = 0, num_layers: int = 1) -> Layer:
     )
     module = LlamaAttention(config, layer).eval()
     hidden = 2 * torch.randn(1, n, HIDDEN)
-    rotary = LlamaRotaryEmbedding(config)(hidden, torch.arange(n)[None])
+    module.rotary_emb = LlamaRotaryEmbedding(config)  # where kvpress looks for it
+    rotary = module.rotary_emb(hidden, torch.arange(n)[None])
     cache = DynamicCache(config=config)
     causal = torch.full((1, 1, n, n), -torch.inf).triu(1)
     _, attentions = module(hidden, rotary, causal, past_key_values=cache)
@@ -292,6 +318,38 @@ def test_selection_with_given_pyramid_budgets(seed):
         check_same(kept, theirs(other, layer), scores(other, layer))
 
 
+@seeds
+@pytest.mark.parametrize("n", [60, 301])
+def test_leverage(n, seed, monkeypatch):
+    """With the projection and the ridge of ours; kvpress draws others at each call, and takes a prompt as one chunk."""
+    layer = make_layer(seed, n)
+    phi = compactor.projection(SIZE)
+    drawn = (phi * compactor.SKETCH**0.5).float()
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: drawn.expand(shape))
+    monkeypatch.setattr(compactor, "projection", lambda size: phi)
+    monkeypatch.setattr(compactor, "REGULARIZER", 1e-2)
+    (chunk,) = compactor.leverage(layer.inputs(1), 1000)
+    wanted = scores(press("leverage", "LeverageScorePress"), layer)
+    # Its standard deviation is that of a sample.
+    factor = ((chunk.numel() - 1) / chunk.numel()) ** 0.5
+    found = compactor.standardized(chunk, None).float() * factor
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.roll(1, 1), wanted, rtol=0.01, atol=0.01)
+
+
+@seeds
+def test_attention_within_tiles(seed):
+    """kvpress lets the last tile attend to its padding, so only whole tiles are alike."""
+    attend = kvpress("presses.non_causal_attention_press", "NonCausalAttnPress").non_causal_chunked_attn
+    for n in (256, 301):
+        layer = make_layer(seed, n)
+        wanted = attend(layer.queries, layer.keys.repeat_interleave(GROUP, 1), TILE)[0]
+        found = tile_sums(layer.inputs(1))
+        torch.testing.assert_close(found[:, :256], wanted[:, :256])
+    assert not torch.allclose(found[:, 256:], wanted[:, 256:])
+
+
 def test_ratios():
     """The same number of tokens, but for products that fall just below an integer: kvpress truncates those."""
     compute_n_kept = kvpress("utils", "compute_n_kept")
@@ -303,3 +361,54 @@ def test_ratios():
             assert budget - compute_n_kept(n, 1 - percent / 100) in (
                 [0, 1] if n * percent % 100 == 0 else [0]
             )
+
+
+def repeated(layers: list[Layer], n: int, chunks: list[tuple[int, int]]) -> tuple[object, list[Tensor]]:
+    """A press and our counts after the same repeats: all tokens from n on are the rows of each chunk.
+
+    Returns:
+        The press, with its scores; what each token of each layer received, [Hkv, n].
+    """
+    other = press("kvzip", "KVzipPress", n_sink=4)
+    other.context_length = n
+    other.score_val = torch.zeros(len(layers), 1, HEADS, n)
+    most = [torch.zeros(HEADS, n) for _ in layers]
+    for start, stop in chunks:
+        other.start_idx, other.end_idx = start, stop
+        seen = torch.cat((torch.arange(min(4, start)), torch.arange(start, stop)))
+        for layer, counts in zip(layers, most, strict=True):
+            rows = {"position_embeddings": tuple(part[:, n:] for part in layer.rotary)}
+            other.score_kvzip(layer.module, layer.hidden[:, n:], layer.keys, layer.values, None, rows)
+            keys = layer.keys[0, :, torch.cat((seen, torch.arange(n, layer.keys.shape[2])))]
+            candidates = slice(len(seen) - (stop - start), len(seen))
+            queries = layer.queries[0, :, n:]
+            counts[:, start:stop] = repeat_attention(queries, keys, candidates, SIZE**-0.5, None)
+    return other, most
+
+
+@seeds
+@torch.no_grad()
+def test_kvzip(seed):
+    """The same scores of three chunks, and the same choice among all heads of all layers."""
+    n, rows, num_layers, budget = 150, 40, 3, 31
+    layers = [make_layer(seed, n + rows, i, num_layers) for i in range(num_layers)]
+    other, most = repeated(layers, n, [(0, 64), (64, 128), (128, n)])
+    for theirs_, counts in zip(other.score_val[:, 0], most, strict=True):
+        torch.testing.assert_close(counts, theirs_, rtol=1e-5, atol=1e-7)
+    gone = num_layers * HEADS * (n - budget)
+    other.compression_ratio = share(gone, other.score_val.numel())
+    other.compress_post(SimpleNamespace(model=SimpleNamespace(layers=[masked(layer) for layer in layers])))
+    empty = torch.empty(HEADS, n, 1, device="meta")
+    kept = decide(
+        EvictionConfig("kvzip", budget=budget), [LayerInputs(None, empty, repeated=x) for x in most]
+    )
+    for layer, mine in zip(layers, kept, strict=True):
+        stays = torch.ones(HEADS, n, dtype=torch.bool)
+        _, heads, positions = layer.module.masked_key_indices
+        stays[heads, positions] = False
+        assert [row.nonzero()[:, 0].tolist() for row in stays] == [head.tolist() for head in mine]
+
+
+def masked(layer: Layer) -> SimpleNamespace:
+    """A layer of a model whose press notes there what it drops."""
+    return SimpleNamespace(self_attn=layer.module)

@@ -12,10 +12,11 @@ from vllm_kvevict.policies.attention import window_rows
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
 LAYERS, HEADS, GROUP, TOKENS, DIM = 3, 2, 2, 90, 16
+ANGLES = torch.arange(TOKENS)[:, None] * 0.5 ** torch.arange(DIM // 2)
 BY_MEAN = [
     policy
     for policy in available()
-    if EvictionConfig(policy, **{} if policy == "full" else {"budget": 40}).scores_by_mean
+    if EvictionConfig(policy, **{} if policy == "full" else {"keep_ratio": 0.5}).scores_by_mean
 ]
 
 
@@ -32,6 +33,9 @@ def _inputs(seed: int) -> list[LayerInputs]:
             normal(HEADS, TOKENS, DIM),
             w_o=normal(HEADS * GROUP, DIM, 24),
             col_sums=normal(HEADS * GROUP, TOKENS).abs(),
+            repeated=normal(HEADS, TOKENS).abs(),
+            q_all=normal(HEADS * GROUP, TOKENS, DIM),
+            rotary=(ANGLES.cos(), ANGLES.sin()),
         )
         for _ in range(LAYERS)
     ]
@@ -45,7 +49,9 @@ def _with_mean(config: EvictionConfig, inputs: LayerInputs) -> LayerInputs:
 
 def test_which_policies_score_by_the_mean():
     assert {"snapkv", "ada-snapkv", "pyramidkv", "lava", "tova", "criticalkv"} <= set(BY_MEAN)
-    assert not {"full", "streaming-llm", "cake", "h2o", "knorm", "take", "defensivekv"} & set(BY_MEAN)
+    assert not {"full", "streaming-llm", "cake", "h2o", "knorm", "take", "defensivekv", "compactor"} & set(
+        BY_MEAN
+    )
 
 
 @pytest.mark.parametrize("policy", BY_MEAN)
@@ -72,7 +78,8 @@ def test_a_mean_of_another_shape(mean):
 
 @pytest.mark.parametrize("policy", [name for name in available() if name != "full"])
 def test_kernels_select_the_same(policy, monkeypatch):
-    config = EvictionConfig(policy, budget=40)
+    sizes = {"sinks": 4, "window": 32} if policy == "compactor" else {}
+    config = EvictionConfig(policy, budget=40, **sizes)
     inputs = _inputs(2)
     expected = decide(config, inputs)
     monkeypatch.setattr(SELECT, "on_gpu", lambda tensor: True)

@@ -23,11 +23,14 @@ from vllm_kvevict.policies.registry import lookup
 from . import reference_select
 
 WORLD, N, NUM_LAYERS, WINDOW = 4, 120, 3, 8
+ANGLES = torch.arange(N)[:, None] * 0.5 ** torch.arange(8)
+ROTARY = (ANGLES.cos(), ANGLES.sin())
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    size = {name: WINDOW for name in ("window", "take_probe") if name in parameters(policy)}
-    return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size, **params)
+    size = {"window": WINDOW, "take_probe": WINDOW, "sinks": 4}
+    size = {name: count for name, count in size.items() if name in parameters(policy)} | params
+    return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size)
 
 
 CONFIGS = [
@@ -48,6 +51,9 @@ CONFIGS = [
     config("ada-criticalkv", alpha=0, ada_safeguard="guarantee"),
     config("defensivekv", norm_axis="tokens", mass=0.8),
     config("layer-defensivekv", norm_axis="tokens", kernel=3),
+    EvictionConfig("kvzip", keep_ratio=0.3),
+    config("compactor", leverage_chunk=50, blend=2.0, sinks=0),
+    config("expected-attention", keep_ratio=0.3, epsilon=0.01),
 ]
 # Policies whose scores, and whose choices, concern one KV head at a time.
 QUIET_SCORES = (
@@ -60,8 +66,10 @@ QUIET_SCORES = (
     "keydiff",
     "criticalkv",
     "take",
+    "kvzip",
+    "expected-attention",
 )
-QUIET_CHOICES = (*QUIET_SCORES, "tova", "lava-uniform-head", "cake")
+QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip"}), "tova", "lava-uniform-head", "cake")
 LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
 
 
@@ -83,15 +91,27 @@ def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
         q_all = torch.randn(query_heads, N, 16, generator=g)
         k, v = torch.randn(kv_heads, N, 16, generator=g), torch.randn(kv_heads, N, 16, generator=g)
         w_o = torch.randn(query_heads, 16, 24, generator=g)
-        result.append(LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o))
+        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
+        result.append(dataclasses.replace(x, repeated=most_of_heads(x)))
     return result
+
+
+def most_of_heads(x: LayerInputs) -> torch.Tensor:
+    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most."""
+    return x.q_all.sum(2).unflatten(0, (x.num_kv_heads, -1)).amax(1)
 
 
 def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:
     """What a rank holds: its query heads with their slices of the output projection, its KV heads."""
-    return LayerInputs(
-        x.q_window[queries], x.keys[heads], x.values[heads], q_all=x.q_all[queries], w_o=x.w_o[queries]
+    mine = LayerInputs(
+        x.q_window[queries],
+        x.keys[heads],
+        x.values[heads],
+        q_all=x.q_all[queries],
+        w_o=x.w_o[queries],
+        rotary=x.rotary,
     )
+    return dataclasses.replace(mine, repeated=most_of_heads(mine))
 
 
 def given_scores(cfg: EvictionConfig, kv_heads: int, generator: torch.Generator) -> list[LayerScores]:
@@ -255,7 +275,7 @@ def test_pipeline_stages_decide_like_the_whole(cfg):
     for stages in (1, 2, 6):
         size = 6 // stages
         parts = [scores[i : i + size] for i in range(0, 6, size)]
-        if cfg.policy == "layer-defensivekv" and stages > 1:
+        if reference_select.RULES[cfg.policy][0] == "global" and stages > 1:
             # They search for a cut together: see test_cuts.py.
             for x in parts:
                 with pytest.raises(ValueError, match="layer"):
@@ -273,7 +293,7 @@ def test_what_a_policy_needs_from_other_layers():
     for cfg in CONFIGS:
         schedule = lookup(cfg.policy).schedule
         assert (schedule == "whole") == (cfg.policy not in reference_select.WHOLE_MODEL)
-        assert (schedule == "by score") == (cfg.policy == "layer-defensivekv")
+        assert (schedule in ("by score", "by repeat")) == (reference_select.RULES[cfg.policy][0] == "global")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,11 @@ class PageCount:
     rows: int
     gains: tuple[int, ...]
 
+    @property
+    def page_size(self) -> int:
+        """Entries of a page."""
+        return len(self.gains)
+
     @classmethod
     def start(cls, rows: int, page_size: int) -> "PageCount":
         """The count of a request that stores nothing yet."""
@@ -48,5 +53,5 @@ class PageCount:
 
     def at(self, tokens: int) -> int:
         """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""
-        more, page_size = tokens - self.tokens, len(self.gains)
-        return self.pages + self.rows * (more // page_size) + self.gains[more % page_size]
+        more = tokens - self.tokens
+        return self.pages + self.rows * (more // self.page_size) + self.gains[more % self.page_size]

@@ -221,15 +221,26 @@ class PagedKVCache:
         """
         return self.tables.block_tables(request_slots, self.num_layers, width)
 
-    def read_keys(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
-        """The first ``n`` keys of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
-        pages = self._first_pages(request_slot, layer, n)
-        return self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)[:, :n]
+    def read_keys(self, request_slot: int, layer: int, n: int, first: int = 0) -> torch.Tensor:
+        """The first ``n`` keys of each head without those before ``first``, [H, n - first, head_dim].
+
+        Raises ValueError if a head holds fewer.
+        """
+        skipped = first // self.page_size
+        pages = self._first_pages(request_slot, layer, n)[:, skipped:]
+        keys = self.layout.keys.read(self._keys, pages, self._in_page).flatten(1, 2)
+        return keys[:, first - skipped * self.page_size : n - skipped * self.page_size]
 
     def read_values(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
         """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
         pages = self._first_pages(request_slot, layer, n)
         return self.layout.values.read(self._values, pages, self._in_page).flatten(1, 2)[:, :n]
+
+    def read_keys_at(self, request_slot: int, layer: int, entries: torch.Tensor) -> torch.Tensor:
+        """The keys at the given entries (int64 [N], below every head's kv_len) of each head, [H, N, head_dim]."""
+        entries = entries.to(self.device)
+        pages = self.table(request_slot, layer)[:, entries // self.page_size]
+        return self.layout.keys.read(self._keys, pages, entries % self.page_size)
 
     def gather(
         self, request_slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
@@ -301,6 +312,39 @@ class PagedKVCache:
         places = table[rows, entries // self.page_size].to(torch.int64) * self.page_size
         places += entries % self.page_size
         self._write(self.storage, keys, values, places)
+
+    def truncate(self, request_slot: int, tokens: int) -> None:
+        """Drop the newest entries of a request whose rows are equally long, until each holds ``tokens``.
+
+        Raises:
+            ValueError: its rows differ or are shorter; or it borrows pages.
+        """
+        lengths = self.lengths.of(request_slot)
+        longest = int(lengths.max())
+        if (lengths != longest).any() or not 0 < tokens <= longest or self.tables.lenders[request_slot] >= 0:
+            raise ValueError(f"request slot {request_slot} cannot be cut to {tokens} entries in each row")
+        columns = slice(-(-tokens // self.page_size), -(-longest // self.page_size))
+        self.pool.give(self.tables.region(request_slot)[:, columns].flatten())
+        self.lengths.replace(request_slot, 0, np.full(lengths.size, tokens))
+        self.tables.kv_len[request_slot] = tokens
+
+    def copy_entries(self, source: int, to: int, entries: torch.Tensor) -> None:
+        """Begin an empty request with copies of some entries of another.
+
+        Args:
+            entries: int64 [N], which entries of every row; below every row's kv_len.
+
+        Raises:
+            RuntimeError: the pool has too few free pages.
+        """
+        entries, heads = entries.to(self.device), self.num_kv_heads
+        count = len(entries)
+        places = self.entry_slots(self.extend([to], [count]))
+        head = torch.arange(heads, device=self.device).repeat(count)
+        entry = entries.repeat_interleave(heads)
+        for layer in range(self.num_layers):
+            keys, values = self.gather(source, layer, head, entry)
+            self._write(self.storage, keys, values, places[layer])
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, entry_slots: torch.Tensor) -> None:
         """Store entries, each [N, head_dim], at places int64 [N] as of :meth:`entry_slots`."""

@@ -9,13 +9,14 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.policies import EvictionConfig, available, parameters
+from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
 from vllm_kvevict.policies.params import to_int
+from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 
 KEY = "kv_eviction"
@@ -42,6 +43,11 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
 """Fields of ``vllm_xargs`` that a request may carry."""
 
+REPEAT_ROWS = "kv_repeat_rows"
+"""The field for :meth:`RepeatPrompts.to_lists`, which depends on tokenizer and chat template."""
+
+INTERNAL_FIELDS = (REPEAT_ROWS,)
+"""Fields that the front-end adds to those of a request; it refuses requests that come with them."""
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
@@ -169,6 +175,13 @@ class Options:
         """Policies that requests may have and that need a reserve."""
         return [policy for policy in available() if self.allows(policy) and needs_reserve(policy)]
 
+    def reserve_size(self, max_model_len: int, dims: sums.HeadDims) -> int:
+        """What workers reserve for them: as much as one prompt of ``max_model_len`` tokens needs, of any of them.
+
+        Numbers for each layer and query head.
+        """
+        return max((sums.size(needs(name), max_model_len, dims) for name in self.reserved_for), default=0)
+
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.
 
@@ -181,9 +194,7 @@ class Options:
             KVEvictionError: one sentence naming the field.
         """
         fields = extra_args or {}
-        for name in fields:
-            if name.startswith("kv_") and name not in (*REQUEST_FIELDS, *OTHERS_FIELDS):
-                raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
+        check_names(fields, (*REQUEST_FIELDS, *INTERNAL_FIELDS))
         policy = fields.get("kv_eviction", self.policy)
         self._check_allowed(policy)
         budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
@@ -253,6 +264,17 @@ class Options:
             )
         # A prefix of no tokens leaves nothing to evict.
         return fields | ({"kv_prefix_len": chat_prefix_len} if chat_prefix_len else {"kv_eviction": "full"})
+
+
+def check_names(fields: Iterable[str], known: Sequence[str] = REQUEST_FIELDS) -> None:
+    """Refuse fields of ``vllm_xargs`` that begin like ours and are not.
+
+    Raises:
+        KVEvictionError: one sentence naming the field.
+    """
+    for name in fields:
+        if name.startswith("kv_") and name not in (*known, *OTHERS_FIELDS):
+            raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
 
 
 def options_of(vllm_config: Any) -> Options | None:

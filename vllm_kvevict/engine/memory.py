@@ -15,11 +15,13 @@ from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies
+from vllm_kvevict.schedules.sums import HeadDims
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedAttentionSpec(FullAttentionSpec):
-    """Full attention whose longest prompt needs less memory than all of its KV, if the server's policy sees to that."""
+    """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
+    that is evicted as it comes, more if it is repeated."""
 
     @classmethod
     def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
@@ -30,13 +32,12 @@ class BoundedAttentionSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
-        whole: int = super().max_memory_usage_bytes(vllm_config)
         bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
         plan = require_options(vllm_config).plan(tokens)
         peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
         pages = max(cdiv(peak, rank.num_layers) for peak, rank in zip(peaks, bounds.ranks, strict=True))
         page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
-        return min(whole, pages * page_bytes)
+        return pages * page_bytes
 
 
 def bounds_of(vllm_config: Any) -> MemoryBounds:
@@ -56,6 +57,13 @@ def bounds_of(vllm_config: Any) -> MemoryBounds:
     return MemoryBounds(
         ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
     )
+
+
+def head_dims(vllm_config: Any) -> HeadDims:
+    """The heads of a rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    return HeadDims(model.get_head_size(), group)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:

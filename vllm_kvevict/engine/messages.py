@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import Answer, Claim, Report
+from vllm_kvevict.schedules.reports import Answer, Claim, Repeat, Report
 
 
 @dataclass
@@ -22,12 +22,14 @@ class Handshake(KVConnectorHandshakeMetadata):
         capacity: of its pool.
         version: of this package there.
         has_w_o: whether policies can read the output projections of its layers.
+        has_rotary: whether they can undo their rotary embedding.
     """
 
     rank: int
     capacity: RankCapacity
     version: str
     has_w_o: bool = True
+    has_rotary: bool = True
 
 
 @dataclass
@@ -42,6 +44,7 @@ class StepMessage(KVConnectorMetadata):
         drops: numbers of the cached prefixes that are dropped before it.
         probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
             request.
+        repeats: of the step, by the id of the request whose prompt is repeated.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
     """
 
@@ -50,6 +53,7 @@ class StepMessage(KVConnectorMetadata):
     stores: dict[str, int] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
+    repeats: dict[str, Repeat] = field(default_factory=dict)
     most_pages: dict[int, int] | None = None
 
 

@@ -12,6 +12,7 @@ from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, S
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.sums import HeadDims
 from vllm_kvevict.server import Server
 
 
@@ -103,9 +104,12 @@ class Crowd:
 
 def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Bytes that the fullest rank sets aside beside the KV memory, and the policies that it is for."""
-    policies = Options.parse({"page_size": server.page_size, **settings}).reserved_for
-    heads = max(1, server.query_heads // server.tensor_parallel_size)
-    return 4 * server.max_len * most_layers(server) * heads * bool(policies), policies
+    options = Options.parse({"page_size": server.page_size, **settings})
+    query_heads, kv_heads = (
+        max(1, heads // server.tensor_parallel_size) for heads in (server.query_heads, server.kv_heads)
+    )
+    size = options.reserve_size(server.max_len, HeadDims(server.head_dim, query_heads // kv_heads))
+    return 4 * size * most_layers(server) * query_heads, options.reserved_for
 
 
 def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:

@@ -18,7 +18,8 @@ def policy_table() -> str:
 def parameter_table() -> str:
     """All parameters in Markdown: accepted values and meaning."""
     rows = ["| parameter | values | meaning |", "|---|---|---|"]
-    known = {p.name: p for name in available() for p in lookup(name).parameters}
+    # Where policies accept different values, as the first of them does.
+    known = {p.name: p for name in reversed(available()) for p in lookup(name).parameters}
     for name, meaning in MEANINGS.items():
         rows.append(f"| `{name}` | {known[name].expects} | {meaning} |")
     return "\n".join(rows)

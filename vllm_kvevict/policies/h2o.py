@@ -41,20 +41,10 @@ def score(
 
 def column_sums(inputs: LayerInputs) -> Tensor:
     """c, fp32 [Hq, n]. Raises ValueError naming col_sums or q_all where both are missing or one does not fit."""
-    heads, n, size = inputs.keys.shape
-    sums, query = inputs.col_sums, inputs.q_all
-    if sums is not None:
-        if sums.ndim != 2 or sums.shape[0] == 0 or sums.shape[0] % heads or sums.shape[1] != n:
-            raise ValueError(
-                f"col_sums must be [Hq, {n}] with Hq a multiple of Hkv={heads}, not {list(sums.shape)}"
-            )
-        return sums.float()
-    if query is None:
-        raise ValueError("col_sums [Hq, n] or q_all [Hq, n, d] is required: the attention of all queries")
-    if query.ndim != 3 or query.shape[0] == 0 or query.shape[0] % heads or query.shape[1:] != (n, size):
-        raise ValueError(
-            f"q_all must be [Hq, {n}, {size}] with Hq a multiple of Hkv={heads}, not {list(query.shape)}"
-        )
+    n = inputs.num_tokens
+    if inputs.col_sums is not None:
+        return inputs.check_sums("col_sums", (n,))
+    query = inputs.check_q_all("col_sums [Hq, n]")
     sums = torch.zeros(query.shape[0], n, device=query.device)
     add_column_sums(sums, query, inputs.keys, logit_scale(inputs), inputs.logit_softcap)
     return sums

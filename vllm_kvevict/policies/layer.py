@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .rotary import Rotary
+
 Kept = list[list[Tensor]]
 """kept[layer][kv_head]: int64 indices, strictly ascending."""
 
@@ -42,10 +44,18 @@ class LayerInputs:
     logit_softcap: c for models whose logits become c*tanh(z/c); None or 0 is off.
     q_all [Hq, n, d]: queries of all tokens, after RoPE; col_sums [Hq, n] fp32: what each token receives of the
     attention of all queries, summed. h2o takes either.
+    rotary: how positions turned queries and keys: a Rotary, or (cos, sin), each [positions, r/2] with at least n
+    positions and r <= d, whose pairs are (i, i + r/2).
+    tile_sums fp32 [Hq, n]: what each token receives of the attention within its tile; compactor takes it or q_all.
+    query_moments fp32 [Hq, d+1, d+1]: sum over the queries q before RoPE, the sinks' left out, of x x' with x = (1, q);
+    expected-attention takes it or q_all. Both as summed up by `tiles`.
     w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
     window_mean fp32 [Hq, m]: mean attention that the window pays to each of the m tokens before it, from whoever has it
     already. Policies that score by it alone (`EvictionConfig.scores_by_mean`) then read neither queries nor keys, of
     which only shape and dtype count: they may be on the meta device.
+    repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
+    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape: they may be on the
+    meta device.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -58,6 +68,10 @@ class LayerInputs:
     col_sums: Tensor | None = None
     w_o: Tensor | None = None
     window_mean: Tensor | None = None
+    repeated: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | Rotary | None = None
+    tile_sums: Tensor | None = None
+    query_moments: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +121,58 @@ class LayerInputs:
                 f"window_mean must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(mean)}"
             )
         return mean.unflatten(0, (heads, -1))
+
+    def check_repeated(self) -> Tensor:
+        """repeated [Hkv, n]. Raises ValueError naming it if missing or of a wrong shape or dtype."""
+        repeated, shape = self.repeated, self.keys.shape[:2]
+        if not isinstance(repeated, Tensor) or repeated.dtype != torch.float32 or repeated.shape != shape:
+            raise ValueError(
+                f"repeated is required, what each token received when the prompt was repeated: fp32 {list(shape)}, not "
+                f"{_shape(repeated)}"
+            )
+        return repeated
+
+    def check_q_all(self, instead: str) -> Tensor:
+        """q_all [Hq, n, d]. Raises ValueError naming it if of a wrong shape, and what may stand for it if missing."""
+        heads, n, size = self.keys.shape
+        query = self.q_all
+        if query is None:
+            raise ValueError(f"{instead} or q_all [Hq, n, d] is required: what follows from all queries")
+        if query.ndim != 3 or query.shape[0] == 0 or query.shape[0] % heads or query.shape[1:] != (n, size):
+            raise ValueError(
+                f"q_all must be [Hq, {n}, {size}] with Hq a multiple of Hkv={heads}, not {list(query.shape)}"
+            )
+        return query
+
+    def check_sums(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The field of that name in fp32, [Hq, *shape]. Raises ValueError naming it if of another shape."""
+        sums, heads = getattr(self, name), self.num_kv_heads
+        if (
+            sums.ndim != 1 + len(shape)
+            or sums.shape[0] == 0
+            or sums.shape[0] % heads
+            or sums.shape[1:] != shape
+        ):
+            wanted = ", ".join(map(str, shape))
+            raise ValueError(
+                f"{name} must be [Hq, {wanted}] with Hq a multiple of Hkv={heads}, not {list(sums.shape)}"
+            )
+        return sums.float()
+
+    def check_rotary(self) -> Rotary:
+        """rotary. Raises ValueError naming it if missing or of a wrong shape."""
+        if self.rotary is None:
+            raise ValueError(
+                "rotary is required: (cos, sin) of the model's rotary embedding, [positions, r/2]"
+            )
+        rotary, (_, n, size) = Rotary(*self.rotary), self.keys.shape
+        cos, sin = rotary.cos, rotary.sin
+        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < n or not 0 < 2 * cos.shape[1] <= size:
+            raise ValueError(
+                f"rotary must be (cos, sin), each [>= {n}, r/2] with r <= {size}, not "
+                f"{list(cos.shape)} and {list(sin.shape)}"
+            )
+        return rotary
 
     def check_values(self) -> Tensor:
         """values [Hkv, n, d]. Raises ValueError naming them if missing or not shaped like keys."""

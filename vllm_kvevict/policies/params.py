@@ -122,7 +122,8 @@ TP_LOCAL = flag("tp_local")
 """1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
 
 MEANINGS = {
-    "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff)",
+    "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff, "
+    "compactor, kvzip)",
     "kernel": "width of the pooling over neighbouring tokens",
     "pooling": "how a token's score is joined with its neighbours'",
     "gqa": "how the query heads of a KV head are joined",
@@ -142,9 +143,15 @@ MEANINGS = {
     "first": "share of a head's budget that goes by attention alone",
     "mass": "share of the attention that is protected",
     "norm_axis": "what value norms are normalised over",
+    "leverage_chunk": "tokens whose keys are compared with one another",
+    "blend": "weight of the keys' leverage against the attention among neighbours",
+    "n_future": "positions after the prompt over which the queries to come are averaged",
+    "epsilon": "added to the expected attention before the value's norm counts",
     "take_chunk": "tokens of a chunk, after each of which the prompt is evicted",
     "take_probe": "last tokens of the prompt, whose queries guide every eviction and which always stay",
     "take_guide": "whose last tokens choose: the prompt's, or each chunk's own, to see what the former are worth",
+    "kvzip_chunk": "tokens that the model repeats at once, each chunk by itself",
+    "kvzip_sees": "what it sees meanwhile: all of the prompt, or the first tokens and the chunk, which is cheaper",
     "take_alpha": "weight of the earlier chunks in the probe's averaged queries",
     "take_warmup_layers": "lowest layers that keep what the last of them chooses; `auto` is half of the layers",
     "take_warmup_budget": "tokens per KV head in those layers until the last chunk, if above the budget; `auto` is a "

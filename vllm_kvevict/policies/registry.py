@@ -39,7 +39,8 @@ class Policy:
     schedule: str = "whole"
     """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
     the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, the
-    candidates of all layers compete (see whole_model). "chunked": several times while the prompt is read (see take)."""
+    candidates of all layers compete (see whole_model). "by repeat": likewise, once the prompt was repeated (see kvzip).
+    "chunked": several times while the prompt is read (see take)."""
     heads_compete: bool = False
     """Whether the KV heads of a layer share its budget."""
     guarantee: str = "alpha"
@@ -81,7 +82,7 @@ def available() -> tuple[str, ...]:
 
 
 def needs(policy: str) -> frozenset[str]:
-    """Fields of LayerInputs, besides keys, that scoring by `policy` reads: q_window, values, w_o, col_sums."""
+    """Fields of LayerInputs, besides keys, that scoring by `policy` reads, such as q_window, values, w_o, col_sums."""
     return frozenset(lookup(policy).needs)
 
 

@@ -7,16 +7,14 @@ counted inside the budget.
 
 from collections.abc import Sequence
 
-import torch
-
 from . import snapkv
 from .config import EvictionConfig
-from .heads import past_scores, with_window
+from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import value_norms
 from .params import integer
 from .registry import Policy, register
-from .select import best_positions, order_keys
+from .sinks import keep_sinks
 
 PARAMETERS = (*snapkv.PARAMETERS, integer("sinks", 0, 0))
 
@@ -33,23 +31,8 @@ def score(
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """The sinks, the window and the best of the other tokens of each head."""
-    window, sinks = cfg.window_for(n), num_sinks(cfg, n)
-    b = cfg.budget_for(n) - window - sinks
-    kept = []
-    for layer in layers:
-        keys = order_keys(past_scores(layer, n - window)[:, sinks:])
-        first = torch.arange(sinks, device=layer.device)
-        past = [torch.cat((first, best + sinks)) for best in best_positions(keys, [b] * layer.num_kv_heads)]
-        kept.append(with_window(past, n, window))
-    return kept
-
-
-def num_sinks(cfg: EvictionConfig, n: int) -> int:
-    """First tokens that stay; a small ratio shrinks them so that they and the window fit the budget."""
-    sinks, budget, window = cfg.params["sinks"], cfg.budget_for(n), cfg.window_for(n)
-    if window < cfg.params["window"]:
-        return min(sinks, budget // 2)
-    return min(sinks, budget - window)
+    window = cfg.window_for(n)
+    return select_uniform(keep_sinks(cfg, layers, n), [cfg.budget_for(n) - window] * len(layers), n, window)
 
 
 register(

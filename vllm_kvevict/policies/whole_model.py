@@ -1,7 +1,8 @@
-"""One budget for all KV heads of all layers: the L*Hkv*(B - always kept) best candidates of the model stay.
+"""One budget for all KV heads of all layers: the L*Hkv*(B - window) best candidates of the model stay.
 
-The order is by score, then position, then layer, then head. A process that holds all layers chooses at once
-(`select_best`). Of several, each keeps what lies at or above a cut that they find together (`cuts`, `select_above`).
+Sinks, where a policy has them, come before all others. The order is by score, then position, then layer, then head. A
+process that holds all layers chooses at once (`select_best`). Of several, each keeps what lies at or above a cut that
+they find together (`cuts`, `select_above`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from .heads import past_scores, with_window
 from .layer import Comm, Kept, LayerScores
 from .select import best_positions, count_best, order_keys
 from .shares import require_all_layers
+from .sinks import keep_sinks
 
 
 def order_of(
@@ -24,7 +26,8 @@ def order_of(
     first = 0 if comm is None else comm.local_heads.start
     rows = layers[0].num_layers * heads
     m = n - cfg.window_for(n)
-    for x in layers:
+    for given in layers:
+        (x,) = keep_sinks(cfg, [given], n)
         # The heads of all layers compete as those of one layer do elsewhere: layer by layer, then by head.
         yield order_keys(past_scores(x, m), x.layer * heads + first, rows)
 

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig, most_candidates
+from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
-from vllm_kvevict.schedules.reports import Answer, Claim
+from vllm_kvevict.schedules.reports import Answer, Claim, Repeat
 
 MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
@@ -83,7 +85,9 @@ class Schedule(ABC):
     holds_whole_prompt = True
     """Whether all that was read is held until the last position, unless layers recycle pages."""
     reads_token_ids = False
-    """Whether the prompt's token ids are needed again while it is read."""
+    """Whether the prompt's token ids are needed again after they were read."""
+    repeats_prompt = False
+    """Whether the prompt is repeated before it is evicted, so that the step that ends at n does not evict it."""
 
     # When, known before the prompt is read.
 
@@ -107,7 +111,35 @@ class Schedule(ABC):
         """
         return None
 
+    def most_extra_rows(self, params: Mapping[str, Any]) -> int:
+        """The most token rows that a step computes for a prompt beside the tokens that it reads.
+
+        Args:
+            params: of the policy.
+        """
+        return 0
+
+    def chunks(self, config: EvictionConfig, n: int, longest: int) -> list[tuple[int, int]]:
+        """What is repeated once the prompt is read, (start, stop) of each step.
+
+        Args:
+            longest: tokens that workers have room for in a request.
+        """
+        return []
+
+    def conflict_with_length(self, config: EvictionConfig, n: int, longest: int) -> str | None:
+        """Why a prompt of n tokens cannot be evicted, None if it can; the end of a sentence.
+
+        Args:
+            longest: tokens that workers have room for in a request.
+        """
+        return None
+
     # How much is held.
+
+    def extra_entries(self, config: EvictionConfig, n: int, page_size: int) -> int:
+        """Entries that each row may hold beside the prompt's n, once that is read and until it is evicted."""
+        return 0
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         """Whether a prompt that one step reads can be evicted layer by layer, each into the pages of the one before.
@@ -144,14 +176,14 @@ class Schedule(ABC):
 
         Whatever the scores: of rows that compete any may win.
         """
-        heads, window = rank.num_kv_heads, config.window_for(n)
+        heads, always = rank.num_kv_heads, config.window_for(n) + num_sinks(config, n)
         every = self.layer_budgets(config, n, rank.num_model_layers)
         pages = 0
         # Most layers have the same budget, and admission asks this of every request that waits, in every step.
         for budget, layers in Counter(every[rank.first_layer :][:num_layers]).items():
             if config.heads_compete:
-                most = most_candidates(config, budget - window, n - window, heads, rank.num_model_kv_heads)
-                pages += layers * ragged_pages(most, heads, window + more, n + more, page_size)
+                most = most_candidates(config, budget - always, n - always, heads, rank.num_model_kv_heads)
+                pages += layers * ragged_pages(most, heads, always + more, n + more, page_size)
             else:
                 pages += layers * heads * pages_for(budget + more, page_size)
         return pages
@@ -181,6 +213,14 @@ class Schedule(ABC):
             rows: the request's token rows in the step.
             window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
         """
+
+    def begin_repeat(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> int:
+        """Make ready for a step that repeats a chunk of a request's prompt.
+
+        Returns:
+            The request slot which the step's rows join.
+        """
+        raise NotImplementedError(f"{type(self).__name__} repeats no prompt")
 
     def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
         """Go on with a request's eviction once its arbiter has answered.

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kvevict.policies import EvictionConfig, available, parameters, take
-from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.policies import EvictionConfig, take
 from vllm_kvevict.schedules.base import RankCapacity, Schedule, pages_for
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
 
@@ -30,6 +29,9 @@ class Chunked(Schedule):
 
     def probe(self, config: EvictionConfig, n: int) -> int:
         return 0 if config.params["take_guide"] == "chunk" else config.window_for(n)
+
+    def most_extra_rows(self, params: Mapping[str, Any]) -> int:
+        return int(params["take_probe"])
 
     def window(self, config: EvictionConfig, n: int, position: int) -> slice:
         positions = self.positions(config, n)
@@ -97,17 +99,3 @@ class Chunked(Schedule):
         )
         for layer in range(step.layer + 1) if index == leader else (step.layer,):
             evictor.compact(resident, layer, kept)
-
-
-def most_probe_rows(policy: str, params: Mapping[str, Any]) -> int:
-    """The most token rows that a probe can have on a server of this policy, whichever policies requests name.
-
-    Args:
-        params: of the server's policy.
-    """
-    rows = []
-    for name in available():
-        if lookup(name).schedule == "chunked":
-            known = parameters(name) | (dict(params) if name == policy else {})
-            rows.append(known[lookup(name).window])
-    return int(max(rows))

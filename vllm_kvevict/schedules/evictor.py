@@ -12,9 +12,21 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import Kept, LayerInputs, LayerScores, cuts, score_layer, select, whole_model
+from vllm_kvevict.policies import (
+    Kept,
+    LayerInputs,
+    LayerScores,
+    Rotary,
+    cuts,
+    score_layer,
+    select,
+    whole_model,
+)
 from vllm_kvevict.policies.attention import add_column_sums
-from vllm_kvevict.schedules.reports import Answer, Claim, LayerWeights, RankTally, Report
+from vllm_kvevict.policies.sinks import num_sinks
+from vllm_kvevict.policies.tiles import add_query_moments, add_tile_sums
+from vllm_kvevict.schedules.reports import Answer, Claim, LayerWeights, RankTally, Repeat, Report
+from vllm_kvevict.schedules.sums import SUMMED_AS_READ, PromptSums
 
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
@@ -33,8 +45,8 @@ class ResidentRequest:
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
             step has all of them.
-        col_sums: attention that each token received so far, fp32 [local layers, Hq, eviction position], in the
-            rank's reserve.
+        sums: what its prompt adds up to so far, in the rank's reserve.
+        scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
         probe: by local layer the queries of the request's probe, averaged over chunks, fp32 [Hq, probe, d].
         scores: of the layers done, where the decision needs further ones.
@@ -44,7 +56,8 @@ class ResidentRequest:
     request_slot: int
     tokens: int = 0
     window: Tensor | None = None
-    col_sums: Tensor | None = None
+    sums: PromptSums | None = None
+    scratch: int | None = None
     probe: dict[int, Tensor] = field(default_factory=dict)
     scores: list[LayerScores] = field(default_factory=list)
     stored: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -72,8 +85,9 @@ class QueryRows:
         rows: its rows in the batch.
         target: where the last of them, which belong to the window, go in :attr:`ResidentRequest.window`.
         window: how many rows the window has.
-        evicts: whether the step ends at an eviction position.
+        evicts: whether the step ends at an eviction position, or with the last repeat.
         probe: rows in the batch of the request's probe, which come with the end of a chunk that is not the last.
+        repeat: what the rows repeat, if they are none of the prompt's own.
     """
 
     resident: ResidentRequest
@@ -82,6 +96,7 @@ class QueryRows:
     window: int
     evicts: bool
     probe: slice | None
+    repeat: Repeat | None = None
 
     @property
     def count(self) -> int:
@@ -119,7 +134,17 @@ def query_rows(resident: ResidentRequest, rows: slice, probe: slice | None) -> Q
     window = resident.plan.window(position)
     first = window.start
     target = slice(max(before, first) - first, max(resident.tokens, first) - first)
-    return QueryRows(resident, rows, target, window.stop - first, resident.tokens == position, probe)
+    evicts = resident.tokens == position and not resident.plan.schedule.repeats_prompt
+    return QueryRows(resident, rows, target, window.stop - first, evicts, probe)
+
+
+def repeat_rows(resident: ResidentRequest, rows: slice, repeat: Repeat) -> QueryRows:
+    """What a step's rows that repeat a chunk of a request's prompt mean for its eviction.
+
+    Args:
+        rows: of the batch.
+    """
+    return QueryRows(resident, rows, slice(0, 0), 0, repeat.is_last, None, repeat)
 
 
 class Evictor:
@@ -133,7 +158,8 @@ class Evictor:
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
         is_asynchronous: whether the device runs behind the host.
         window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
-        reserve: fp32 [tokens, local layers * Hq], for :attr:`ResidentRequest.col_sums`; None where no policy needs it.
+        rotary: gives how the model turns queries and keys by their positions.
+        reserve: fp32 [size, local layers * Hq], for :attr:`ResidentRequest.sums`; None where no policy needs it.
     """
 
     def __init__(
@@ -145,6 +171,7 @@ class Evictor:
         output_projection: Callable[[int], Tensor],
         is_asynchronous: bool,
         window_mean: WindowMean | None,
+        rotary: Callable[[], Rotary],
         reserve: Tensor | None = None,
     ):
         self.cache = cache
@@ -154,6 +181,7 @@ class Evictor:
         self.output_projection = output_projection
         self.is_asynchronous = is_asynchronous
         self.window_mean = window_mean
+        self.rotary = rotary
         self.reserve = reserve
         self.reports: dict[str, Report] = {}
         self.claims: dict[str, Claim] = {}
@@ -166,6 +194,7 @@ class Evictor:
 
           layers on their own        score, decide, compact   in each layer
           layers that compete        score                    in each layer; after the last: decide, compact
+            by repeats of the prompt likewise, in the last of them; until then notes what the prompt receives
             evicted layer by layer   score, trim              in each layer
             over pipeline stages     score, send_weights      later: decide by the budgets that come back, compact
                                      or send_tally            or by the cut, found in a few such rounds
@@ -181,7 +210,7 @@ class Evictor:
         resident.plan.schedule.after_layer(self, step, rows, window)
         over = rows.evicts and self.is_last(step.layer)
         if over and resident.tokens == n:
-            resident.window = resident.col_sums = None
+            resident.window = resident.sums = None
             resident.probe = {}
         moving = resident.compaction_seconds - moving
         resident.decision_seconds += time.perf_counter() - started - moving
@@ -225,6 +254,8 @@ class Evictor:
             table = self.cache.table(resident.request_slot, layer)
             mean = self.window_mean(window, table, n, step.scale, step.softcap)
             keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
+        elif "repeated" in config.needs:
+            keys = torch.empty(self.cache.num_kv_heads, n, self.cache.head_dim, device="meta")
         else:
             keys = self.cache.read_keys(resident.request_slot, layer, n)
         if "values" in config.needs:
@@ -236,8 +267,9 @@ class Evictor:
             values=values,
             scale=step.scale,
             logit_softcap=step.softcap or None,
-            col_sums=None if resident.col_sums is None else resident.col_sums[layer],
             w_o=self.output_projection(layer) if "w_o" in config.needs else None,
+            rotary=self.rotary() if "rotary" in config.needs else None,
+            **({} if resident.sums is None else resident.sums.of(layer)),
         )
         scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
         resident.scores.append(scores)
@@ -304,13 +336,27 @@ class Evictor:
         resident.freed_pages += self.cache.compact(resident.request_slot, layer, kept)
         resident.compaction_seconds += time.perf_counter() - started
 
+    def open_scratch(self, resident: ResidentRequest, entries: Tensor) -> int:
+        """Open a request slot with copies of some of a request's entries (int64, of each row), for one step."""
+        resident.scratch = self.cache.open()
+        self.cache.copy_entries(resident.request_slot, resident.scratch, entries)
+        return resident.scratch
+
+    def drop_extra_entries(self, resident: ResidentRequest) -> None:
+        """Drop what the running step stored beside the prompt's own entries."""
+        if resident.scratch is None:
+            self.cache.truncate(resident.request_slot, resident.tokens)
+            return
+        self.cache.close([resident.scratch])
+        resident.scratch = None
+
     def _collect(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor | None:
         """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
         needs, window = rows.resident.plan.config.needs, None
         if "q_window" in needs and rows.target.stop > rows.target.start:
             window = self._collect_window(step, rows, n)
-        if "col_sums" in needs:
-            self._add_column_sums(step, rows, n)
+        if not needs.isdisjoint(SUMMED_AS_READ):
+            self._sum_up(step, rows)
         return window
 
     def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
@@ -325,16 +371,46 @@ class Evictor:
         resident.window[step.layer, rows.target] = window
         return resident.window[step.layer, : rows.window]
 
-    def _add_column_sums(self, step: LayerStep, rows: QueryRows, n: int) -> None:
-        """Add to what each token of the prompt received so far what it receives from the step's queries."""
-        resident = rows.resident
-        if resident.col_sums is None:
-            assert self.reserve is not None
-            place = self.reserve[resident.admission.reserved_at :][:n]
-            resident.col_sums = place.view(self.cache.num_layers, step.query.shape[1], n).zero_()
-        keys = self.cache.read_keys(resident.request_slot, step.layer, resident.tokens)
-        queries = step.query[rows.rows].transpose(0, 1)
-        add_column_sums(resident.col_sums[step.layer], queries, keys, step.scale, step.softcap)
+    def sums_of(self, resident: ResidentRequest, query: Tensor) -> PromptSums:
+        """What a request's prompt adds up to so far.
+
+        Args:
+            query: [Hq, rows, d], of any step.
+        """
+        if resident.sums is None:
+            n, cache = resident.plan.evict_at, self.cache
+            assert self.reserve is not None and n is not None
+            place, heads = (
+                self.reserve[resident.admission.reserved_at :],
+                (query.shape[0], cache.num_kv_heads),
+            )
+            resident.sums = PromptSums(
+                resident.plan.config.needs, n, place, cache.num_layers, *heads, query.shape[2]
+            )
+        return resident.sums
+
+    def _sum_up(self, step: LayerStep, rows: QueryRows) -> None:
+        """Add a step's queries to what the request's prompt adds up to."""
+        resident, queries = rows.resident, step.query[rows.rows].transpose(0, 1)
+        sums = self.sums_of(resident, queries)
+        if "col_sums" in resident.plan.config.needs:
+            keys = self.cache.read_keys(resident.request_slot, step.layer, resident.tokens)
+            add_column_sums(sums.of(step.layer)["col_sums"], queries, keys, step.scale, step.softcap)
+            return
+        for first, tile in sums.finished_tiles(step.layer, queries, resident.tokens - rows.count):
+            self._add_tile(resident, step.layer, first, tile)
+
+    def _add_tile(self, resident: ResidentRequest, layer: int, first: int, queries: Tensor) -> None:
+        """Add a tile to them: its queries [Hq, r, d], from token ``first`` on."""
+        assert resident.sums is not None
+        config, sums, stop = resident.plan.config, resident.sums.of(layer), first + queries.shape[1]
+        if "tile_sums" in sums:
+            keys = self.cache.read_keys(resident.request_slot, layer, stop, first)
+            add_tile_sums(sums["tile_sums"][:, first:stop], queries, keys)
+        if "query_moments" in sums:
+            counted = max(first, num_sinks(config, resident.sums.n))
+            before = self.rotary().undo(queries[:, counted - first :].float(), counted)
+            add_query_moments(sums["query_moments"], before)
 
     def _keep(self, resident: ResidentRequest, layers: Sequence[LayerScores], chosen: Kept) -> None:
         """Compact layers to the chosen positions."""

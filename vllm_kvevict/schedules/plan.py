@@ -5,13 +5,14 @@ import functools
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig, needs
+from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.registry import schedule_of
 
 
 def needs_reserve(policy: str) -> bool:
     """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
-    return "col_sums" in needs(policy)
+    return not needs(policy).isdisjoint(sums.SUMMED)
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Plan:
         """The way in which the policy evicts."""
         return schedule_of(self.config)
 
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it takes until its eviction."""
-        return self.evict_at if self.evict_at is not None and needs_reserve(self.config.policy) else 0
+    def reserved(self, dims: sums.HeadDims) -> int:
+        """What it takes of the workers' reserve until its eviction: numbers for each layer and query head."""
+        return 0 if self.evict_at is None else sums.size(self.config.needs, self.evict_at, dims)
 
     def next_eviction(self, tokens: int) -> int | None:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""
@@ -48,6 +48,12 @@ class Plan:
         if self.evict_at is None or position >= self.evict_at or position not in self.positions:
             return 0
         return self.schedule.probe(self.config, self.evict_at)
+
+    def extra_entries(self, tokens: int, page_size: int) -> int:
+        """Entries that each row of a request with so many tokens may hold beside them, until it is evicted."""
+        if self.evict_at is None or tokens != self.evict_at:
+            return 0
+        return self.schedule.extra_entries(self.config, self.evict_at, page_size)
 
     def window(self, position: int) -> slice:
         """Tokens whose queries choose at an eviction, if they are not such extra ones."""
@@ -72,7 +78,7 @@ class Admission:
         epoch: 1 for the first admission, +1 after each preemption.
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
-        reserved_at: where in the workers' reserve its tokens begin, if the policy needs one.
+        reserved_at: where in the workers' reserve its place begins, if the policy needs one.
         prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
     """
 

@@ -1,9 +1,13 @@
 """The schedules by name; a policy says which one it has (:attr:`vllm_kvevict.policies.registry.Policy.schedule`)."""
 
-from vllm_kvevict.policies import EvictionConfig, available
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
+from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
 from vllm_kvevict.schedules.whole import Whole
 
@@ -22,6 +26,15 @@ def schedule_of(config: EvictionConfig) -> Schedule:
     return _schedules[lookup(config.policy).schedule]
 
 
+def most_extra_rows(policy: str, params: Mapping[str, Any]) -> int:
+    """The most token rows that a step computes for one prompt beside the tokens that it reads.
+
+    Args:
+        params: of the policy, those that differ from its defaults.
+    """
+    return _schedules[lookup(policy).schedule].most_extra_rows(parameters(policy) | dict(params))
+
+
 def bounded_policies() -> list[str]:
     """Policies that never hold a whole prompt, however long it is."""
     return [name for name in available() if not _schedules[lookup(name).schedule].holds_whole_prompt]
@@ -30,4 +43,5 @@ def bounded_policies() -> list[str]:
 register("whole", Whole())
 register("by weight", ByWeight())
 register("by score", ByScore())
+register("by repeat", ByRepeat())
 register("chunked", Chunked())

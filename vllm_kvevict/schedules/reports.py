@@ -1,9 +1,25 @@
-"""What ranks say of an eviction, and what they are told where no rank can decide alone."""
+"""What ranks say of an eviction, and what they are told: what to repeat, and what no rank can decide alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies.cuts import Question, Tally
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """What a step repeats of a request's prompt.
+
+    Attributes:
+        row_name: the name that its rows have in the step's batch.
+        start, stop: the chunk, in tokens of the prompt.
+        is_last: whether the eviction is decided by it and those before.
+    """
+
+    row_name: str
+    start: int
+    stop: int
+    is_last: bool
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, whi
 import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -18,11 +19,53 @@ from vllm_kvevict.engine.config import options_of
 PREFIX_LEN = "kv_prefix_len"
 """The entry of a rendered prompt that holds the number of tokens before the question."""
 
+CHAT = "kv_chat"
+"""The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
+
 MEANINGLESS = [chr(code) for code in range(0xE000, 0xE100)]
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
 
 WORD = "q"
 """Stands in for the question where it matters that words join tokens before them."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a prompt was rendered from.
+
+    Attributes:
+        renderer: what rendered it.
+        messages: the chat.
+        params: template and its arguments.
+        tok_params: how the text was tokenised.
+    """
+
+    renderer: BaseRenderer
+    messages: Sequence[Any]
+    params: Any
+    tok_params: Any
+
+    @property
+    def question(self) -> int | None:
+        """Where in ``messages`` the last user message is, None when there is none."""
+        users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return users[-1] if users else None
+
+    def asking(self, question: str) -> Any:
+        """The prompt of the same chat with another question.
+
+        Raises:
+            ValueError, VLLMClientError: a template may refuse anything.
+        """
+        begin = self.up_to(question)
+        changed = [*begin, *self.messages[len(begin) :]]
+        return self.renderer.render_messages(changed, self.params)[1]
+
+    def up_to(self, question: str) -> list[Any]:
+        """The messages before the last user message, and that one with another question."""
+        last = self.question
+        assert last is not None
+        return [*self.messages[:last], {**self.messages[last], "content": question}]
 
 
 @functools.cache
@@ -35,9 +78,8 @@ def install() -> None:
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
         rendered, prompts = render_chat(self, conversations, chat_params, tok_params, **kwargs)
-        for messages, prompt in zip(conversations, prompts, strict=True):
-            if _is_worth_it(self, prompt):
-                note_prefix(self, messages, prompt, chat_params, tok_params)
+        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+            note_prefix(chat, prompt)
         return rendered, prompts
 
     @functools.wraps(render_chat_async)
@@ -45,77 +87,87 @@ def install() -> None:
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
         rendered, prompts = await render_chat_async(self, conversations, chat_params, tok_params, **kwargs)
-        for messages, prompt in zip(conversations, prompts, strict=True):
-            if _is_worth_it(self, prompt):
-                # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
-                work = functools.partial(note_prefix, self, messages, prompt, chat_params, tok_params)
-                await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+            # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
+            await asyncio.get_running_loop().run_in_executor(self._executor, note_prefix, chat, prompt)
         return rendered, prompts
 
     BaseRenderer.render_chat = noted  # type: ignore[method-assign]
     BaseRenderer.render_chat_async = noted_async  # type: ignore[method-assign]
 
 
-def note_prefix(
-    renderer: BaseRenderer, messages: Sequence[Any], prompt: Any, chat_params: Any, tok_params: Any = None
-) -> None:
+def _noted_chats(
+    renderer: BaseRenderer, conversations: Sequence[Any], prompts: Sequence[Any], params: Any, tok_params: Any
+) -> list[tuple[Chat, Any]]:
+    """Note in the prompts that may be evicted what they were rendered from; those whose question is to be found."""
+    tok_params = tok_params or renderer.default_chat_tok_params
+    chats = [
+        (Chat(renderer, messages, params, tok_params), prompt)
+        for messages, prompt in zip(conversations, prompts, strict=True)
+        if _may_be_evicted(renderer, prompt)
+    ]
+    for chat, prompt in chats:
+        prompt[CHAT] = chat
+    options = options_of(renderer.config)
+    return chats if options is not None and options.scope == "prefix" else []
+
+
+def note_prefix(chat: Chat, prompt: Any) -> None:
     """Write into a rendered chat how many of its tokens come before the question, unless that cannot be told.
 
     Args:
-        renderer: what rendered it.
-        messages: the chat, as it was rendered.
+        chat: what was rendered.
         prompt: the result, with ``prompt_token_ids``.
-        chat_params: template and its arguments.
-        tok_params: how the text was tokenised, None for the renderer's default.
     """
-    tok_params = tok_params or renderer.default_chat_tok_params
-    if _may_be_cut(tok_params, len(prompt["prompt_token_ids"])):
+    if may_be_cut(chat.tok_params, len(prompt["prompt_token_ids"])):
         return
-    prefix_len = find_prefix(renderer, messages, prompt, chat_params, tok_params)
+    prefix_len = find_prefix(chat, prompt)
     if prefix_len is not None:
         prompt[PREFIX_LEN] = prefix_len
 
 
-def find_prefix(
-    renderer: BaseRenderer, messages: Sequence[Any], prompt: Any, chat_params: Any, tok_params: Any
-) -> int | None:
+def find_prefix(chat: Chat, prompt: Any) -> int | None:
     """Count the tokens of a rendered chat that come before its last user message.
 
     The count may be a few tokens short, but it never includes a token of the question. Where the prompt is rendered as
     text it does not depend on the question either.
 
     Args:
-        renderer, messages, prompt, chat_params, tok_params: as in :func:`note_prefix`.
+        chat, prompt: as in :func:`note_prefix`.
 
     Returns:
         The number of tokens: 0 without a user message, None when the question leaves no trace in the prompt.
     """
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
+    if chat.question is None:
         return 0
-
-    def asking(question: str) -> Any:
-        changed = list(messages)
-        changed[users[-1]] = {**messages[users[-1]], "content": question}
-        return renderer.render_messages(changed, chat_params)[1]
-
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
-        other = asking(next((mark for mark in MEANINGLESS if mark not in text), MEANINGLESS[0]))
+        other = chat.asking(unused_mark(text))
         if "prompt_token_ids" in other:  # Mistral's tokenizers give no text
-            return _prefix_of_ids(ids, other, asking(WORD))
+            return prefix_of_ids(ids, other, chat.asking(WORD))
     except (ValueError, VLLMClientError):  # a template may refuse anything
         return None
-    other_text = other["prompt"]
-    if text == other_text:
+    before = text_before(text, other["prompt"])
+    if before is None:
         return None
-    # Whitespace and the last token could merge with the question's first characters.
-    before = text[: common_length(text, other_text)].rstrip()
-    before_ids = renderer.tokenize_prompt({"prompt": before}, tok_params)["prompt_token_ids"]
+    before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     return common_length(before_ids[:-1], ids)
 
 
-def _prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
+def text_before(text: str, other_text: str) -> str | None:
+    """What two chats have in common before their questions, None when the question leaves no trace."""
+    if text == other_text:
+        return None
+    # Whitespace and the last token could merge with the question's first characters.
+    return text[: common_length(text, other_text)].rstrip()
+
+
+def unused_mark(text: str) -> str:
+    """A character without a meaning that a text does not contain."""
+    return next((mark for mark in MEANINGLESS if mark not in text), MEANINGLESS[0])
+
+
+def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
     """The same for prompts without text: what the chat has in common with two others, less one token.
 
     One begins like a word and one does not, so that a token that joins the end of the question's header to its first
@@ -139,16 +191,14 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return low
 
 
-def _is_worth_it(renderer: BaseRenderer, prompt: Any) -> bool:
-    """Whether the engine evicts prefixes, and the prompt has enough tokens to have such a prefix."""
+def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
+    """Whether the engine evicts, and the prompt has enough tokens for that."""
     options = options_of(renderer.config)
-    if options is None or options.scope != "prefix":
-        return False
     ids = prompt.get("prompt_token_ids")
-    return ids is not None and len(ids) >= options.min_prompt
+    return options is not None and ids is not None and len(ids) >= options.min_prompt
 
 
-def _may_be_cut(tok_params: Any, length: int) -> bool:
+def may_be_cut(tok_params: Any, length: int) -> bool:
     """Whether the prompt may lack tokens at one of its ends, after which nothing could be compared."""
     limit = tok_params.truncate_prompt_tokens
     if limit is not None and limit < 0:

@@ -24,7 +24,7 @@ from vllm_kvevict.engine.config import (
 from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available, parameters
-from vllm_kvevict.schedules.chunked import most_probe_rows
+from vllm_kvevict.schedules.registry import most_extra_rows
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -167,7 +167,7 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
         kv_role="kv_producer",
         kv_connector_module_path="vllm_kvevict.engine.connector",
     )
-    _make_room_for_probe(ours, options)
+    _make_room_for_extra_rows(ours, options)
     return ours
 
 
@@ -201,10 +201,11 @@ def _warn_of_slow_dtype(dtype: Any) -> None:
         )
 
 
-def _make_room_for_probe(args: Any, options: Options) -> None:
+def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     """Give workers buffers for one request more than the scheduler may fill: a probe of a prompt that is evicted in
-    chunks."""
-    probe = most_probe_rows(options.policy, options.params)
+    chunks, or the repeat of one."""
+    allowed = [policy for policy in available() if options.allows(policy)]
+    extra = max(most_extra_rows(name, options.params if name == options.policy else {}) for name in allowed)
     set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
     def set_ours(*rest: Any) -> None:
@@ -214,7 +215,7 @@ def _make_room_for_probe(args: Any, options: Options) -> None:
         if args.max_num_scheduled_tokens is None:
             args.max_num_scheduled_tokens = args.max_num_batched_tokens
         args.max_num_seqs += 1
-        args.max_num_batched_tokens += probe
+        args.max_num_batched_tokens += extra
 
     args._set_default_max_num_seqs_and_batched_tokens_args = set_ours
 

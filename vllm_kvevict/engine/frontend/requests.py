@@ -1,5 +1,6 @@
 """Checks of single requests in the front-end, where a refusal becomes an HTTP 400."""
 
+import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -12,10 +13,18 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvevict.engine.config import KVEvictionError, options_of, require_options
+from vllm_kvevict.engine.config import (
+    REPEAT_ROWS,
+    KVEvictionError,
+    check_names,
+    options_of,
+    require_options,
+)
 from vllm_kvevict.engine.frontend import chat
 from vllm_kvevict.engine.frontend.checks import check_policy
+from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
 
 BEAM_SEARCH = (
@@ -42,6 +51,10 @@ def install() -> None:
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
                 own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
+                if _reads_again(self.vllm_config, own, *tokens):
+                    noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
+                    rows = noted or repeat_prompts(self.renderer, prompt)
+                    own.extra_args = {**(own.extra_args or {}), REPEAT_ROWS: rows.to_lists()}
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
@@ -49,6 +62,7 @@ def install() -> None:
     _before(BeamSearchOfflineMixin, "beam_search", _check_beam_search_offline)
     # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
     _before(AsyncLLM, "generate", _check_generate)
+    _note_rows_in_threads()
     chat.install()
 
 
@@ -58,6 +72,25 @@ def install_in_server() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
+
+
+def _note_rows_in_threads() -> None:
+    """Let a server render chats once more in vLLM's threads for that; it checks requests in its event loop."""
+    add_request = AsyncLLM.add_request
+
+    @functools.wraps(add_request)
+    async def noted(
+        self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(prompt, dict) and "type" in prompt and options_of(self.vllm_config):
+            tokens = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+            if _reads_again(self.vllm_config, params, *tokens):
+                work = functools.partial(repeat_prompts, self.renderer, prompt)
+                loop = asyncio.get_running_loop()
+                prompt[REPEAT_ROWS] = await loop.run_in_executor(self.renderer._executor, work)
+        return await add_request(self, request_id, prompt, params, *args, **kwargs)
+
+    AsyncLLM.add_request = noted  # type: ignore[method-assign]
 
 
 def _before(cls: type, name: str, check: Callable[..., None]) -> None:
@@ -97,6 +130,25 @@ def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: 
     _check_generate(self.engine_client, engine_input, sampling_params)
 
 
+def _reads_again(vllm_config: Any, params: Any, token_ids: Any, embeds: Any) -> bool:
+    """Whether the model repeats a prefix of this request before it is evicted; not if it will be refused."""
+    length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+    try:
+        plan = require_options(vllm_config).plan(length, getattr(params, "extra_args", None))
+    except KVEvictionError:
+        return False
+    return plan.evict_at is not None and plan.schedule.repeats_prompt
+
+
+def _check_length(plan: Plan, longest: int) -> None:
+    """Refuse what is too long to be repeated behind itself."""
+    if plan.evict_at is None:
+        return
+    conflict = plan.schedule.conflict_with_length(plan.config, plan.evict_at, longest)
+    if conflict is not None:
+        raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
+
+
 def _checked_fields(
     vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
 ) -> dict[str, Any] | None:
@@ -105,6 +157,7 @@ def _checked_fields(
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
+        check_names(params.extra_args or ())
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
         # A chat that mixes text with embeddings has token ids too, but only placeholders where these stand.
@@ -114,6 +167,7 @@ def _checked_fields(
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan(length, fields)
+        _check_length(plan, vllm_config.model_config.max_model_len)
         check_fits(vllm_config, options, plan, length, params.min_tokens)
         return fields
     except KVEvictionError as error:

@@ -16,6 +16,7 @@ from vllm_kvevict.engine.scheduler.prefixes import Prefix
 from vllm_kvevict.schedules.base import Arbiter
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.sums import HeadDims
 
 PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
@@ -43,8 +44,9 @@ class Account:
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         unreported: ranks whose report of a dispatched eviction is still to come.
         undecided: whether it is still to be decided, over all stages, what it keeps.
+        to_repeat: chunks of the prompt that steps must repeat before it is evicted, (start, stop) each.
         arbiter: by which that is decided, once the ranks have claimed something.
-        reserved_at: where its tokens begin in the reserve.
+        reserved_at: where its place in the reserve begins.
         prefix: the cached prefix that it borrows pages of.
         lent: pages of each rank that it borrows.
     """
@@ -65,6 +67,7 @@ class Account:
     tokens: int = 0
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
+    to_repeat: list[tuple[int, int]] = field(default_factory=list)
     arbiter: Arbiter | None = None
     reserved_at: int = 0
 
@@ -78,10 +81,10 @@ class Account:
         """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
         return self.prompt_len + self.max_tokens - 1
 
-    @property
-    def reserved(self) -> int:
-        """Tokens of the workers' reserve that it needs until its eviction."""
-        return self.plan.reserved if self.tokens < (self.plan.evict_at or 0) else 0
+    def reserved(self, dims: HeadDims) -> int:
+        """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
+        is_over = self.tokens >= (self.plan.evict_at or 0) and not self.to_repeat
+        return 0 if is_over else self.plan.reserved(dims)
 
     @property
     def is_reading(self) -> bool:
@@ -104,6 +107,7 @@ class Account:
         if self.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
             return list(self.peak)
         stored = tokens + self.plan.extra_tokens(tokens)
+        stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
         return [count.at(stored) - self.lent[rank] for rank, count in enumerate(self.counts)]
 
     def need_at(self, tokens: int) -> Need:
@@ -258,10 +262,12 @@ class AdmissionControl:
         """Pages of a rank held or promised when the prefills in flight and the next one are done, in ``steps``."""
         pages = 0
         for account in accounts:
+            now = account.held[index] + account.promise[index]
             if account.is_reading:
-                pages += account.held[index] + account.promise[index]
+                pages += now
             else:
-                pages += account.counts[index].at(account.tokens + steps) - account.lent[index]
+                # Whose prompt is being repeated holds more now than then.
+                pages += max(now, account.counts[index].at(account.tokens + steps) - account.lent[index])
         return pages
 
     def expected_end(self, account: Account, patient: bool = False) -> int:

@@ -41,6 +41,7 @@ class SchedulerEnd:
                 )
         self.ledger.set_capacity({handshake.rank: handshake.capacity for handshake in handshakes})
         self.ledger.has_w_o = all(handshake.has_w_o for handshake in handshakes)
+        self.ledger.has_rotary = all(handshake.has_rotary for handshake in handshakes)
         logger.info(self._start_up_line())
         mark_started()
 

@@ -20,9 +20,12 @@ from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
+from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.reports import Repeat
+from vllm_kvevict.schedules.sums import HeadDims
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -51,16 +54,18 @@ class PageLedger(KVCacheManager):
         *args: Any,
         options: Options,
         control: AdmissionControl,
+        head_dims: HeadDims,
         prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
         **kwargs: Any,
     ):
-        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), and by
-        what a request finds a cached prefix."""
+        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
+        heads of a rank, and by what a request finds a cached prefix."""
         super().__init__(*args, **kwargs)
         self.options = options
         self.control = control
         self.prefix_key = prefix_key
-        self.has_w_o = True
+        self.has_w_o = self.has_rotary = True
+        self.head_dims = head_dims
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
         self.used: list[int] = []
@@ -72,7 +77,7 @@ class PageLedger(KVCacheManager):
         """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
-        self.reserve = Reserve(self.max_model_len)
+        self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self.prefixes = PrefixCache(0, 0)
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
@@ -115,8 +120,8 @@ class PageLedger(KVCacheManager):
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
         super().new_step_starts()
-        for name, span in list(self.reserve.spans.items()):
-            if self.accounts[name].tokens >= len(span):
+        for name in list(self.reserve.spans):
+            if not self.accounts[name].reserved(self.head_dims):
                 self.reserve.give_back(name)
 
     def allocate_slots(
@@ -182,7 +187,7 @@ class PageLedger(KVCacheManager):
             account.reserved_at,
             None if prefix is None else prefix.number,
         )
-        self.reserve.take(name, account.reserved_at, account.reserved)
+        self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
         self._limit_answer(name, account)
         if prefix is not None:
             self.prefixes.borrow(prefix, name)
@@ -193,13 +198,33 @@ class PageLedger(KVCacheManager):
     def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
         """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
         account.unreported = set(range(len(self.ranks)))
-        account.undecided = account.plan.schedule.decides_across_stages(self.bounds.num_stages)
+        config, schedule = account.plan.config, account.plan.schedule
+        account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
+        account.undecided = bool(account.to_repeat) or schedule.decides_across_stages(self.bounds.num_stages)
         if account.bounded:
             # Until the reports come, all that is known is that rows may end anywhere in a page.
             account.counts = [
                 PageCount.from_residues(pages, tokens, [capacity.rows] + [0] * (self.options.page_size - 1))
                 for pages, capacity in zip(held, self.capacities, strict=True)
             ]
+
+    def next_repeat(self) -> str | None:
+        """The request whose prompt a step may go on to repeat; the first one to come is the first to be done."""
+        return next((name for name, account in self.accounts.items() if account.to_repeat), None)
+
+    def may_repeat(self, request_id: str) -> bool:
+        """Whether a step may go on to repeat a request's prompt: not once it is gone or preempted."""
+        account = self.accounts.get(request_id)
+        return account is not None and bool(account.to_repeat)
+
+    def take_repeat(self, request_id: str) -> Repeat:
+        """The next chunk of a request's prompt, which the step that is being scheduled repeats."""
+        account = self.accounts[request_id]
+        start, stop = account.to_repeat.pop(0)
+        if not account.to_repeat:
+            account.undecided = account.plan.schedule.decides_across_stages(self.bounds.num_stages)
+        name = f"{request_id}-repeat-{account.epoch}-{start}"
+        return Repeat(name, start, stop, not account.to_repeat)
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -221,7 +246,7 @@ class PageLedger(KVCacheManager):
 
     def _has_room_for(self, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
-        place = self.reserve.find(new.reserved)
+        place = self.reserve.find(new.reserved(self.head_dims))
         if place is None:
             return False
         new.reserved_at = place
@@ -307,15 +332,23 @@ class PageLedger(KVCacheManager):
         if plan is None:
             params = request.sampling_params
             plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
-            if plan.evict_at is not None and "w_o" in plan.config.needs and not self.has_w_o:
+            if plan.evict_at is not None and (lacking := self._lacking(plan.config)):
                 logger.warning_once(
-                    "kv_eviction=%s needs unquantized output projections, which this model lacks: such requests are "
-                    "kept whole",
+                    "kv_eviction=%s needs %s, which this model lacks: such requests are kept whole",
                     plan.config.policy,
+                    lacking,
                 )
                 plan = Plan(plan.config, None)
             self._plans[request.request_id] = plan
         return plan
+
+    def _lacking(self, config: EvictionConfig) -> str | None:
+        """What a policy needs of the model and the workers do not find in it."""
+        if "w_o" in config.needs and not self.has_w_o:
+            return "unquantized output projections"
+        if "rotary" in config.needs and not self.has_rotary:
+            return "a rotary embedding that turns by position alone, the same in each layer"
+        return None
 
     def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
         if with_prefix:

@@ -11,14 +11,16 @@ Only counts, as in the ledger: the pages are the workers', which know a prefix b
     dropped   its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 
 from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -29,9 +31,9 @@ def prefix_key(
 ) -> Hashable | None:
     """What two requests must have in common for one to begin with what the other keeps of its prefix.
 
-    That is how it is evicted, and everything that vLLM's own prefix cache compares: tokens, prompt embeddings,
-    ``cache_salt``, and what is refused today (LoRA, images). vLLM hashes them block by block; what is left behind the
-    last full block is hashed here likewise.
+    That is how it is evicted, what the model is asked when it repeats it, and everything that vLLM's own prefix cache
+    compares: tokens, prompt embeddings, ``cache_salt``, and what is refused today (LoRA, images). vLLM hashes them
+    block by block; what is left behind the last full block is hashed here likewise.
 
     Args:
         block_size: tokens of a block that vLLM has hashed.
@@ -50,7 +52,14 @@ def prefix_key(
     rest = request.all_token_ids[blocks * block_size : tokens]
     # Of no tokens as well: a request of one block more has another key.
     extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
-    return hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.config
+    key = hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.config
+    lists = _fields(request).get(REPEAT_ROWS)
+    return key if lists is None else (*key, RepeatPrompts.from_lists(lists))
+
+
+def _fields(request: "Request") -> Mapping[str, Any]:
+    params = request.sampling_params
+    return (params.extra_args if params else None) or {}
 
 
 @dataclass(eq=False)

@@ -1,36 +1,37 @@
-"""Memory for the attention sums of prompts that are being read: set aside at start-up, shared out by the scheduler.
+"""Memory for what prompts add up to while they are read: set aside at start-up, shared out by the scheduler.
 
 A policy that reads ``col_sums`` holds fp32 [layers, query heads, tokens] of a request from its first step to its
-eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Clients decide when that happens, and the KV cache has
-taken what memory was free. So a worker of a server that allows such policies takes as much as one prompt of
-``max_model_len`` needs before vLLM measures what is left for the KV cache, and the scheduler lets no more tokens in.
+eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Others hold as much or less (``schedules/sums.py``).
+Clients decide when that happens, and the KV cache has taken what memory was free. So a worker of a server that allows
+such policies takes as much as one prompt of ``max_model_len`` needs before vLLM measures what is left for the KV cache,
+and the scheduler lets no more in.
 """
 
 
 class Reserve:
-    """Which tokens of the ranks' reserves belong to which request; the same on every rank.
+    """Which part of the ranks' reserves belongs to which request; the same on every rank.
 
     Args:
-        tokens: of the reserve.
+        size: of the reserve, in numbers for each layer and query head.
     """
 
-    def __init__(self, tokens: int):
-        self.tokens = tokens
+    def __init__(self, size: int):
+        self.size = size
         self.spans: dict[str, range] = {}
 
-    def find(self, tokens: int) -> int | None:
-        """The first place with room for so many tokens, None when requests in flight have to be evicted first."""
+    def find(self, size: int) -> int | None:
+        """The first place with room for so much, None when requests in flight have to be evicted first."""
         start = 0
         for span in sorted(self.spans.values(), key=lambda span: span.start):
-            if start + tokens <= span.start:
+            if start + size <= span.start:
                 break
             start = span.stop
-        return start if start + tokens <= self.tokens else None
+        return start if start + size <= self.size else None
 
-    def take(self, request_id: str, place: int, tokens: int) -> None:
+    def take(self, request_id: str, place: int, size: int) -> None:
         """Give a request its place, if it needs one."""
-        if tokens:
-            self.spans[request_id] = range(place, place + tokens)
+        if size:
+            self.spans[request_id] = range(place, place + size)
 
     def give_back(self, request_id: str) -> None:
         """A request was evicted, finished, aborted or preempted."""

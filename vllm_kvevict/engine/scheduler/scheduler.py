@@ -12,12 +12,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.memory import bounds_of
+from vllm_kvevict.engine.config import REPEAT_ROWS, require_options
+from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.prefixes import prefix_key
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -35,6 +36,9 @@ class _EvictionMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._probing: str | None = None
+        self._repeating: str | None = None
+        self._probe_waits = False
+        """Whether the step before this one had no room for a probe, since it repeated a prompt."""
         self._pausing_for: str | None = None
         self._postponed: dict[str, int] = {}
         """How often a prompt that no step had room for was put off."""
@@ -51,6 +55,7 @@ class _EvictionMixin:
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
+            head_dims=head_dims(vllm_config),
             prefix_key=partial(
                 prefix_key,
                 block_size=self.hash_block_size,  # type: ignore[attr-defined]
@@ -67,11 +72,15 @@ class _EvictionMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._probing = None
+        self._repeating = None if self._probe_waits else self.kv_cache_manager.next_repeat()
+        self._probe_waits = False
         self._pausing_for = self._next_in_line()
         self._taken = {request.request_id: 0 for request in self.running}
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._probing is not None and self._probing in output.num_scheduled_tokens:
             self._add_probe(output, self.requests[self._probing])
+        if self._repeating is not None and self.kv_cache_manager.may_repeat(self._repeating):
+            self._add_repeat(output, self.requests[self._repeating])
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
@@ -154,7 +163,10 @@ class _EvictionMixin:
                 return 0
             return num_new_tokens
         if plan.extra_tokens(position):
-            # The workers' buffers have room for one probe a step.
+            # The workers' buffers have room for one probe a step, or one repeat: they take turns.
+            if self._repeating is not None:
+                self._probe_waits = True
+                return left - 1
             if self._probing not in (None, request.request_id):
                 return left - 1
             self._probing = request.request_id
@@ -203,24 +215,46 @@ class _EvictionMixin:
         n, name = plan.evict_at, f"{request.request_id}-probe-{request.num_computed_tokens}"
         assert n is not None and request.prompt_token_ids is not None
         extra = plan.extra_tokens(request.num_computed_tokens)
+        self._add_rows(output, name, request.prompt_token_ids[:n], n - extra)
+        output.kv_connector_metadata.probes[name] = request.request_id  # type: ignore[union-attr]
+
+    def _add_repeat(self, output: SchedulerOutput, request: Request) -> None:
+        """Let the step repeat the next chunk of a prompt, as one more request of this step only."""
+        n = self.kv_cache_manager.plan(request).evict_at
+        assert n is not None and request.prompt_token_ids is not None
+        prompt = request.prompt_token_ids[:n]
+        repeat = self.kv_cache_manager.take_repeat(request.request_id)
+        rows = _repeat_prompts(request).behind(prompt).rows(prompt, repeat.start, repeat.stop)
+        self._add_rows(output, repeat.row_name, [*prompt, *rows], n)
+        output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
+
+    def _add_rows(self, output: SchedulerOutput, name: str, tokens: list[int], first: int) -> None:
+        """Add rows of tokens to a step, from the first one to be computed on, as a request that ends with the step."""
         # One token more than is computed, so that nothing is sampled.
-        tokens = [*request.prompt_token_ids[:n], request.prompt_token_ids[n - 1]]
-        probe = NewRequestData(
+        with_end = [*tokens, tokens[-1]]
+        rows = NewRequestData(
             req_id=name,
-            prompt_token_ids=tokens,
-            prefill_token_ids=tokens,
+            prompt_token_ids=with_end,
+            prefill_token_ids=with_end,
             mm_features=[],
             sampling_params=SamplingParams(temperature=0),
             pooling_params=None,
             block_ids=self.kv_cache_manager.get_block_ids(name),
-            num_computed_tokens=n - extra,
+            num_computed_tokens=first,
             lora_request=None,
         )
-        output.scheduled_new_reqs.append(probe)
-        output.num_scheduled_tokens[name] = extra
-        output.total_num_scheduled_tokens += extra
-        output.kv_connector_metadata.probes[name] = request.request_id  # type: ignore[union-attr]
+        count = len(tokens) - first
+        output.scheduled_new_reqs.append(rows)
+        output.num_scheduled_tokens[name] = count
+        output.total_num_scheduled_tokens += count
         self.finished_req_ids.add(name)  # type: ignore[attr-defined]
+
+
+def _repeat_prompts(request: Request) -> RepeatPrompts:
+    """What the front-end found to ask a model that repeats the request's prompt."""
+    params = request.sampling_params
+    fields = (params.extra_args if params else None) or {}
+    return RepeatPrompts.from_lists(fields[REPEAT_ROWS]) if REPEAT_ROWS in fields else RepeatPrompts()
 
 
 class EvictionScheduler(_EvictionMixin, Scheduler):

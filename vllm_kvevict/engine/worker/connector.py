@@ -29,7 +29,9 @@ class WorkerEnd:
             runtime.evictor.num_model_layers,
             runtime.vllm_config.model_config.get_total_num_kv_heads(),
         )
-        return Handshake(self.rank, capacity, __version__, runtime.projections.available)
+        return Handshake(
+            self.rank, capacity, __version__, runtime.projections.available, runtime.rotary.available
+        )
 
     def end_step(self) -> WorkerMessages | None:
         """The rank's news of a step; None before it has pages."""

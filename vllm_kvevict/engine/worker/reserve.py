@@ -1,4 +1,4 @@
-"""The memory in which a rank sums up attention while prompts are read; :mod:`vllm_kvevict.engine.scheduler.reserve`."""
+"""The memory in which a rank sums prompts up while they are read; :mod:`vllm_kvevict.engine.scheduler.reserve`."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def allocate(vllm_config: Any, device: torch.device) -> Tensor:
-    """A rank's reserve, fp32 [max_model_len, local layers * local query heads], every page of it written once."""
+def allocate(vllm_config: Any, size: int, device: torch.device) -> Tensor:
+    """A rank's reserve, fp32 [size, local layers * local query heads], every page of it written once."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rows = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
     # A system gives a page of memory when it is written, and vLLM counts on a CPU what was given.
-    return torch.empty(model.max_model_len, rows, dtype=torch.float32, device=device).fill_(0)
+    return torch.empty(size, rows, dtype=torch.float32, device=device).fill_(0)

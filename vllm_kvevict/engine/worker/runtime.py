@@ -18,6 +18,7 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.memory import head_dims
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
@@ -25,11 +26,20 @@ from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.reserve import allocate
+from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.schedules.base import most_prefixes
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest, query_rows
+from vllm_kvevict.schedules.evictor import (
+    Evictor,
+    LayerStep,
+    QueryRows,
+    ResidentRequest,
+    query_rows,
+    repeat_rows,
+)
 from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.reports import Repeat
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,6 +72,7 @@ class Runtime:
         self.runner = worker.model_runner
         self.residents: dict[str, ResidentRequest] = {}
         self.probes: dict[str, str] = {}
+        self.repeats: dict[str, Repeat] = {}
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
         self.attached = False
@@ -73,9 +84,10 @@ class Runtime:
 
     def take_reserve(self) -> None:
         """Take what requests of some policies hold beside their KV, before the KV cache takes what memory is left."""
-        policies = self.options.reserved_for
+        policies, model = self.options.reserved_for, self.vllm_config.model_config
         if policies:
-            self.reserve = allocate(self.vllm_config, self.runner.device)
+            size = self.options.reserve_size(model.max_model_len, head_dims(self.vllm_config))
+            self.reserve = allocate(self.vllm_config, size, self.runner.device)
             logger.info(
                 "KV eviction: %.1f MiB are kept for what %s sums up while prompts are read",
                 self.reserve.nbytes / 2**20,
@@ -98,6 +110,7 @@ class Runtime:
         self.layer_index = {name: index for index, name in enumerate(names)}
         self._make_cache(kv_caches[names[0]], layers)
         self.projections = self._find_projections(layers)
+        self.rotary = self._find_rotary(layers)
         model = self.vllm_config.model_config
         first_layer, _ = model.get_layers_start_end_indices(self.vllm_config.parallel_config)
         self.evictor = Evictor(
@@ -108,6 +121,7 @@ class Runtime:
             self.projections.of,
             self.device.is_asynchronous,
             self.pages.window_mean,
+            self.rotary.read,
             self.reserve,
         )
         self.attached = True
@@ -154,6 +168,21 @@ class Runtime:
             )
         return projections
 
+    def _find_rotary(self, layers: Sequence[Attention]) -> ModelRotary:
+        """The layers' rotary embedding, which some policies undo.
+
+        Raises:
+            KVEvictionError: the server's policy is one of them, and the model has none that can be undone.
+        """
+        model = self.vllm_config.model_config
+        rotary = ModelRotary(self.runner.model, layers, model.max_model_len, model.get_head_size())
+        if "rotary" in self.options.request_config(None)[0].needs and not rotary.available:
+            raise KVEvictionError(
+                f"--kv-eviction {self.options.policy} needs a rotary embedding that turns by position alone, the same "
+                "in each layer, and does not find it in this model: choose another policy"
+            )
+        return rotary
+
     def _tensor_comm(self) -> TensorComm | None:
         """The tensor-parallel group, None where it has one member."""
         group = get_tp_group()
@@ -193,7 +222,7 @@ class Runtime:
         self.in_step = scheduler_output.kv_connector_metadata is not None
         message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
         assert isinstance(message, StepMessage)
-        self.probes, self.most_pages = message.probes, message.most_pages
+        self.probes, self.repeats, self.most_pages = message.probes, message.repeats, message.most_pages
         self.scheduled = scheduler_output.num_scheduled_tokens
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
@@ -225,7 +254,9 @@ class Runtime:
                 self.prefixes.store(name, self.residents[name].request_slot)
 
     def reads_prompts(self) -> bool:
-        """Whether the running step has tokens before an eviction position."""
+        """Whether the running step has tokens before an eviction position, or repeats a prompt."""
+        if self.in_step and self.repeats:
+            return True
         rows = (self.residents.get(name) for name in self.scheduled) if self.in_step else ()
         return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
 
@@ -246,16 +277,22 @@ class Runtime:
         batch = self._take_pages(at_once, probes, num_tokens, reordered)
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].request_slot, span))
-        prefills = []
-        for name, span in spans.items():
-            rows = query_rows(self.residents[name], span, probes.get(name))
-            if rows is not None:
-                prefills.append(rows)
-        return StepState(self._replayable(batch, common.num_reqs), prefills)
+        prefills = [self._query_rows(name, span, probes.get(name)) for name, span in spans.items()]
+        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+
+    def _query_rows(self, name: str, span: slice, probe: slice | None) -> QueryRows | None:
+        resident = self.residents[name]
+        if name in self.repeats:
+            return repeat_rows(resident, span, self.repeats[name])
+        return query_rows(resident, span, probe)
 
     def _token_rows(self, common: Any) -> tuple[dict[str, slice], dict[str, slice]]:
-        """Each request's token rows in the step, and those of its probe if it has one, by the request's id."""
-        names = batch_request_ids(self.runner, common)
+        """Each request's token rows in the step, and those of its probe if it has one, by the request's id.
+
+        The rows of a repeat are their request's, which has no others.
+        """
+        repeated = {repeat.row_name: name for name, repeat in self.repeats.items()}
+        names = [repeated.get(name, name) for name in batch_request_ids(self.runner, common)]
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
         probes = {}
@@ -284,8 +321,15 @@ class Runtime:
         if reordered:
             parts = itertools.chain.from_iterable(token_rows.values())
             order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        step = self.cache.extend([self.residents[name].request_slot for name in spans], lengths)
+        step = self.cache.extend([self._slot_in_step(name) for name in spans], lengths)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
+
+    def _slot_in_step(self, name: str) -> int:
+        """The request slot that a request's token rows in the step join."""
+        resident = self.residents[name]
+        if name not in self.repeats:
+            return resident.request_slot
+        return resident.plan.schedule.begin_repeat(self.evictor, resident, self.repeats[name])
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""

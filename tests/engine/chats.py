@@ -1,0 +1,141 @@
+"""Chat templates of many kinds, chats, and renderers for them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from vllm import EngineArgs
+from vllm.renderers import ChatParams
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.registry import renderer_from_config
+
+import vllm_kvevict.engine  # noqa: F401
+from benchmarks.harness.models import make_model
+from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+DOCUMENT = "The harbour of Rotterdam moved 467 million tonnes in 2022.\n\nIt is the largest port of Europe. "
+QUESTION = "Which port is the largest?"
+
+TURNS = "{% for m in messages %}"
+ANSWER = "{% if add_generation_prompt %}"
+CHATML = (
+    TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + ANSWER + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+LLAMA3 = (
+    "{{ bos_token }}" + TURNS + "<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    + ANSWER + "<|head|>assistant<|/head|>\n\n{% endif %}"
+)  # fmt: skip
+# Roles have to alternate, and must begin with the user.
+STRICT = (
+    "{{ bos_token }}" + TURNS + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+PLAIN = (
+    TURNS + "{{ m.role | upper }}: {{ m.content }}\n{% endfor %}" + ANSWER + "ASSISTANT:{% endif %}"
+)  # fmt: skip
+# The instructions stand in the last user message.
+SYSTEM_LAST = (
+    TURNS + "{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Nobody knows what a chat without a user is, and thoughts before the last question are forgotten.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}" + TURNS
+    + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    + TURNS + "<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}" + ANSWER + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+GLUED = TURNS + "{{ m.content }}{% endfor %}"
+REVERSED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+BLIND = "{{ messages[0].content }}"
+PICKY = (
+    TURNS
+    + "{% if m.content | length < 2 %}{{ raise_exception('too short') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+TURN = [{"role": "user", "content": DOCUMENT}, {"role": "assistant", "content": "I have read it."}]
+SYSTEM = [{"role": "system", "content": DOCUMENT}]
+
+
+def ask(question: object = QUESTION) -> dict:
+    return {"role": "user", "content": question}
+
+
+@contextlib.contextmanager
+def byte_renderers(path: Path) -> Iterator[Callable[..., BaseRenderer]]:
+    """Makes renderers of a byte-level BPE tokenizer that was trained on this file; ``get(scope="prefix")``."""
+    make_model(path, layers=1, vocab=700)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([__file__], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHATML
+    )
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
+    fast.save_pretrained(path)
+    made: list[BaseRenderer] = []
+
+    def get(**options: Any) -> BaseRenderer:
+        config = {"policy": "snapkv", "min_prompt": 0, **options}
+        args = EngineArgs(model=str(path), additional_config={"kv_eviction": config} if options else {})
+        made.append(renderer_from_config(args.create_engine_config()))
+        return made[-1]
+
+    yield get
+    for renderer in made:
+        renderer.shutdown()
+
+
+def render(
+    renderer: BaseRenderer, messages: list[Any], template: str = CHATML, tok_params: Any = None, **kwargs: Any
+) -> tuple[Any, str | None]:
+    """A chat's prompt, and the text of its prefix (None if there is none)."""
+    params = ChatParams(
+        chat_template=template, chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs}
+    )  # fmt: skip
+    _, (prompt,) = renderer.render_chat([messages], params, tok_params)
+    prefix_len = prompt.get(PREFIX_LEN)
+    return prompt, None if prefix_len is None else decoded(renderer, prompt["prompt_token_ids"][:prefix_len])
+
+
+def decoded(renderer: BaseRenderer, ids: Any) -> str:
+    """The text of tokens, as it is."""
+    text: str = renderer.get_tokenizer().decode(list(ids), clean_up_tokenization_spaces=False)
+    return text
+
+
+READ = "<|im_start|>user\n" + DOCUMENT + "<|im_end|>\n<|im_start|>assistant\nI have read it.<|im_end|>\n"
+HEAD = "<s><|head|>{}<|/head|>\n\n" + DOCUMENT.strip() + "<|eot|>"
+
+# Template, messages before the question, and the prefix: the last token of the question's header is left out.
+CASES = {
+    "a turn": (CHATML, TURN, READ + "<|im_start|>"),
+    "instructions": (CHATML, SYSTEM, f"<|im_start|>system\n{DOCUMENT}<|im_end|>\n<|im_start|>"),
+    "two user messages": (CHATML, TURN[:1], f"<|im_start|>user\n{DOCUMENT}<|im_end|>\n<|im_start|>"),
+    "trimmed": (LLAMA3, SYSTEM, HEAD.format("system") + "<|head|>user"),
+    "strict roles": (STRICT, TURN, f"<s>[INST] {DOCUMENT.strip()} [/INST]I have read it.</s>[INST"),
+    "no special tokens": (PLAIN, TURN, f"USER: {DOCUMENT}\nASSISTANT: I have read it.\nUSER"),
+    "instructions at the end": (
+        SYSTEM_LAST, SYSTEM + TURN, f"[INST] {DOCUMENT} [/INST]I have read it.</s>[INST] {DOCUMENT.strip()[:-1]}",
+    ),
+    "thoughts": (THINKING, TURN, READ + "<|im_start|>"),
+    "no header": (GLUED, SYSTEM, DOCUMENT.strip()[:-1]),
+    "the question first": (REVERSED, SYSTEM, "user"),
+    "nothing before": (CHATML, [], "<|im_start|>"),
+    "nothing at all before": (GLUED, [], ""),
+}  # fmt: skip

@@ -1,0 +1,182 @@
+"""kvzip on real workers: scores of the model as Hugging Face defines it, whatever else the steps carry."""
+
+import dataclasses
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.clients import words
+from tests.engine.masked import masked_logits, repeated
+from tests.engine.running import (
+    Answer,
+    Ask,
+    _bring_decisions,
+    evicting_engine,
+    num_preemptions,
+    plain_prompts,
+    run,
+)
+from vllm_kvevict.engine.frontend import requests
+from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+
+CHUNK, SINKS = 64, 4
+ASK = Ask(300, "kvzip", 0.2, prefix_len=280)
+SERVER = {"max_model_len": 1024, "max_num_batched_tokens": 100}
+TOKENS = 1024
+"""Of a tight pool."""
+LAYOUTS = {
+    "alone": {},
+    "two tensor ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+
+
+def options(**params):
+    return {"policy": "kvzip", "kvzip_chunk": CHUNK, **params}
+
+
+def model_inputs(model, prompt: list[int], prompts: RepeatPrompts, sees: str) -> list[LayerInputs]:
+    """What kvzip may read of each layer."""
+    behind = prompts.behind(prompt)
+    scores = repeated(model, prompt, lambda *chunk: behind.rows(prompt, *chunk), CHUNK, sees)
+    return [LayerInputs(None, torch.empty(*x.shape, 1, device="meta"), repeated=x) for x in scores]
+
+
+def check(model, ask: Ask, answer, prompts: RepeatPrompts, sees: str = "all") -> None:
+    """What was kept, and what the model says with it alone."""
+    n = ask.prefix_len or ask.length
+    check_kept(model, ask.prompt[:n], answer, prompts, sees, ask.budget)
+    wanted = masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], n)
+    torch.testing.assert_close(answer.logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def check_kept(model, prompt: list[int], answer, prompts: RepeatPrompts, sees: str, budget: float) -> None:
+    """What was kept of a prompt, up to entries at the cut."""
+    inputs = model_inputs(model, prompt, prompts, sees)
+    expected = decide(EvictionConfig("kvzip", keep_ratio=budget), inputs)
+    swapped = []
+    for layer, heads in enumerate(expected):
+        for head, positions in enumerate(heads):
+            other = set(answer.kept[0][layer][head]) ^ set(positions.tolist())
+            swapped += inputs[layer].repeated[head, list(other)].tolist()
+    assert len(swapped) <= 4 and (not swapped or max(swapped) - min(swapped) <= 1e-5 * max(swapped))
+    assert sum(len(head) for layer in answer.kept[0].values() for head in layer) == sum(
+        len(head) for layer in expected for head in layer
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("sees", ["all", "chunk"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keeps_what_the_model_needs_to_repeat_the_prompt(models, layout, sees):
+    """Five chunks, the last of them short; prompts of every kind beside each other."""
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    asks = [
+        ASK,
+        dataclasses.replace(ASK, prefix_len=None, seed=1),
+        Ask(200, "kvzip", 0.3, prefix_len=64, seed=2),
+    ]
+    with evicting_engine(model, eviction=options(kvzip_sees=sees), **SERVER, **LAYOUTS[layout]) as llm:
+        answers, prompts = run(llm, asks, logits=True), plain_prompts(llm)
+        others = run(llm, [Ask(150, "take", 64.0), ASK, Ask(150, "snapkv", 0.2)])
+    for ask, answer in zip(asks, answers, strict=True):
+        check(model, ask, answer, prompts, sees)
+    assert others[1].kept == answers[0].kept and others[1].tokens == answers[0].tokens
+    with pytest.raises(AssertionError):
+        check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, sees)
+
+
+@pytest.mark.engine
+def test_what_the_rows_are_and_see_matters(models):
+    """Controls: rows that see only their chunk, or that begin otherwise, compute other queries."""
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    with evicting_engine(model, eviction=options(), **SERVER) as llm:
+        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
+    check(model, ASK, answer, prompts)
+    assert prompts.first and prompts.before
+    for others in (
+        (prompts, "chunk"),
+        (dataclasses.replace(prompts, before=(9,) * len(prompts.before)), "all"),
+    ):
+        with pytest.raises(AssertionError):
+            check(model, ASK, answer, *others)
+
+
+@pytest.mark.engine
+def test_a_chat_is_repeated_in_the_words_of_its_template(models, monkeypatch):
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    found, find = [], requests.repeat_prompts
+
+    def noting(*args):
+        found.append((find(*args), args[1][PREFIX_LEN]))
+        return found[-1][0]
+
+    monkeypatch.setattr(requests, "repeat_prompts", noting)
+    chat = [{"role": "system", "content": words(200)}, {"role": "user", "content": words(5)}]
+    with evicting_engine(model, eviction=options(scope="prefix"), **SERVER) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0)
+        (output,) = llm.chat([chat], params, use_tqdm=False)
+        answer, plain = Answer([], torch.empty(0)), plain_prompts(llm)
+        _bring_decisions(llm, [output.request_id], [answer])
+    ((prompts, n),) = found
+    check_kept(model, output.prompt_token_ids[:n], answer, prompts, "all", 0.2)
+    with pytest.raises(AssertionError):
+        check_kept(model, output.prompt_token_ids[:n], answer, plain, "all", 0.2)
+
+
+@pytest.mark.engine
+def test_two_questions_on_a_prefix_keep_the_same(models):
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    with evicting_engine(model, eviction=options(), **SERVER) as llm:
+        one = run(llm, [ASK])[0]
+        prompts = [{"prompt_token_ids": ASK.prompt[:280] + tail} for tail in ([9, 10, 11], [300, 20])]
+        llm.generate(prompts, [ASK.sampling(False)] * 2, use_tqdm=False)
+        kept = llm.collective_rpc(_kept)[0]
+    assert kept == [one.kept[0]] * 2
+
+
+def _kept(worker) -> list[dict]:
+    """In the worker: what requests kept since the last call, by layer."""
+    from vllm_kvevict.engine.worker.runtime import get_runtime
+
+    runtime, by_request = get_runtime(), {}
+    decisions, runtime.decisions = runtime.decisions, []
+    for name, layer, _, positions, _ in decisions:
+        by_request.setdefault(name, {})[layer] = positions
+    return list(by_request.values())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["alone", "two stages"])
+def test_in_a_tight_pool(models, settings):
+    """Requests that are preempted repeat from the beginning and keep the same."""
+    # 8 rows, 32 values of a key and of a value each: 2 KiB a token, of which a stage has its share.
+    model, stages = models("llama", heads=4, kv_heads=2, layers=4), settings.get("pipeline_parallel_size", 1)
+    asks = [Ask(300, "kvzip", 0.5, max_tokens=200, seed=seed) for seed in range(4)]
+    common = {"eviction": options(decode_reserve=8), "max_model_len": 640, **settings}
+    with evicting_engine(model, **common) as llm:
+        calm = run(llm, asks)
+    with evicting_engine(model, **common, kv_cache_memory_bytes=TOKENS * 2048 // stages) as llm:
+        tight = run(llm, asks)
+        assert num_preemptions(llm)
+    for one, other in zip(calm, tight, strict=True):
+        assert one.tokens == other.tokens and one.kept[0] == other.kept[-1]
+
+
+@pytest.mark.engine
+def test_aborted_at_any_step(models):
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={"kv_prefix_len": 280})
+    with evicting_engine(model, eviction=options(), **SERVER) as llm:
+        (calm,) = run(llm, [ASK])
+        for steps in range(1, 12):
+            llm.llm_engine.add_request(f"leaves-{steps}", {"prompt_token_ids": ASK.prompt}, params)
+            for _ in range(steps):
+                llm.llm_engine.step()
+            llm.llm_engine.abort_request([f"leaves-{steps}"])
+        llm.collective_rpc(_kept)
+        (again,) = run(llm, [ASK])
+        assert again.kept == calm.kept and again.tokens == calm.tokens

@@ -1,0 +1,87 @@
+"""What a prompt adds up to does not depend, in a single bit, on the steps in which it is read."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, Rotary
+from vllm_kvevict.policies.sinks import num_sinks
+from vllm_kvevict.policies.tiles import TILE, add_query_moments, add_tile_sums, query_moments, tile_sums
+from vllm_kvevict.schedules.sums import PromptSums, shapes, size
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 3, 10
+NEEDS = frozenset(("tile_sums", "query_moments"))
+
+
+def prompt(n: int) -> tuple[Tensor, Tensor, Rotary]:
+    """Queries [n, Hq, d] of the layers, keys [layers, Hkv, n, d]."""
+    g = torch.Generator().manual_seed(n)
+    angles = torch.arange(n)[:, None] * 0.7 ** torch.arange(DIM // 2)
+    queries = torch.randn(LAYERS, n, HEADS, DIM, generator=g)
+    return queries, torch.randn(LAYERS, KV_HEADS, n, DIM, generator=g), Rotary(angles.cos(), angles.sin())
+
+
+def read(n: int, cuts: list[int], sinks: int) -> PromptSums:
+    """The sums of a prompt that is read up to each of the cuts in turn, in memory that others have used."""
+    queries, keys, rotary = prompt(n)
+    place = torch.full((size(NEEDS, n, DIM) + 5, LAYERS * HEADS), torch.nan)
+    sums = PromptSums(NEEDS, n, place, LAYERS, HEADS, DIM)
+    for start, stop in itertools.pairwise([0, *cuts, n]):
+        for layer in range(LAYERS):
+            step, fields = queries[layer, start:stop].transpose(0, 1), sums.of(layer)
+            for first, tile in sums.finished_tiles(layer, step, start):
+                end = first + tile.shape[1]
+                add_tile_sums(fields["tile_sums"][:, first:end], tile, keys[layer, :, first:end])
+                counted = max(first, sinks)
+                add_query_moments(
+                    fields["query_moments"], rotary.undo(tile[:, counted - first :].float(), counted)
+                )
+    assert bool(place[-5:].isnan().all()), "written behind its place"
+    return sums
+
+
+@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 256, 300, 700])
+def test_steps_do_not_matter(n: int) -> None:
+    queries, keys, rotary = prompt(n)
+    for seed in range(8):
+        chooser = random.Random(f"{n} {seed}")
+        cuts = sorted(chooser.sample(range(1, n), min(n - 1, chooser.choice([0, 1, 3, 20, 200]))))
+        sinks = chooser.choice([0, 4, 127, 128, 200]) if n > 200 else 0
+        sums = read(n, cuts, sinks)
+        for layer in range(LAYERS):
+            every = queries[layer].transpose(0, 1).contiguous()
+            inputs = LayerInputs(None, keys[layer], q_all=every, rotary=rotary)
+            found = sums.of(layer)
+            assert torch.equal(found["tile_sums"], tile_sums(inputs)), cuts
+            assert torch.equal(found["query_moments"], query_moments(inputs, sinks)), cuts
+            assert (found["query_moments"][:, 0, 0] == n - sinks).all()
+
+
+def test_tiles_of_their_own_for_each_step_would_matter() -> None:
+    """The control: were tiles not aligned to the prompt, these sums would differ."""
+    queries, keys, rotary = prompt(300)
+    whole = LayerInputs(None, keys[0], q_all=queries[0].transpose(0, 1), rotary=rotary)
+    parts = torch.zeros(HEADS, 300)
+    for part in (slice(0, 100), slice(100, 300)):
+        inputs = LayerInputs(None, keys[0, :, part], q_all=queries[0, part].transpose(0, 1))
+        parts[:, part] = tile_sums(inputs)
+    assert not torch.allclose(parts, tile_sums(whole))
+
+
+def test_what_is_held() -> None:
+    assert shapes(frozenset(("q_window", "values")), 500, DIM) == {}
+    assert shapes(frozenset(("col_sums",)), 500, DIM) == {"col_sums": (500,)}
+    assert shapes(NEEDS, 500, DIM) == {
+        "tile_sums": (500,),
+        "query_moments": (DIM + 1, DIM + 1),
+        "unfinished": (TILE, DIM),
+    }
+    assert size(NEEDS, 500, DIM) == 500 + (DIM + 1) ** 2 + TILE * DIM
+
+
+def test_sinks_that_a_ratio_has_no_room_for() -> None:
+    config = EvictionConfig("expected-attention", keep_ratio=0.01)
+    assert [num_sinks(config, n) for n in (2, 100, 300, 500)] == [1, 1, 3, 4]

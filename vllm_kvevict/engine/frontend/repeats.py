@@ -1,0 +1,142 @@
+"""What a model is asked when it repeats a prefix, in the words of the prompt's chat template.
+
+Put together where templates and tokenizer are, for requests whose policy reads a prefix again (``kvzip``). A chat is
+rendered once more with the request to repeat in place of its question; what stands behind the prefix then is what the
+model reads before it repeats. Where there is no chat, or that cannot be told, the request is plain text.
+The wording is that of the authors (``snu-mllab/KVzip``, ``model/wrapper.py``, ``self_task``).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.exceptions import VLLMClientError
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.params import TokenizeParams
+
+from vllm_kvevict.engine.frontend.chat import (
+    CHAT,
+    MEANINGLESS,
+    WORD,
+    Chat,
+    common_length,
+    may_be_cut,
+    prefix_of_ids,
+    text_before,
+    unused_mark,
+)
+from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
+
+REPEAT_ALL = "Repeat the previous context exactly."
+REPEAT_PART = "Repeat the part of the previous context exactly, starting with "
+
+ANSWERING = {"add_generation_prompt": True, "continue_final_message": False}
+"""Arguments of a template that end a prompt where the assistant begins to answer."""
+
+NOT_THINKING = {"enable_thinking": False, "thinking": False}
+"""How templates are told that the assistant answers at once; those without such an argument do not see it."""
+
+NUMBER = "7"
+"""Shares no first character with :data:`WORD`."""
+
+CONTEXT = 256
+"""Characters before a text that are tokenised with it, so that its first token is what it is in the prompt."""
+
+
+def repeat_prompts(renderer: BaseRenderer, prompt: Any) -> RepeatPrompts:
+    """What stands before the chunks of a prompt's prefix when the model repeats it.
+
+    Args:
+        renderer: has the tokenizer; without one (``--skip-tokenizer-init``) nothing stands there.
+        prompt: as rendered.
+    """
+    if renderer.tokenizer is None:
+        return RepeatPrompts((), (), ())
+    chat = prompt.get(CHAT) if isinstance(prompt, dict) else None
+    found = None if chat is None else _in_words_of(chat, prompt)
+    return found if found is not None and found.overhead <= MOST_EXTRA_ROWS else _in_plain_text(renderer)
+
+
+def _in_plain_text(renderer: BaseRenderer) -> RepeatPrompts:
+    """For prompts that are no chats: no special tokens, and a line of its own for what is repeated."""
+    texts = (f"\n\n{REPEAT_ALL}\n", f"\n\n{REPEAT_PART}", "\n")
+    return RepeatPrompts(*(_ids_behind(renderer, MEANINGLESS[0], text) for text in texts))
+
+
+def _in_words_of(chat: Chat, prompt: Any) -> RepeatPrompts | None:
+    """What the chat's template makes of the request to repeat, None where that cannot be told.
+
+    Thinking is off, unless that changes what comes before.
+    """
+    if chat.question is None or may_be_cut(chat.tok_params, len(prompt["prompt_token_ids"])):
+        return None
+    for settings in ({**ANSWERING, **NOT_THINKING}, ANSWERING):
+        try:
+            found = _behind_prefix(chat, prompt, settings)
+        except (ValueError, VLLMClientError):  # a template may refuse anything
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _behind_prefix(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
+    """What stands behind the prefix of a chat that ends with the request to repeat it.
+
+    Args:
+        settings: arguments of the template beside the chat's own.
+    """
+    params = dataclasses.replace(
+        chat.params, chat_template_kwargs={**chat.params.chat_template_kwargs, **settings}
+    )
+
+    def ending_with(question: str) -> Any:
+        return chat.renderer.render_messages(chat.up_to(question), params)[1]
+
+    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
+    mark = unused_mark(text)
+    other, whole = chat.asking(mark), ending_with(REPEAT_ALL)
+    if "prompt_token_ids" in other:
+        prefix_len = prefix_of_ids(ids, other, chat.asking(WORD))
+        parts = [ending_with(REPEAT_PART + hint)["prompt_token_ids"] for hint in (WORD, NUMBER)]
+        return None if prefix_len is None else _split_ids(ids[:prefix_len], whole["prompt_token_ids"], *parts)
+    before = text_before(text, other["prompt"])
+    part = ending_with(REPEAT_PART + mark)["prompt"]
+    return None if before is None else _split_text(chat.renderer, before, whole["prompt"], part, mark)
+
+
+def _split_text(
+    renderer: BaseRenderer, before: str, whole: str, part: str, mark: str
+) -> RepeatPrompts | None:
+    """The tokens behind a text with which two others begin; the second one is split at a mark."""
+    pieces = part.removeprefix(before).split(mark)
+    if not (whole.startswith(before) and part.startswith(before)) or len(pieces) != 2:
+        return None
+    # The last token before a question is left out of the prefix, as it could merge with the question.
+    first, hinted = (
+        _ids_behind(renderer, before[-CONTEXT:], text, again=1)
+        for text in (whole.removeprefix(before), pieces[0])
+    )
+    return RepeatPrompts(first, hinted, _ids_behind(renderer, mark, pieces[1]))
+
+
+def _split_ids(
+    begin: Sequence[int], whole: list[int], part: list[int], other_part: list[int]
+) -> RepeatPrompts | None:
+    """The same of tokens; two prompts that differ only where the hint stands tell where to split."""
+    count = len(begin)
+    if part == other_part or not all(ids[:count] == begin for ids in (whole, part, other_part)):
+        return None
+    same = common_length(part, other_part)
+    after = common_length(part[same:][::-1], other_part[same:][::-1])
+    return RepeatPrompts(tuple(whole[count:]), tuple(part[count:same]), tuple(part[len(part) - after :]))
+
+
+def _ids_behind(renderer: BaseRenderer, before: str, text: str, again: int = 0) -> tuple[int, ...]:
+    """The tokens of a text that stands behind another one, with so many of the last tokens before it."""
+    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    before_ids, ids = (
+        renderer.tokenize_prompt({"prompt": part}, params)["prompt_token_ids"]
+        for part in (before, before + text)
+    )
+    return tuple(ids[common_length(before_ids[: len(before_ids) - again], ids) :])

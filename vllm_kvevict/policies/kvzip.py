@@ -1,0 +1,91 @@
+"""kvzip: the tokens that a model needs to repeat its prompt, all heads of all layers sharing one budget (KVzip: Kim et
+al. 2025, section 3).
+
+The prompt is read once more, chunk by chunk, as rows behind it that ask to repeat the chunk and then do so. For chunk
+[lo, hi) and its R rows q[h', r]:
+
+s[h, i] = the most that i in [lo, hi) receives, over the query heads h' of the group of h and all rows r, of
+          softmax(q[h', r] . K * scale) over the keys of the first `sinks` tokens, of [lo, hi) and of the rows up to r
+
+The first `sinks` tokens and the last `window` stay, then the best candidates of the whole model (`whole_model`). No
+question is read: what stays serves any. Chunks of kvzip_chunk=512 tokens (the authors' 2,000 keep less of what is
+asked for at small budgets). The rows attend to all of the prompt (kvzip_sees=all, as the authors), or only to the keys
+over which scores are taken (chunk), which is cheaper.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import whole_model
+from .attention import reduce_group, window_attention
+from .config import EvictionConfig
+from .layer import Comm, LayerInputs, LayerScores
+from .params import ParamValue, choice, integer
+from .registry import Policy, register
+
+MIN_CHUNK = 64
+"""Tokens of a chunk at least, unless the prompt is shorter: scores of tokens of tiny chunks say little."""
+
+
+def repeat_attention(
+    query: Tensor, keys: Tensor, candidates: slice, scale: float, softcap: float | None
+) -> Tensor:
+    """The most attention that each token of a chunk receives from the rows that repeat it (KVzip eq. 2).
+
+    Args:
+        query: [Hq, R, d], of the rows, after RoPE, not scaled.
+        keys: [Hkv, N, d], over which attention is taken: the last R are the rows' own, and each row sees those up to
+            itself.
+        candidates: the chunk's among the keys.
+        scale, softcap: of the logits; a softcap of None or 0 is none.
+
+    Returns:
+        fp32 [Hkv, tokens of the chunk], the most over rows and over the query heads of each KV head that are here.
+    """
+    heads, total, _ = keys.shape
+    grouped = query.float().mul(scale).unflatten(0, (heads, -1))
+    buffer = torch.empty(*grouped.shape[1:3], total, dtype=torch.float32, device=keys.device)
+    most = []
+    for rows, own in zip(grouped, keys, strict=True):
+        attention = window_attention(rows, own, softcap, buffer)
+        most.append(attention[:, :, candidates].amax((0, 1)))
+    return torch.stack(most)
+
+
+def score(
+    cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
+) -> LayerScores:
+    """What each candidate received at most when the prompt was repeated."""
+    n = inputs.num_tokens
+    # Ranks that share a KV head have query heads of their own.
+    rows = [reduce_group(head[None], "max", comm) for head in inputs.check_repeated()]
+    scores = torch.stack(rows)[:, : n - cfg.window_for(n)]
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
+
+
+def _check(params: Mapping[str, ParamValue]) -> None:
+    if not params["sinks"] and not params["window"]:
+        raise ValueError("sinks and window must not both be 0: every KV head must keep a token")
+
+
+register(
+    Policy(
+        "kvzip",
+        "what the model attends to when it repeats the prompt; all heads of all layers compete",
+        "KVzip, section 3",
+        score,
+        whole_model.select_best,
+        (
+            integer("kvzip_chunk", 512, MIN_CHUNK),
+            choice("kvzip_sees", "all", "chunk"),
+            integer("sinks", 4, 0),
+            integer("window", 0, 0),
+        ),
+        needs=("repeated",),
+        schedule="by repeat",
+        always_kept=("sinks", "window"),
+        check=_check,
+    )
+)

@@ -1,0 +1,106 @@
+"""After the prompt, once the model has repeated it chunk by chunk (kvzip), in rows behind it that are dropped again.
+
+    prompt                                  n    rows of the repeat of chunk [lo, hi), in a step of their own
+    |--------|--------|--------|--------|   |    | request to repeat it | tok[lo:hi] |
+                  lo       hi               |    n                                   n + R
+
+The rows stand at positions n, n + 1, ... for every chunk, and attend to the prompt and to the rows before them. The
+request has no rows of its own meanwhile. The last repeat is followed by the decision, as of other policies whose layers
+share one budget.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies.cuts import Question
+from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
+from vllm_kvevict.schedules.base import RankCapacity, pages_for
+from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
+from vllm_kvevict.schedules.reports import Repeat
+from vllm_kvevict.schedules.shared import ByScore
+from vllm_kvevict.schedules.sums import REPEATED
+
+
+class ByRepeat(ByScore):
+    """The candidates of all layers compete, by what each received while the prompt was repeated."""
+
+    reads_token_ids = True
+    repeats_prompt = True
+
+    def most_extra_rows(self, params: Mapping[str, Any]) -> int:
+        return int(params["kvzip_chunk"]) + MOST_EXTRA_ROWS
+
+    def chunks(self, config: EvictionConfig, n: int, longest: int) -> list[tuple[int, int]]:
+        size = _chunk_size(config, n, longest)
+        return [(start, min(start + size, n)) for start in range(0, n, size)]
+
+    def conflict_with_length(self, config: EvictionConfig, n: int, longest: int) -> str | None:
+        if _chunk_size(config, n, longest) >= min(MIN_CHUNK, n):
+            return None
+        most = longest - MIN_CHUNK - MOST_EXTRA_ROWS - 1
+        return (
+            f"repeats behind a prompt what it evicts of it, so it can evict at most {max(most, 0)} tokens with "
+            f"--max-model-len {longest}, not {n}"
+        )
+
+    def extra_entries(self, config: EvictionConfig, n: int, page_size: int) -> int:
+        chunk = min(config.params["kvzip_chunk"], n)
+        rows = chunk + MOST_EXTRA_ROWS
+        if config.params["kvzip_sees"] == "all":
+            return rows
+        # Copies of what the rows see come before them, in pages of their own.
+        return page_size * pages_for(config.params["sinks"] + chunk + rows, page_size)
+
+    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
+        return rank.rows * pages_for(n + self.extra_entries(config, n, page_size), page_size)
+
+    def begin_repeat(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> int:
+        if resident.plan.config.params["kvzip_sees"] == "all":
+            return resident.request_slot
+        return evictor.open_scratch(resident, self._seen(resident, repeat))
+
+    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        if rows.repeat is None:
+            return
+        resident, last = rows.resident, evictor.is_last(step.layer)
+        self._note(evictor, step, rows, rows.repeat)
+        if rows.evicts:
+            evictor.score(step, rows, None)
+        if not last:
+            return
+        evictor.drop_extra_entries(resident)
+        if rows.evicts and evictor.has_all_layers:
+            evictor.decide(resident)
+        elif rows.evicts:
+            evictor.send_tally(resident, Question())
+
+    def _seen(self, resident: ResidentRequest, repeat: Repeat) -> Tensor:
+        """The tokens over which a chunk's scores are taken, beside the repeat's rows: int64, ascending."""
+        sinks = min(resident.plan.config.params["sinks"], repeat.start)
+        return torch.cat((torch.arange(sinks), torch.arange(repeat.start, repeat.stop)))
+
+    def _note(self, evictor: Evictor, step: LayerStep, rows: QueryRows, repeat: Repeat) -> None:
+        """Note what the chunk's tokens received in a layer."""
+        resident, n = rows.resident, rows.resident.plan.evict_at
+        assert n is not None
+        seen, cache = self._seen(resident, repeat), evictor.cache
+        if resident.scratch is None:
+            entries = torch.cat((seen, torch.arange(n, n + rows.count)))
+            keys = cache.read_keys_at(resident.request_slot, step.layer, entries)
+        else:
+            keys = cache.read_keys(resident.scratch, step.layer, len(seen) + rows.count)
+        chunk = slice(len(seen) - (repeat.stop - repeat.start), len(seen))
+        query = step.query[rows.rows].transpose(0, 1)
+        most = repeat_attention(query, keys, chunk, step.scale, step.softcap)
+        evictor.sums_of(resident, query).of(step.layer)[REPEATED][:, repeat.start : repeat.stop] = most
+
+
+def _chunk_size(config: EvictionConfig, n: int, longest: int) -> int:
+    """Tokens of a chunk: what the policy says, but no more than a request of ``longest`` tokens has room for."""
+    # vLLM counts one token more than is computed, since a request that ends there would sample.
+    return min(config.params["kvzip_chunk"], n, longest - n - MOST_EXTRA_ROWS - 1)
