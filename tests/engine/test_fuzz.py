@@ -91,12 +91,12 @@ def number(
 
 
 PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
-    **{name: at_least(1) for name in ("window", "beta", "take_probe")},
+    **{name: at_least(1) for name in ("window", "beta", "take_probe", "leverage_chunk", "n_future")},
     "take_chunk": (st.integers(100, 10**4), at_least(1)[1]),  # no less than the probe
     **{name: at_least(0) for name in ("sinks", "skip_layers")},
     **{name: number(0, 1) for name in ("alpha", "first", "mass", "take_alpha")},
     **{name: number(0, 1e3, exclude_least=True) for name in ("tau1", "tau2")},
-    "gamma": number(0, 1e3),
+    **{name: number(0, 1e3) for name in ("gamma", "blend", "epsilon")},
     "kernel": (
         st.integers(0, 20).map(lambda k: 2 * k + 1),
         st.one_of(st.integers(-20, 20).map(lambda k: 2 * k), at_least(1)[1]),
