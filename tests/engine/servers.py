@@ -141,6 +141,7 @@ def make_config(setup: Setup) -> VllmConfig:
     room = capacities(setup)[0]
     model.get_total_num_hidden_layers = lambda: room.num_model_layers
     model.get_num_kv_heads = lambda parallel_config: room.num_kv_heads
+    model.get_num_attention_heads = lambda parallel_config: room.num_kv_heads * DIMS.group
     model.get_total_num_kv_heads = lambda: room.num_model_kv_heads
     config.cache_config.block_size = PAGE
     config.cache_config.enable_prefix_caching = setup.prefix_caching

@@ -69,6 +69,13 @@ class Resident:
     def plan(self) -> Plan:
         return self.admission.plan
 
+    @property
+    def needs_sums(self) -> bool:
+        """Whether what its prompt adds up to is still needed; a cached prefix was evicted before."""
+        n = self.plan.evict_at or 0
+        is_repeated = not self.plan.schedule.repeats_prompt or self.repeated == n
+        return self.admission.prefix is None and (self.tokens < n or not is_repeated)
+
 
 def schedule(resident: Resident) -> str:
     """Name of the schedule by which a request is evicted."""
@@ -285,9 +292,7 @@ class Workers:
             (resident.admission.reserved_at, resident.plan.reserved(DIMS))
             for name, resident in self.live.items()
             if name in output.num_scheduled_tokens or resident.tokens
-            if resident.plan.reserved(DIMS)
-            if resident.tokens < (resident.plan.evict_at or 0)
-            or 0 < resident.repeated < (resident.plan.evict_at or 0)
+            if resident.plan.reserved(DIMS) and resident.needs_sums
         )
         end = 0
         for start, size in spans:

@@ -155,7 +155,6 @@ def test_vllm_finds_it_taken() -> None:
     before = psutil.Process().memory_info().rss
     reserve = allocate(vllm_config, 1 << 20, torch.device("cpu"))
     assert reserve.nbytes == 64 << 20
-    assert allocate(vllm_config, ["kvzip"], torch.device("cpu")).nbytes == 32 << 20
     assert psutil.Process().memory_info().rss - before > 0.9 * reserve.nbytes
 
 

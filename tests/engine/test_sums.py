@@ -10,9 +10,10 @@ from torch import Tensor
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, Rotary
 from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.policies.tiles import TILE, add_query_moments, add_tile_sums, query_moments, tile_sums
-from vllm_kvevict.schedules.sums import PromptSums, shapes, size
+from vllm_kvevict.schedules.sums import REPEATED, HeadDims, PromptSums, shapes, size
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 3, 10
+DIMS = HeadDims(DIM, HEADS // KV_HEADS)
 NEEDS = frozenset(("tile_sums", "query_moments"))
 
 
@@ -27,8 +28,8 @@ def prompt(n: int) -> tuple[Tensor, Tensor, Rotary]:
 def read(n: int, cuts: list[int], sinks: int) -> PromptSums:
     """The sums of a prompt that is read up to each of the cuts in turn, in memory that others have used."""
     queries, keys, rotary = prompt(n)
-    place = torch.full((size(NEEDS, n, DIM) + 5, LAYERS * HEADS), torch.nan)
-    sums = PromptSums(NEEDS, n, place, LAYERS, HEADS, DIM)
+    place = torch.full((size(NEEDS, n, DIMS) + 5, LAYERS * HEADS), torch.nan)
+    sums = PromptSums(NEEDS, n, place, LAYERS, HEADS, KV_HEADS, DIM)
     for start, stop in itertools.pairwise([0, *cuts, n]):
         for layer in range(LAYERS):
             step, fields = queries[layer, start:stop].transpose(0, 1), sums.of(layer)
@@ -79,7 +80,19 @@ def test_what_is_held() -> None:
         "query_moments": (DIM + 1, DIM + 1),
         "unfinished": (TILE, DIM),
     }
-    assert size(NEEDS, 500, DIM) == 500 + (DIM + 1) ** 2 + TILE * DIM
+    assert size(NEEDS, 500, DIMS) == 500 + (DIM + 1) ** 2 + TILE * DIM
+
+
+@pytest.mark.parametrize("n", [1, 2, 501])
+def test_what_repeats_say_has_a_number_for_each_kv_head(n: int) -> None:
+    """They fill the place that the query heads of a KV head have together, rounded up."""
+    needs = frozenset((REPEATED,))
+    numbers = size(needs, n, DIMS)
+    assert numbers == -(-n // 2)
+    place = torch.full((numbers + 5, LAYERS * HEADS), torch.nan)
+    sums = PromptSums(needs, n, place, LAYERS, HEADS, KV_HEADS, DIM)
+    assert [sums.of(layer)[REPEATED].shape for layer in range(LAYERS)] == [(KV_HEADS, n)] * LAYERS
+    assert not sums.of(1)[REPEATED].any() and bool(place[-5:].isnan().all())
 
 
 def test_sinks_that_a_ratio_has_no_room_for() -> None:
