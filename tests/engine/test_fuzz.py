@@ -93,7 +93,10 @@ def number(
 PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     **{name: at_least(1) for name in ("window", "beta", "take_probe", "leverage_chunk", "n_future")},
     "take_chunk": (st.integers(100, 10**4), at_least(1)[1]),  # no less than the probe
-    **{name: at_least(0) for name in ("sinks", "skip_layers")},
+    "skip_layers": at_least(0),
+    "sinks": (st.integers(1, 100), at_least(0)[1]),  # kvzip's must not be 0 where its window is
+    "kvzip_chunk": at_least(64, 1000),
+    "kvzip_sees": one_of("all", "chunk"),
     **{name: number(0, 1) for name in ("alpha", "first", "mass", "take_alpha")},
     **{name: number(0, 1e3, exclude_least=True) for name in ("tau1", "tau2")},
     **{name: number(0, 1e3) for name in ("gamma", "blend", "epsilon")},
