@@ -174,7 +174,7 @@ def make_sides(arguments: argparse.Namespace) -> list[Side]:
         "kv_cache_memory_bytes": (-(-longest // BLOCK) + 2) * BLOCK * token_bytes(arguments.dtype, layers),
         "dtype": arguments.dtype,
     }
-    path = model(longest, layers)
+    path = model(longest + (ROOM if arguments.what == "repeat" else 0), layers)
     if arguments.what == "take":
         return [
             Side(STOCK, path, arguments.threads, **settings),

@@ -97,6 +97,36 @@ def test_who_needs_none_does_not_wait() -> None:
     assert len(simulation.scheduler.running) == 4
 
 
+@pytest.mark.parametrize("policy", ["h2o", "kvzip"])
+def test_who_needs_none_is_not_held_up_by_who_waits(policy: str) -> None:
+    """Of those that need the reserve nobody overtakes, short ones neither."""
+    simulation = Simulation(setup(policies=policy, max_num_batched_tokens=1024, long_prefill=256))
+    fields = {"kv_eviction": policy}
+    for name in ("first", "second"):
+        simulation.add(make_request(name, LONGEST - 300, 20, fields))
+    simulation.add(make_request("third", 400, 20, fields))
+    simulation.add(make_request("other", 20, 3, {"kv_eviction": "full"}))
+    names = []
+    while simulation.scheduler.has_requests():
+        admissions = simulation.step().kv_connector_metadata.admissions
+        names += [admission.request_id for admission in admissions]
+        if len(names) < 3:
+            assert not simulation.outputs["first"] or simulation.outputs["other"] == 3
+    assert names == ["first", "other", "second", "third"]
+    assert not simulation.ledger._waits_for_reserve and not simulation.ledger.reserve.spans
+
+
+def test_who_waits_for_the_reserve_may_leave() -> None:
+    simulation = Simulation(setup(max_num_batched_tokens=1024, long_prefill=256))
+    for name in ("first", "second", "third"):
+        simulation.add(make_request(name, LONGEST - 50, 4))
+    simulation.step()
+    assert list(simulation.ledger._waits_for_reserve) == ["second", "third"]
+    simulation.abort("second")
+    simulation.run(100)
+    assert simulation.outputs["first"] == simulation.outputs["third"] == 4
+
+
 def test_a_place_is_free_again_after_an_abort_and_a_preemption() -> None:
     simulation = Simulation(setup(max_num_batched_tokens=256))
     for name in ("first", "second"):

@@ -237,8 +237,11 @@ class PagedKVCache:
         return self.layout.values.read(self._values, pages, self._in_page).flatten(1, 2)[:, :n]
 
     def read_keys_at(self, request_slot: int, layer: int, entries: torch.Tensor) -> torch.Tensor:
-        """The keys at the given entries (int64 [N], below every head's kv_len) of each head, [H, N, head_dim]."""
-        entries = entries.to(self.device)
+        """The keys at some entries of each head, [H, N, head_dim].
+
+        Args:
+            entries: int64 [N] on the device; below every head's kv_len.
+        """
         pages = self.table(request_slot, layer)[:, entries // self.page_size]
         return self.layout.keys.read(self._keys, pages, entries % self.page_size)
 
@@ -332,13 +335,12 @@ class PagedKVCache:
         """Begin an empty request with copies of some entries of another.
 
         Args:
-            entries: int64 [N], which entries of every row; below every row's kv_len.
+            entries: int64 [N] on the device, which entries of every row; below every row's kv_len.
 
         Raises:
             RuntimeError: the pool has too few free pages.
         """
-        entries, heads = entries.to(self.device), self.num_kv_heads
-        count = len(entries)
+        heads, count = self.num_kv_heads, len(entries)
         places = self.entry_slots(self.extend([to], [count]))
         head = torch.arange(heads, device=self.device).repeat(count)
         entry = entries.repeat_interleave(heads)

@@ -111,7 +111,9 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         # None makes vLLM look again in the next step, and go on with other requests.
-        return (None if self.scheduler.ledger.is_awaited(request) else 0), False
+        ledger = self.scheduler.ledger
+        waits = ledger.is_awaited(request) or ledger.awaits_reserve(request, num_computed_tokens)
+        return (None if waits else 0), False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

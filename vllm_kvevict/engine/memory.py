@@ -122,7 +122,8 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
     """
     bounds, longest = bounds_of(vllm_config), vllm_config.model_config.max_model_len
     everything = [rank.rows * cdiv(longest, bounds.page_size) for rank in bounds.ranks]
-    if bounds.hold(everything) or not all(rank.pages for rank in bounds.ranks):
+    holds_more = plan.evict_at is not None and plan.schedule.repeats_prompt
+    if (bounds.hold(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):
         return
     if not bounds.fits(plan, prompt_len):
         raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest), "prompt")

@@ -204,7 +204,10 @@ class Evictor:
         resident = rows.resident
         n = resident.plan.evict_at
         assert n is not None
-        resident.peak_pages = max(resident.peak_pages, self.cache.held(resident.request_slot))
+        held = self.cache.held(resident.request_slot)
+        if resident.scratch is not None:
+            held += self.cache.held(resident.scratch)
+        resident.peak_pages = max(resident.peak_pages, held)
         started, moving = time.perf_counter(), resident.compaction_seconds
         window = self._collect(step, rows, n)
         resident.plan.schedule.after_layer(self, step, rows, window)
@@ -380,13 +383,9 @@ class Evictor:
         if resident.sums is None:
             n, cache = resident.plan.evict_at, self.cache
             assert self.reserve is not None and n is not None
-            place, heads = (
-                self.reserve[resident.admission.reserved_at :],
-                (query.shape[0], cache.num_kv_heads),
-            )
-            resident.sums = PromptSums(
-                resident.plan.config.needs, n, place, cache.num_layers, *heads, query.shape[2]
-            )
+            place, needs = self.reserve[resident.admission.reserved_at :], resident.plan.config.needs
+            heads, _, size = query.shape
+            resident.sums = PromptSums(needs, n, place, cache.num_layers, heads, cache.num_kv_heads, size)
         return resident.sums
 
     def _sum_up(self, step: LayerStep, rows: QueryRows) -> None:

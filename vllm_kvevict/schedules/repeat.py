@@ -62,7 +62,7 @@ class ByRepeat(ByScore):
     def begin_repeat(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> int:
         if resident.plan.config.params["kvzip_sees"] == "all":
             return resident.request_slot
-        return evictor.open_scratch(resident, self._seen(resident, repeat))
+        return evictor.open_scratch(resident, self._seen(evictor, resident, repeat))
 
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if rows.repeat is None:
@@ -79,18 +79,22 @@ class ByRepeat(ByScore):
         elif rows.evicts:
             evictor.send_tally(resident, Question())
 
-    def _seen(self, resident: ResidentRequest, repeat: Repeat) -> Tensor:
+    def _seen(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> Tensor:
         """The tokens over which a chunk's scores are taken, beside the repeat's rows: int64, ascending."""
-        sinks = min(resident.plan.config.params["sinks"], repeat.start)
-        return torch.cat((torch.arange(sinks), torch.arange(repeat.start, repeat.stop)))
+        sinks, device = min(resident.plan.config.params["sinks"], repeat.start), evictor.cache.device
+        first, chunk = (
+            torch.arange(sinks, device=device),
+            torch.arange(repeat.start, repeat.stop, device=device),
+        )
+        return torch.cat((first, chunk))
 
     def _note(self, evictor: Evictor, step: LayerStep, rows: QueryRows, repeat: Repeat) -> None:
         """Note what the chunk's tokens received in a layer."""
         resident, n = rows.resident, rows.resident.plan.evict_at
         assert n is not None
-        seen, cache = self._seen(resident, repeat), evictor.cache
+        seen, cache = self._seen(evictor, resident, repeat), evictor.cache
         if resident.scratch is None:
-            entries = torch.cat((seen, torch.arange(n, n + rows.count)))
+            entries = torch.cat((seen, torch.arange(n, n + rows.count, device=cache.device)))
             keys = cache.read_keys_at(resident.request_slot, step.layer, entries)
         else:
             keys = cache.read_keys(resident.scratch, step.layer, len(seen) + rows.count)

@@ -78,6 +78,8 @@ class PageLedger(KVCacheManager):
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
+        self._waits_for_reserve: dict[str, None] = {}
+        """Requests that were passed over for lack of room in the reserve, the first one first."""
         self.prefixes = PrefixCache(0, 0)
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
@@ -209,8 +211,9 @@ class PageLedger(KVCacheManager):
             ]
 
     def next_repeat(self) -> str | None:
-        """The request whose prompt a step may go on to repeat; the first one to come is the first to be done."""
-        return next((name for name, account in self.accounts.items() if account.to_repeat), None)
+        """The request whose prompt a step may go on to repeat: of the most urgent ones the first to be admitted."""
+        reading_again = [name for name, account in self.accounts.items() if account.to_repeat]
+        return min(reading_again, key=lambda name: self.requests[name].priority, default=None)
 
     def may_repeat(self, request_id: str) -> bool:
         """Whether a step may go on to repeat a request's prompt: not once it is gone or preempted."""
@@ -252,6 +255,22 @@ class PageLedger(KVCacheManager):
         new.reserved_at = place
         pinned = self.prefixes.pinned(new.prefix)
         return self.control.shortage(new, self.accounts.values(), pinned) is None
+
+    def awaits_reserve(self, request: "Request", num_computed_tokens: int) -> bool:
+        """Whether a waiting request must be passed over until there is room in the reserve; one that hits needs none.
+
+        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room.
+        """
+        name, needed = request.request_id, self.plan(request).reserved(self.head_dims)
+        if not needed or num_computed_tokens:
+            self._waits_for_reserve.pop(name, None)
+            return False
+        first = next(iter(self._waits_for_reserve), name)
+        if first == name and self.reserve.find(needed) is not None:
+            self._waits_for_reserve.pop(name, None)
+            return False
+        self._waits_for_reserve[name] = None
+        return True
 
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
@@ -609,6 +628,7 @@ class PageLedger(KVCacheManager):
             self._plans.pop(name, None)
             self._keys.pop(name, None)
         self.requests.pop(name, None)
+        self._waits_for_reserve.pop(name, None)
         account = self.accounts.pop(name, None)
         if account is not None:
             self._leave_prefix(name, account)

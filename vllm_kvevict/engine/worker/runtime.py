@@ -277,8 +277,12 @@ class Runtime:
         batch = self._take_pages(at_once, probes, num_tokens, reordered)
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].request_slot, span))
-        prefills = [self._query_rows(name, span, probes.get(name)) for name, span in spans.items()]
-        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+        prefills = []
+        for name, span in spans.items():
+            rows = self._query_rows(name, span, probes.get(name))
+            if rows is not None:
+                prefills.append(rows)
+        return StepState(self._replayable(batch, common.num_reqs), prefills)
 
     def _query_rows(self, name: str, span: slice, probe: slice | None) -> QueryRows | None:
         resident = self.residents[name]
@@ -321,11 +325,14 @@ class Runtime:
         if reordered:
             parts = itertools.chain.from_iterable(token_rows.values())
             order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        step = self.cache.extend([self._slot_in_step(name) for name in spans], lengths)
+        slots = []
+        for name in spans:
+            slots.append(self._slot_in_step(name))
+        step = self.cache.extend(slots, lengths)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
 
     def _slot_in_step(self, name: str) -> int:
-        """The request slot that a request's token rows in the step join."""
+        """The request slot that a request's token rows in the step join, opened now if that is for a repeat alone."""
         resident = self.residents[name]
         if name not in self.repeats:
             return resident.request_slot
