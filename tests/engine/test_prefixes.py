@@ -237,7 +237,7 @@ def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
 
 
 def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(prefixes, "REPEAT_ROWS", "kv_something_else")
+    monkeypatch.setattr(prefixes, "repeat_prompts_of", lambda params: None)
     with pytest.raises(AssertionError):
         test_what_is_repeated_in_other_words_is_another_prefix("after")
 

@@ -18,6 +18,7 @@ from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
 from vllm_kvevict.policies.params import to_int
 from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 KEY = "kv_eviction"
 """The key of our part of ``VllmConfig.additional_config``."""
@@ -275,6 +276,16 @@ def check_names(fields: Iterable[str], known: Sequence[str] = REQUEST_FIELDS) ->
     for name in fields:
         if name.startswith("kv_") and name not in (*known, *OTHERS_FIELDS):
             raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
+
+
+def repeat_prompts_of(params: Any) -> RepeatPrompts | None:
+    """What the front-end found to ask a model that repeats a request's prompt; None if nothing is to be repeated.
+
+    Args:
+        params: the request's SamplingParams, or None.
+    """
+    fields = (params.extra_args if params else None) or {}
+    return RepeatPrompts.from_lists(fields[REPEAT_ROWS]) if REPEAT_ROWS in fields else None
 
 
 def options_of(vllm_config: Any) -> Options | None:

@@ -81,11 +81,9 @@ class ByRepeat(ByScore):
 
     def _seen(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> Tensor:
         """The tokens over which a chunk's scores are taken, beside the repeat's rows: int64, ascending."""
-        sinks, device = min(resident.plan.config.params["sinks"], repeat.start), evictor.cache.device
-        first, chunk = (
-            torch.arange(sinks, device=device),
-            torch.arange(repeat.start, repeat.stop, device=device),
-        )
+        sinks = min(resident.plan.config.params["sinks"], repeat.start)
+        first = torch.arange(sinks, device=evictor.cache.device)
+        chunk = torch.arange(repeat.start, repeat.stop, device=evictor.cache.device)
         return torch.cat((first, chunk))
 
     def _note(self, evictor: Evictor, step: LayerStep, rows: QueryRows, repeat: Repeat) -> None:

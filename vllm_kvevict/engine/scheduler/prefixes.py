@@ -11,16 +11,15 @@ Only counts, as in the ledger: the pages are the workers', which know a prefix b
     dropped   its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.config import REPEAT_ROWS
+from vllm_kvevict.engine.config import repeat_prompts_of
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,13 +52,8 @@ def prefix_key(
     # Of no tokens as well: a request of one block more has another key.
     extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
     key = hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.config
-    lists = _fields(request).get(REPEAT_ROWS)
-    return key if lists is None else (*key, RepeatPrompts.from_lists(lists))
-
-
-def _fields(request: "Request") -> Mapping[str, Any]:
-    params = request.sampling_params
-    return (params.extra_args if params else None) or {}
+    prompts = repeat_prompts_of(request.sampling_params)
+    return key if prompts is None else (*key, prompts)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.config import REPEAT_ROWS, require_options
+from vllm_kvevict.engine.config import repeat_prompts_of, require_options
 from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -224,7 +224,8 @@ class _EvictionMixin:
         assert n is not None and request.prompt_token_ids is not None
         prompt = request.prompt_token_ids[:n]
         repeat = self.kv_cache_manager.take_repeat(request.request_id)
-        rows = _repeat_prompts(request).behind(prompt).rows(prompt, repeat.start, repeat.stop)
+        prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
+        rows = prompts.behind(prompt).rows(prompt, repeat.start, repeat.stop)
         self._add_rows(output, repeat.row_name, [*prompt, *rows], n)
         output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
 
@@ -248,13 +249,6 @@ class _EvictionMixin:
         output.num_scheduled_tokens[name] = count
         output.total_num_scheduled_tokens += count
         self.finished_req_ids.add(name)  # type: ignore[attr-defined]
-
-
-def _repeat_prompts(request: Request) -> RepeatPrompts:
-    """What the front-end found to ask a model that repeats the request's prompt."""
-    params = request.sampling_params
-    fields = (params.extra_args if params else None) or {}
-    return RepeatPrompts.from_lists(fields[REPEAT_ROWS]) if REPEAT_ROWS in fields else RepeatPrompts()
 
 
 class EvictionScheduler(_EvictionMixin, Scheduler):
