@@ -9,6 +9,9 @@ and in one step (each layer recycles the pages of the one before).
 ``repeat``: a document with a question behind it, kept whole, and evicted by kvzip, which repeats the document before:
 once with rows that see all of it, once with rows that see only the chunk that they repeat.
 
+``online``: the same document and question, kept whole, and evicted by the policies that score a document without its
+question while they read it: compactor and expected-attention.
+
 The engines run in processes of their own; while one works the others wait.
 """
 
@@ -49,14 +52,22 @@ TAKE = {
     "kv_budget": BUDGET,
     "kv_eviction_config": {"take_chunk": CHUNK, "take_warmup_budget": WARMUP},
 }
-CONTEXTS = {"take": [8192, 16384, 32768], "recycle": [2048, 8192], "repeat": [2048, 8192]}
-MODEL_LAYERS = {"take": LAYERS, "recycle": 16, "repeat": LAYERS}
+CONTEXTS = {
+    "take": [8192, 16384, 32768],
+    "recycle": [2048, 8192],
+    "repeat": [2048, 8192],
+    "online": [2048, 8192],
+}
+MODEL_LAYERS = {"take": LAYERS, "recycle": 16, "repeat": LAYERS, "online": LAYERS}
+WITH_QUESTION = ("repeat", "online")
+"""Those whose prompts are a document and a question that is not in view of the eviction."""
 QUESTION = 64
 """Tokens behind a document."""
 ROOM = 1024
 """Tokens that a repeat may have beside its prompt, and a page."""
 KEPT, ALL, OWN_CHUNK = "not evicted", "kvzip", "kvzip, sees a chunk"
-FIRST_TOKEN = {ALL: 3.4, OWN_CHUNK: 1.6}
+ONLINE = ("compactor", "expected-attention")
+FIRST_TOKEN = {ALL: 3.4, OWN_CHUNK: 1.6} | dict.fromkeys(ONLINE, 1.03)
 """Time to the first token over that without eviction at most."""
 IN_STEPS, IN_ONE_STEP = "in steps", "in one step"
 HELD = {"take": 0.12, "recycle": 0.25}
@@ -174,14 +185,14 @@ def make_sides(arguments: argparse.Namespace) -> list[Side]:
         "kv_cache_memory_bytes": (-(-longest // BLOCK) + 2) * BLOCK * token_bytes(arguments.dtype, layers),
         "dtype": arguments.dtype,
     }
-    path = model(longest + (ROOM if arguments.what == "repeat" else 0), layers)
+    path = model(longest + (ROOM if arguments.what in WITH_QUESTION else 0), layers)
     if arguments.what == "take":
         return [
             Side(STOCK, path, arguments.threads, **settings),
             Side("take", path, arguments.threads, **settings, **TAKE),
         ]
-    if arguments.what == "repeat":
-        return _repeating(arguments, path, settings)
+    if arguments.what in WITH_QUESTION:
+        return _with_question(arguments, path, settings)
     eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
     steps = {**settings, **eviction, "max_num_batched_tokens": min(arguments.contexts) // 2}
     at_once = {**settings, **eviction, "max_num_batched_tokens": longest}
@@ -191,8 +202,8 @@ def make_sides(arguments: argparse.Namespace) -> list[Side]:
     ]
 
 
-def _repeating(arguments: argparse.Namespace, path: Any, settings: dict[str, Any]) -> list[Side]:
-    """The same prompt without eviction and with both forms of kvzip, in engines that are alike."""
+def _with_question(arguments: argparse.Namespace, path: Any, settings: dict[str, Any]) -> list[Side]:
+    """The same prompt without eviction and with every policy, in engines that are alike."""
     longest = settings["max_model_len"] + ROOM
     room = (
         (-(-longest // BLOCK) + 2 * ROOM // BLOCK)
@@ -205,18 +216,19 @@ def _repeating(arguments: argparse.Namespace, path: Any, settings: dict[str, Any
         "kv_cache_memory_bytes": room,
         "kv_budget": arguments.budget,
     }
-    own_chunk = {"kv_eviction": "kvzip", "kv_eviction_config": {"kvzip_sees": "chunk"}}
-    return [
-        Side(KEPT, path, arguments.threads, **alike, kv_eviction="full"),
-        Side(ALL, path, arguments.threads, **alike, kv_eviction="kvzip"),
-        Side(OWN_CHUNK, path, arguments.threads, **alike, **own_chunk),
-    ]
+    evictions: dict[str, dict[str, Any]] = {KEPT: {"kv_eviction": "full"}}
+    if arguments.what == "repeat":
+        evictions[ALL] = {"kv_eviction": "kvzip"}
+        evictions[OWN_CHUNK] = {"kv_eviction": "kvzip", "kv_eviction_config": {"kvzip_sees": "chunk"}}
+    else:
+        evictions |= {policy: {"kv_eviction": policy} for policy in ONLINE}
+    return [Side(name, path, arguments.threads, **alike, **eviction) for name, eviction in evictions.items()]
 
 
 def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
     """Every prompt is read by every side, in turns."""
     cells = [Cell(context) for context in arguments.contexts]
-    question = QUESTION if arguments.what == "repeat" else 0
+    question = QUESTION if arguments.what in WITH_QUESTION else 0
     for side in sides:
         side.call(install)
         side.call(read, Workload(1, 512, 2), arguments.dtype, question)
@@ -238,12 +250,13 @@ def measure(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]:
 def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
     """What the longest prompt should reach."""
     cell = cells[-1]
-    if arguments.what == "repeat":
-        usual = cell.context == CONTEXTS["repeat"][-1] and arguments.model_layers == LAYERS
+    if arguments.what in WITH_QUESTION:
+        usual = cell.context == CONTEXTS[arguments.what][-1] and arguments.model_layers == LAYERS
         name = f"{{}} at {cell.context}: time to the first token over that without eviction"
-        bounds = FIRST_TOKEN.items() if usual else ()
+        sides = list(cell.readings)[1:] if usual else []
         return [
-            Target(name.format(side), cell.ratio(side, "wall"), most, at_most=True) for side, most in bounds
+            Target(name.format(side), cell.ratio(side, "wall"), FIRST_TOKEN[side], at_most=True)
+            for side in sides
         ]
     bound = HELD[arguments.what]
     if arguments.what == "take" and cell.context == CONTEXTS["take"][-1]:
@@ -325,7 +338,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model-layers", type=whole, metavar="N", help="of the model")
     about = "of recycle (default: %(default)s)"
     parser.add_argument("--policy", choices=available(), default="ada-snapkv", metavar="POLICY", help=about)
-    about = "of recycle and repeat (default: %(default)s)"
+    about = "of recycle, repeat and online (default: %(default)s)"
     parser.add_argument("--budget", type=budget, default=0.1, metavar="X", help=about)
     add_dtype(parser)
     add_counts(

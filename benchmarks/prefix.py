@@ -1,7 +1,8 @@
 """Documents that are asked many questions: stock vLLM with its prefix cache, eviction without one, eviction with one.
 
 All sides have the same KV memory and take turns. The document is evicted without a question in view
-(``kv_prefix_len``); stock vLLM keeps it whole.
+(``kv_prefix_len``); stock vLLM keeps it whole. The scenario ``compressed`` has a policy that loses little without the
+question, and stock vLLM without its prefix cache beside it.
 """
 
 import argparse
@@ -23,13 +24,25 @@ from benchmarks.harness.documents import ask, http_client
 from benchmarks.harness.load import SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_dtype, whole
-from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.scenarios import (
+    BLOCK,
+    KV_HEADS,
+    LAYERS,
+    SCRATCH,
+    STOCK,
+    Target,
+    model,
+    show_targets,
+    token_bytes,
+)
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 WITHOUT, WITH = "without cache", "with cache"
+STOCK_WITHOUT = "stock without cache"
 SIDES = (STOCK, WITHOUT, WITH)
-POLICY = "ada-snapkv"
+REPEAT_ROOM = 1024
+"""Tokens that a policy which reads a document again needs beside it, and more."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Scenario:
         step: ``--max-num-batched-tokens``; None for vLLM's default.
         rounds: how often every side runs.
         sides: that run.
+        policy: of the sides that evict.
+        room: tokens that a request may be longer than its prompt and its answer, as the policy needs them.
     """
 
     about: str
@@ -61,12 +76,14 @@ class Scenario:
     step: int | None = None
     rounds: int = 3
     sides: tuple[str, ...] = SIDES
+    policy: str = "ada-snapkv"
+    room: int = 0
     dtype: str = "bfloat16"
 
     @property
     def max_len(self) -> int:
         """Tokens of a request."""
-        return self.document_len + self.question_len + self.output_len
+        return self.document_len + self.question_len + self.output_len + self.room
 
     def kv_bytes(self) -> int:
         """KV memory, with the one block that vLLM keeps for itself."""
@@ -121,6 +138,19 @@ SCENARIOS = {
         # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
         sides=(WITHOUT, WITH),
     ),
+    "compressed": Scenario(
+        "sixteen questions about one document, one after the other, on what kvzip keeps of it",
+        documents=1,
+        document_len=8192,
+        questions=16,
+        question_len=32,
+        output_len=16,
+        pool=2,
+        at_once=False,
+        sides=(STOCK_WITHOUT, WITH),
+        policy="kvzip",
+        room=REPEAT_ROOM,
+    ),
 }
 
 
@@ -135,6 +165,7 @@ class Run:
         hits: requests whose document was.
         preemptions: requests that lost their KV.
         output_tokens: of all answers.
+        cached_pages: pages that a compressed prefix in the cache has, on average; 0 where none is.
     """
 
     wall: float
@@ -143,6 +174,7 @@ class Run:
     hits: int
     preemptions: int
     output_tokens: int
+    cached_pages: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -162,9 +194,9 @@ def make_server(scenario: Scenario, side: str, threads: int) -> Server:
     ]
     if scenario.step is not None:
         flags += ["--max-num-batched-tokens", str(scenario.step)]
-    if side != STOCK:
-        flags += ["--kv-eviction", POLICY, "--kv-budget", f"{scenario.budget:g}"]
-    if side == WITHOUT:
+    if side in (WITHOUT, WITH):
+        flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.budget:g}"]
+    if side in (STOCK_WITHOUT, WITHOUT):
         flags += ["--no-enable-prefix-caching"]
     log = SCRATCH / f"prefix-{side.replace(' ', '-')}.log"
     return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
@@ -192,6 +224,7 @@ async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]
         sum(answer.cached > 0 for answer in answers),
         after.preemptions - before.preemptions,
         sum(answer.tokens for answer in answers),
+        after.cached_pages / max(after.cached_prefixes, 1),
     )
 
 
@@ -273,12 +306,29 @@ def of_unique(cold: list[Round]) -> list[Target]:
     ]
 
 
+def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
+    """What a document that kvzip has compressed should be worth, and was."""
+    whole = -(-scenario.document_len // BLOCK) * LAYERS * KV_HEADS
+
+    def after_the_first(run: Run) -> float:
+        return median(run.first_token[scenario.documents :])
+
+    pages = max(one[WITH].cached_pages for one in cold) / whole
+    first = "time to first token after the first question, over stock without cache"
+    return [
+        Target(first, _ratio(cold, after_the_first, WITH, STOCK_WITHOUT), 0.02, True),
+        Target("pages of the compressed document, over the whole one's", pages, 0.25, True),
+    ]
+
+
 def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -> list[Target]:
     """What the scenario should reach, and what it did."""
     cold = [one["cold"] for one in rounds]
     if name == "document":
         return of_document(scenario, cold, rounds)
-    return of_documents(scenario, cold) if name == "documents" else of_unique(cold)
+    if name == "documents":
+        return of_documents(scenario, cold)
+    return of_unique(cold) if name == "unique" else of_compressed(scenario, cold)
 
 
 def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
@@ -342,10 +392,11 @@ def summary(
 ) -> dict[str, Any]:
     """Print what a scenario showed; what its record says."""
     own = SCENARIOS[name]
-    console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", rounds))
+    title = f"{name}: {scenario.about}, {scenario.policy}, budget {scenario.budget:g}"
+    console.print(table(title, rounds))
     is_judged = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
     return {
-        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes(), "policy": POLICY},
+        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
         "rounds": [
             {phase: {side: asdict(run) for side, run in by_side.items()} for phase, by_side in one.items()}
             for one in rounds

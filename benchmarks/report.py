@@ -31,6 +31,7 @@ PICTURES = {
     "decode": "a step of pure decode",
     "prefill-take": "long prompts read by stock vLLM and by take",
     "prefill-repeat": "a document read without eviction, and repeated by kvzip before it is evicted",
+    "prefill-online": "a document read without eviction, and with policies that score it while it is read",
     "prefill-recycle": "a prompt read in several steps and in one, evicted at its end",
     "micro": "operations over what the machine allows",
 }

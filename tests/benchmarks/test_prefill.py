@@ -12,9 +12,11 @@ from benchmarks.prefill import (
     IN_ONE_STEP,
     IN_STEPS,
     KEPT,
+    ONLINE,
     OWN_CHUNK,
     Cell,
     Reading,
+    make_sides,
     paper_share,
     parse_arguments,
     show,
@@ -65,6 +67,23 @@ def test_targets_of_repeating():
     assert all_of_it.met and all_of_it.value.median == 3.0
     assert not own_chunk.met and own_chunk.value.median == 1.7
     assert targets(parse_arguments(["repeat", "--contexts", "2048"]), cells[:1]) == []
+
+
+def test_targets_of_scoring_online():
+    sides = {KEPT: (1.0, 1.0, 100), "compactor": (1.02, 1.0, 100), "expected-attention": (1.04, 1.0, 100)}
+    compactor, expected = targets(parse_arguments(["online"]), [cell(8192, sides)])
+    assert compactor.met and not expected.met
+
+
+@pytest.mark.parametrize("what", ["repeat", "online"])
+def test_sides_with_a_question_differ_in_eviction_alone(what, monkeypatch):
+    monkeypatch.setattr(prefill, "model", lambda max_len, layers: "m")
+    monkeypatch.setattr(prefill, "Side", lambda name, model, threads, **settings: settings)
+    settings = make_sides(parse_arguments([what]))
+    policies = [one.pop("kv_eviction") for one in settings]
+    assert policies == (["full", "kvzip", "kvzip"] if what == "repeat" else ["full", *ONLINE])
+    settings[-1].pop("kv_eviction_config", None)
+    assert settings[0] == settings[1] == settings[2]
 
 
 def test_arguments():

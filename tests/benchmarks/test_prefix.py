@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks.harness.documents import Answer, ask, waits_table
+from benchmarks.harness.scenarios import BLOCK, KV_HEADS, LAYERS
 from benchmarks.harness.server import ServerError
 from benchmarks.prefix import (
     SCENARIOS,
     SIDES,
     STOCK,
+    STOCK_WITHOUT,
     WITH,
     WITHOUT,
     Run,
@@ -43,15 +45,16 @@ def test_sides_differ_in_eviction_and_caching_alone(name, monkeypatch):
     monkeypatch.setattr("benchmarks.prefix.model", lambda max_len: Path("m"))
     flags = {
         side: [word for word in make_server(SCENARIOS[name], side, 1).command if not word.isdigit()]
-        for side in SIDES
+        for side in (*SIDES, STOCK_WITHOUT)
     }
-    eviction = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
-    assert flags[WITH] == flags[STOCK] + eviction
-    assert flags[WITHOUT] == flags[WITH] + ["--no-enable-prefix-caching"]
+    policy = "kvzip" if name == "compressed" else "ada-snapkv"
+    no_cache = ["--no-enable-prefix-caching"]
+    assert flags[WITH] == flags[STOCK] + ["--kv-eviction", policy, "--kv-budget", "0.2"]
+    assert flags[WITHOUT] == flags[WITH] + no_cache and flags[STOCK_WITHOUT] == flags[STOCK] + no_cache
 
 
 def run(first: list[float], wall: float, computed: int = 0, hits: int = 0, preemptions: int = 0) -> Run:
-    return Run(wall, first, computed, hits, preemptions, output_tokens=100)
+    return Run(wall, first, computed, hits, preemptions, output_tokens=100, cached_pages=0.0)
 
 
 def test_verdict_on_one_document():
@@ -90,6 +93,20 @@ def test_verdict_without_shared_prefixes():
     assert all(target.met for target in figures("unique", SCENARIOS["unique"], [{"cold": cold}] * 3))
     cold[WITH] = run([1.0], 1.05, preemptions=3)
     assert not any(target.met for target in figures("unique", SCENARIOS["unique"], [{"cold": cold}] * 3))
+
+
+def test_verdict_on_a_compressed_document():
+    # The first question waits for the compression; the others must not.
+    whole = 8192 // BLOCK * LAYERS * KV_HEADS
+    cold = {
+        STOCK_WITHOUT: run([10.0] * 16, 160.0),
+        WITH: replace(run([30.0] + [0.15] * 15, 33.0), cached_pages=0.21 * whole),
+    }
+    targets = figures("compressed", SCENARIOS["compressed"], [{"cold": cold}] * 3)
+    assert [round(getattr(t.value, "median", t.value), 3) for t in targets] == [0.015, 0.21]
+    assert all(target.met for target in targets)
+    cold[WITH] = replace(run([30.0] + [0.25] * 15, 33.0), cached_pages=0.26 * whole)
+    assert not any(t.met for t in figures("compressed", SCENARIOS["compressed"], [{"cold": cold}] * 3))
 
 
 def test_command_line():
