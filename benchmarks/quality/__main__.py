@@ -155,7 +155,9 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(POLICIES),
         metavar="POLICY",
-        help=f"the server checks their names; full is asked once, without budgets (default: {' '.join(POLICIES)})",
+        help="the server checks their names; full is asked once, without budgets; POLICY@NOTE asks for POLICY and "
+        "tells it apart in the report, such as kvzip@chunk of a server with other parameters "
+        f"(default: {' '.join(POLICIES)})",
     )
     group.add_argument(
         "--budgets",

@@ -21,7 +21,8 @@ class Column:
     """What a sample is asked with.
 
     Attributes:
-        policy: or the label of a server that is measured as it is.
+        policy: its name, which may go on with ``@`` and a note on its server's parameters; or the label of a server
+            that is measured as it is.
         budget: None where nothing is evicted by us.
         scope: ``prompt``: the policy sees the question; ``prefix``: it does not; None where budget is.
     """
@@ -29,6 +30,11 @@ class Column:
     policy: str
     budget: float | None = None
     scope: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The policy as requests name it."""
+        return self.policy.partition("@")[0]
 
     def __str__(self) -> str:
         return self.policy if self.budget is None else f"{self.policy} {self.budget:g} ({self.scope})"

@@ -106,7 +106,7 @@ class Driver:
     async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
         if column.budget is None:
             return {} if self.plain else {"kv_eviction": FULL}
-        fields = {"kv_eviction": column.policy, "kv_budget": column.budget}
+        fields = {"kv_eviction": column.asked, "kv_budget": column.budget}
         if column.scope == "prefix":
             fields["kv_prefix_len"] = await self._prefix(case)
         return fields

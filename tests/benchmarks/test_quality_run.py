@@ -71,6 +71,14 @@ def test_prefix_len_is_what_two_questions_have_in_common(tmp_path, monkeypatch):
     assert {r.evict_at for r in results(tmp_path)} == {b["vllm_xargs"]["kv_prefix_len"] for b in server.asked}
 
 
+def test_a_note_on_the_server_is_kept_and_not_sent(tmp_path, monkeypatch):
+    with FakeServer() as server:
+        argv = ("--policies", "snapkv@wide", "--budgets", "0.2")
+        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+    assert {body["vllm_xargs"]["kv_eviction"] for body in server.asked} == {"snapkv"}
+    assert {r.column for r in results(tmp_path)} == {Column("snapkv@wide", 0.2, "prompt")}
+
+
 def test_prefix_needs_tokenize(tmp_path, monkeypatch, capsys):
     with FakeServer(tokenizes=False) as server:
         argv = arguments(server, tmp_path, "--policies", "full", "snapkv", "--scopes", "prefix")
