@@ -116,7 +116,15 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=int,
         metavar="N",
-        help=f"of each task, length and depth (default: {SAMPLES}; of a suite: all)",
+        help="of each task, length and depth; with --questions, texts of each length "
+        f"(default: {SAMPLES}; of a suite: all)",
+    )
+    group.add_argument(
+        "--questions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="about each generated text, in requests of their own; the tasks take turns (default: %(default)s)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the generated texts (default: %(default)s)"
@@ -253,10 +261,15 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         unknown = [task for task in arguments.tasks if task not in TASKS]
         if unknown:
             parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
+    if arguments.questions > 1 and (arguments.suite or arguments.depths):
+        parser.error(
+            "--questions belongs to generated texts whose needles lie anywhere: no --suite, no --depths"
+        )
     if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
         parser.error("--depths must lie between 0 and 1")
     least = {
         "samples": 1,
+        "questions": 1,
         "concurrency": 1,
         "tries": 1,
         "slack": 0,
@@ -287,6 +300,7 @@ def job(arguments: argparse.Namespace) -> Job:
             arguments.seed,
             arguments.instruct,
             arguments.slack,
+            arguments.questions,
         )
     names = ("url", "model", "output", "plain", "seed", "instruct", "slack", "concurrency", "min_prompt")
     more = ("timeout", "tries", "backoff", "note")

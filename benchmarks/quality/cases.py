@@ -91,6 +91,8 @@ class Generated:
         seed: the same seed gives the same samples, however many are asked for.
         instruct: say in front of the text what is to be done with it.
         slack: tokens of the reply on top of what its words need.
+        questions: about each text. With several, `samples` counts texts of each length, the tasks take turns, and
+            the noise is other records.
     """
 
     names: Sequence[str]
@@ -100,14 +102,20 @@ class Generated:
     seed: int
     instruct: bool
     slack: int
+    questions: int = 1
 
     def __len__(self) -> int:
+        if self.questions > 1:
+            return self.samples * self.questions * len(self.lengths)
         return self.samples * len(self.names) * len(self.lengths) * len(self.depths)
 
     def __iter__(self) -> Iterator[Case]:
         # The first sample of everything comes first: a run that is stopped early is thin, but complete.
         for index in range(self.samples):
             for length in self.lengths:
+                if self.questions > 1:
+                    yield from self.about_one_text(length, index)
+                    continue
                 for name in self.names:
                     for depth in self.depths:
                         yield self.case(name, length, depth, index)
@@ -115,11 +123,26 @@ class Generated:
     def case(self, name: str, length: int, depth: float | None, index: int) -> Case:
         """One sample; a pure function of the seed and what it is called by."""
         rng = random.Random(f"{self.seed}/{name}/{length}/{depth}/{index}")
-        sample = tasks.make(name, length, rng, depth)
+        return self._case(tasks.make(name, length, rng, depth), length, depth, index)
+
+    def about_one_text(self, length: int, text: int) -> list[Case]:
+        """All questions about one text, numbered through over the texts."""
+        numbers = range(text * self.questions, (text + 1) * self.questions)
+        names = [self.names[number % len(self.names)] for number in numbers]
+        samples = tasks.make_many(
+            names, length, random.Random(f"{self.seed}/{'+'.join(names)}/{length}/{text}")
+        )
+        return [
+            self._case(sample, length, None, number) for sample, number in zip(samples, numbers, strict=True)
+        ]
+
+    def _case(self, sample: tasks.Sample, length: int, depth: float | None, index: int) -> Case:
         context = f"{tasks.INSTRUCTION}\n\n{sample.context}" if self.instruct else sample.context
         tokens = TOKENS_PER_WORD * len(sample.answer.split()) + self.slack
         score = partial(tasks.score, sample)
-        return Case(name, length, depth, index, context, sample.question, sample.expected, tokens, score)
+        return Case(
+            sample.task, length, depth, index, context, sample.question, sample.expected, tokens, score
+        )
 
 
 def fingerprints(cases: Generated | Sequence[Case], seed: int) -> dict[str, str]:

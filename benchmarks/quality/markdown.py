@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.markdown import picture, table
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 NONE = "-"
 INTERVALS = (
     "Scores lie between 0 and 1: the mean over the tasks of the share of expected strings in a reply, or of the "
-    f"suite's own score. In brackets: 95 % bootstrap intervals ({SAMPLES:,} resamples of the samples within each "
-    "task). Differences are paired: the same samples under both. The intervals are not corrected for the number of "
-    "comparisons."
+    "suite's own score. In brackets: 95 % bootstrap intervals ({resampled}). Differences and shares are paired: the "
+    "same samples under both. The intervals are not corrected for the number of comparisons."
 )
+WITHIN_TASKS = f"{SAMPLES:,} resamples of the samples within each task"
+OF_TEXTS = f"{SAMPLES:,} resamples of the texts, each with all questions about it"
 SYNTHETIC = (
     "The texts are synthetic: random words, and questions that are answered in the words of the text. A model that was "
     "trained on nothing else, like the needle model, is small, and what it loses says how the policies differ on such "
@@ -70,6 +71,8 @@ def measured(report: Report) -> list[str]:
         + (f"; prompts of {min(prompts):,} to {max(prompts):,} tokens" if prompts else ""),
         f"- model `{settings.model}`; seed {settings.seed}; the texts came "
         f"{'with' if settings.instruct else 'without'} an instruction; temperature 0",
+        *question_lines(settings.questions),
+        *left_out({result.task for result in results}),
     ]
     whole = sum(result.whole for result in results)
     if whole:
@@ -81,7 +84,21 @@ def measured(report: Report) -> list[str]:
     if empty:
         lines.append(f"- {empty:,} replies were empty")
     synthetic = ["", SYNTHETIC] if any(result.task in TASKS for result in results) else []
-    return [*lines, *run_lines(report.runs), *synthetic, "", INTERVALS]
+    intervals = INTERVALS.format(resampled=WITHIN_TASKS if settings.questions == 1 else OF_TEXTS)
+    return [*lines, *run_lines(report.runs), *synthetic, "", intervals]
+
+
+def question_lines(questions: int) -> list[str]:
+    """What it means that texts share questions, where they do."""
+    if questions == 1:
+        return []
+    return [f"- {questions} questions about each text, each in a request of its own, among other records"]
+
+
+def left_out(asked: Collection[str]) -> list[str]:
+    """Which of the generated tasks were not asked, if others were."""
+    missing = [task for task in TASKS if task not in asked]
+    return [f"- not asked: {', '.join(missing)}"] if missing and len(missing) < len(TASKS) else []
 
 
 def run_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -135,7 +152,12 @@ def scope_section(scores: Scores, scope: str) -> list[str]:
         [policy, *(signed(scores.difference(Column(policy, b, scope), scores.full)) for b in budgets)]
         for policy in scores.policies(scope)
     ]
-    return [*lines, "", "Difference to the full cache on the same samples:", "", *table(header, differences)]
+    lines += ["", "Difference to the full cache on the same samples:", "", *table(header, differences)]
+    shares = [
+        [policy, *(scores.ratio(Column(policy, b, scope), scores.full) or NONE for b in budgets)]
+        for policy in scores.policies(scope)
+    ]
+    return [*lines, "", "Share of the full cache's score on the same samples:", "", *table(header, shares)]
 
 
 def signed(difference: Mean | None) -> str:

@@ -65,7 +65,7 @@ def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -
         raise ResultsError(f"{folder} has no results yet")
     placed = [result for result in results if result.depth is not None]
     spread = [result for result in results if result.depth is None]
-    scores = Scores(spread or placed)
+    scores = Scores(spread or placed, settings.questions)
     chosen = scores.nearest(budget)
     evictions = evictions_by_request(eviction_log) if eviction_log else {}
     kept = kept_shares(scores.results, evictions, chosen) if chosen is not None else {}
@@ -115,6 +115,7 @@ def column_summary(scores: Scores, column: Column) -> dict[str, Any]:
     return {
         **asdict(column),
         "score": _plain(scores.mean(column)),
+        "ratio_to_full": _plain(scores.ratio(column, scores.full) if scores.full else None),
         "difference_to_full": _plain(scores.difference(column, scores.full) if scores.full else None),
         "tasks": {task: _plain(scores.mean(column, of_task(task))) for task in scores.tasks},
         "lengths": {str(length): _plain(scores.mean(column, of_length(length))) for length in scores.lengths},

@@ -176,6 +176,7 @@ class Settings:
         instruct: whether the texts came with an instruction.
         slack: tokens of a reply on top of what its words need.
         texts: digests of the generated tasks, by task.
+        questions: about each generated text.
     """
 
     model: str
@@ -183,6 +184,7 @@ class Settings:
     instruct: bool
     slack: int
     texts: dict[str, str]
+    questions: int = 1
 
     def merge(self, before: "Settings", folder: Path) -> "Settings":
         """These settings with the tasks of an earlier run.

@@ -181,7 +181,9 @@ async def run(job: Job, console: Console) -> int:
 
 def settings(job: Job, model: str) -> Settings:
     """What the folder's results have in common."""
-    return Settings(model, job.seed, job.instruct, job.slack, fingerprints(job.cases, job.seed))
+    questions = job.cases.questions if isinstance(job.cases, Generated) else 1
+    texts = fingerprints(job.cases, job.seed)
+    return Settings(model, job.seed, job.instruct, job.slack, texts, questions)
 
 
 async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Scores as a table of samples and columns, their means, and what can be said about differences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,44 +34,80 @@ class Mean:
 
 
 class Bootstrap:
-    """Resamples of the samples, within each task; the same ones for every mean, so that differences are paired.
+    """Resamples; the same ones for every mean, so that differences and ratios are paired.
+
+    Samples are drawn within each task; where several belong to one text, texts are drawn, with all that is asked
+    about them.
 
     Args:
         tasks: of each sample.
+        texts: what each sample belongs to; None where each has a text of its own.
         resamples: how many.
         seed: of the resampling.
     """
 
-    def __init__(self, tasks: Sequence[str], resamples: int = SAMPLES, seed: int = 0):
-        rng = np.random.default_rng(seed)
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        texts: Sequence[Hashable] | None = None,
+        resamples: int = SAMPLES,
+        seed: int = 0,
+    ):
+        self._rng, self._resamples = np.random.default_rng(seed), resamples
         names = np.asarray(tasks)
-        self._strata: list[tuple[np.ndarray, np.ndarray]] = []
-        for name in dict.fromkeys(tasks):
-            rows = np.flatnonzero(names == name)
-            counts = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), resamples)
-            self._strata.append((rows, counts.astype(np.float32)))
+        found = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
+        if texts is None:
+            self._strata = [(rows, self._draw(len(rows))) for rows in found]
+        else:
+            numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+            text_of = np.asarray([numbers[text] for text in texts])
+            drawn = self._draw(len(numbers))
+            self._strata = [(rows, drawn[:, text_of[rows]]) for rows in found]
+
+    def _draw(self, count: int) -> np.ndarray:
+        """How often each of so many is drawn, [resamples, count]."""
+        drawn = self._rng.multinomial(count, np.full(count, 1 / count), self._resamples)
+        return drawn.astype(np.float32)
 
     def mean(self, values: np.ndarray) -> Mean | None:
         """Mean of the values that are not nan, one for each sample; None without any."""
-        means, resampled, samples = [], [], 0
+        samples = int((~np.isnan(values)).sum())
+        return _interval(*self._means(values), samples) if samples else None
+
+    def ratio(self, values: np.ndarray, others: np.ndarray) -> Mean | None:
+        """Mean of some values over that of others, on the samples that have both; None if the latter is 0."""
+        both = ~np.isnan(values + others)
+        mean, resampled = self._means(np.where(both, values, np.nan))
+        base, base_resampled = self._means(np.where(both, others, np.nan))
+        if not base > 0:
+            return None
+        quotients = np.divide(
+            resampled, base_resampled, out=np.full(len(resampled), np.nan), where=base_resampled > 0
+        )
+        return _interval(mean / base, quotients, int(both.sum()))
+
+    def _means(self, values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Mean over the tasks of their means, as measured and of every resample; nan without values."""
+        means, resampled = [], []
         for rows, counts in self._strata:
             mine = values[rows]
             there = ~np.isnan(mine)
             if not there.any():
                 continue
             means.append(mine[there].mean())
-            samples += int(there.sum())
             # In the type of the counts: they are many, and would be copied.
             sums = (counts @ np.where(there, mine, 0.0).astype(np.float32)).astype(np.float64)
-            drawn = len(rows) if there.all() else counts @ there.astype(np.float32)
+            drawn = counts @ there.astype(np.float32)
             # A resample can consist of missing values only.
-            resampled.append(
-                np.divide(sums, drawn, out=np.full(len(sums), np.nan), where=np.asarray(drawn) > 0)
-            )
+            resampled.append(np.divide(sums, drawn, out=np.full(len(sums), np.nan), where=drawn > 0))
         if not means:
-            return None
-        low, high = np.nanpercentile(np.mean(resampled, axis=0), [2.5, 97.5])
-        return Mean(float(np.mean(means)), float(low), float(high), samples)
+            return float("nan"), np.full(self._resamples, np.nan)
+        return float(np.mean(means)), np.mean(resampled, axis=0)
+
+
+def _interval(mean: float, resampled: np.ndarray, samples: int) -> Mean:
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return Mean(mean, float(low), float(high), samples)
 
 
 class Scores:
@@ -79,9 +115,10 @@ class Scores:
 
     Args:
         results: with no key twice.
+        questions: about each text.
     """
 
-    def __init__(self, results: Iterable[Result]):
+    def __init__(self, results: Iterable[Result], questions: int = 1):
         self.results = list(results)
         self.samples: list[Sample] = list(dict.fromkeys(result.sample for result in self.results))
         rows = {sample: row for row, sample in enumerate(self.samples)}
@@ -90,7 +127,8 @@ class Scores:
             column = self._values.setdefault(result.column, np.full(len(rows), np.nan))
             column[rows[result.sample]] = result.score
         self._means: dict[Any, Mean | None] = {}
-        self._bootstrap = Bootstrap([sample[0] for sample in self.samples])
+        texts = None if questions == 1 else [(sample[1], sample[3] // questions) for sample in self.samples]
+        self._bootstrap = Bootstrap([sample[0] for sample in self.samples], texts)
 
     @property
     def columns(self) -> list[Column]:
@@ -145,22 +183,34 @@ class Scores:
 
     def mean(self, columns: Columns, among: Group | None = None) -> Mean | None:
         """Mean score of a column, or of several together: of the samples that all of them have."""
-        return self._cached((_tuple(columns), (), among))
+        return self._cached(("mean", _tuple(columns), (), among))
 
     def difference(self, columns: Columns, others: Columns, among: Group | None = None) -> Mean | None:
         """How much higher the first score than the others, on the samples that all of them have."""
-        return self._cached((_tuple(columns), _tuple(others), among))
+        return self._cached(("difference", _tuple(columns), _tuple(others), among))
 
-    def _cached(self, key: tuple[tuple[Column, ...], tuple[Column, ...], Group | None]) -> Mean | None:
+    def ratio(self, column: Column, other: Column, among: Group | None = None) -> Mean | None:
+        """A column's mean over another's, on the samples that both have."""
+        return self._cached(("ratio", (column,), (other,), among))
+
+    def _cached(self, key: tuple[str, tuple[Column, ...], tuple[Column, ...], Group | None]) -> Mean | None:
         """The summary and the text ask for the same."""
         if key not in self._means:
-            columns, others, among = key
-            values = self._joined(columns) - (self._joined(others) if others else 0.0)
-            if among is not None:
-                place, wanted = among
-                values = np.where([sample[place] == wanted for sample in self.samples], values, np.nan)
-            self._means[key] = self._bootstrap.mean(values)
+            what, columns, others, among = key
+            values = self._values_among(columns, among)
+            if what == "ratio":
+                found = self._bootstrap.ratio(values, self._values_among(others, among))
+            else:
+                found = self._bootstrap.mean(values - (self._joined(others) if others else 0.0))
+            self._means[key] = found
         return self._means[key]
+
+    def _values_among(self, columns: tuple[Column, ...], among: Group | None) -> np.ndarray:
+        values = self._joined(columns)
+        if among is None:
+            return values
+        place, wanted = among
+        return np.where([sample[place] == wanted for sample in self.samples], values, np.nan)
 
     def _joined(self, columns: tuple[Column, ...]) -> np.ndarray:
         missing = np.full(len(self.samples), np.nan)

@@ -194,20 +194,61 @@ def make(task: str, length: int, rng: random.Random, depth: float | None = None)
     return Sample(task, text, " ".join(needle.question), " ".join(needle.answer), needle.expected, depth)
 
 
+def make_many(names: Sequence[str], length: int, rng: random.Random) -> list[Sample]:
+    """Samples that share one text of `length` words and full stops, give or take a sentence, among other records.
+
+    Args:
+        names: of a task for every question; no name of the text is in two of them.
+    """
+    draw = Draw(rng)
+    needles = [TASKS[name][0](draw) for name in names]
+    sentences = background(
+        draw, "records", length - sum(len(s) for needle in needles for s in needle.sentences)
+    )
+    for needle in needles:
+        places = sorted(rng.randint(0, len(sentences)) for _ in needle.sentences)
+        insert(sentences, needle.sentences, places)
+    text = _joined(sentences)
+    return [
+        Sample(
+            name,
+            text,
+            " ".join(needle.question),
+            " ".join(needle.answer),
+            needle.expected,
+            sentences.index(needle.sentences[0]) / max(1, len(sentences) - 1),
+        )
+        for name, needle in zip(names, needles, strict=True)
+    ]
+
+
 def hide(
     draw: Draw, needles: Sequence[Sentence], noise: str, length: int, depth: float | None
 ) -> tuple[str, float]:
     """Put sentences into noise; those of one needle keep their order. Returns the text and the first one's depth."""
-    room = length - sum(map(len, needles))
-    sentences: list[Sentence] = []
-    while room > 0:
-        sentences.append(draw.noise(noise))
-        room -= len(sentences[-1])
+    sentences = background(draw, noise, length - sum(map(len, needles)))
     if depth is None:
         places = sorted(draw.rng.randint(0, len(sentences)) for _ in needles)
     else:
         places = [round(depth * len(sentences))] * len(needles)
+    insert(sentences, needles, places)
+    return _joined(sentences), places[0] / max(1, len(sentences) - len(needles))
+
+
+def background(draw: Draw, noise: str, room: int) -> list[Sentence]:
+    """Sentences that no question is about, of so many words and full stops or a few more."""
+    sentences: list[Sentence] = []
+    while room > 0:
+        sentences.append(draw.noise(noise))
+        room -= len(sentences[-1])
+    return sentences
+
+
+def insert(sentences: list[Sentence], needles: Sequence[Sentence], places: Sequence[int]) -> None:
+    """Put a needle's sentences in front of those at ascending places."""
     for place, needle in zip(reversed(places), reversed(needles), strict=True):
         sentences.insert(place, needle)
-    text = " ".join(word for sentence in sentences for word in sentence)
-    return text, places[0] / max(1, len(sentences) - len(needles))
+
+
+def _joined(sentences: Sequence[Sentence]) -> str:
+    return " ".join(word for sentence in sentences for word in sentence)

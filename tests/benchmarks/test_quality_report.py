@@ -86,6 +86,38 @@ def test_an_interval_is_that_of_the_mean():
     assert mean.high == pytest.approx(0.5 + error, abs=0.006)
 
 
+def test_texts_are_drawn_with_all_their_questions():
+    # Ten questions about each of ten texts: half of the texts are easy, the others hopeless.
+    values = np.asarray([float(text % 2) for text in range(10) for _ in range(10)])
+    tasks = ["single", "facts"] * 50
+    texts = [text for text in range(10) for _ in range(10)]
+    alone, together = Bootstrap(tasks).mean(values), Bootstrap(tasks, texts).mean(values)
+    assert alone.mean == together.mean == 0.5
+    error = 1.96 * 0.5 / 10**0.5
+    assert together.low == pytest.approx(0.5 - error, abs=0.05)
+    assert alone.high - alone.low < 0.5 * (
+        together.high - together.low
+    )  # control: as if they were independent
+    results = [
+        result(FULL_CACHE, i, value, task) for i, (value, task) in enumerate(zip(values, tasks, strict=True))
+    ]
+    assert (
+        Scores(results, questions=10).mean(FULL_CACHE) == together
+        and Scores(results).mean(FULL_CACHE) == alone
+    )
+
+
+def test_shares_are_paired():
+    low = [(i + 1) / 20 for i in range(18)]
+    scores = made(full=low, snapkv=[value / 2 for value in low])
+    share = scores.ratio(at("snapkv"), FULL_CACHE)
+    assert (share.mean, share.low, share.high) == pytest.approx((0.5, 0.5, 0.5)) and share.samples == 18
+    assert scores.ratio(at("lava"), FULL_CACHE) is None
+    assert made(full=[0.0], snapkv=[1.0]).ratio(at("snapkv"), FULL_CACHE) is None
+    scores = made(full=[1.0, 1.0, 0.0], snapkv=[1.0, 0.5])  # the sample that one side lacks does not count
+    assert scores.ratio(at("snapkv"), FULL_CACHE).mean == 0.75
+
+
 def test_differences_are_paired():
     # Samples differ much, the policies by the same little everywhere.
     low = [i / 20 for i in range(18)]

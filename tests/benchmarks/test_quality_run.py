@@ -71,6 +71,23 @@ def test_prefix_len_is_what_two_questions_have_in_common(tmp_path, monkeypatch):
     assert {r.evict_at for r in results(tmp_path)} == {b["vllm_xargs"]["kv_prefix_len"] for b in server.asked}
 
 
+def test_several_questions_about_one_text(tmp_path, monkeypatch):
+    asked = ("--tasks", "single", "facts", "--lengths", "60", "--samples", "2", "--questions", "3")
+    argv = (*asked, "--policies", "snapkv", "--budgets", "0.2", "--scopes", "prefix")
+    with FakeServer() as server:
+        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+    found = sorted(results(tmp_path), key=lambda one: one.index)
+    # The tasks take turns, over the texts as well.
+    assert [(one.index, one.task) for one in found] == list(enumerate(["single", "facts"] * 3))
+    texts = Counter(body["messages"][0]["content"] for body in server.asked)
+    assert len(server.asked) == 6 and list(texts.values()) == [3, 3]
+    assert json.loads((tmp_path / SETTINGS).read_text())["questions"] == 3
+    assert run(monkeypatch, "report", str(tmp_path)) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "3 questions about each text" in text and "resamples of the texts" in text
+    assert "not asked: multikey, " in text
+
+
 def test_a_note_on_the_server_is_kept_and_not_sent(tmp_path, monkeypatch):
     with FakeServer() as server:
         argv = ("--policies", "snapkv@wide", "--budgets", "0.2")
@@ -148,8 +165,11 @@ def test_other_settings_need_another_folder(tmp_path, monkeypatch, capsys):
         assert run(monkeypatch, *arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
         assert run(monkeypatch, *arguments(server, tmp_path, "--model", "gpt")) == 1
         assert "serves fake, not gpt" in capsys.readouterr().out
+        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 1
+        assert "questions: 1, now 2" in capsys.readouterr().out
         settings = json.loads((tmp_path / SETTINGS).read_text())
         assert set(settings["texts"]) == {"single", "facts"} and len(settings["runs"]) == 2
+        del settings["questions"]  # folders of before there were several can still be read
         settings["texts"]["single"] = "before a change"
         (tmp_path / SETTINGS).write_text(json.dumps(settings))
         assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 1
@@ -231,6 +251,9 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--depths", "2"], "between 0 and 1"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--data", "x"], "belong to a --suite"),
+        (["--questions", "0"], "--questions must be at least 1"),
+        (["--questions", "5", "--depths", "0.5"], "--questions belongs to generated texts"),
+        (["--questions", "5", "--suite", "ruler"], "--questions belongs to generated texts"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys):

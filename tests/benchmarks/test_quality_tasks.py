@@ -5,7 +5,17 @@ import random
 import pytest
 
 from benchmarks.quality import tasks
-from benchmarks.quality.tasks import FUNCTION_WORDS, TASKS, Draw, make, names, score, values, words
+from benchmarks.quality.tasks import (
+    FUNCTION_WORDS,
+    TASKS,
+    Draw,
+    make,
+    make_many,
+    names,
+    score,
+    values,
+    words,
+)
 
 LENGTHS = (60, 500)
 IN_THE_TEXT = tuple(task for task in TASKS if task != "count")  # how often a name occurs is written nowhere
@@ -44,6 +54,20 @@ def test_length(task, length):
 def test_a_seed_decides(task):
     assert make(task, 200, random.Random(5)) == make(task, 200, random.Random(5))
     assert make(task, 200, random.Random(5)).context != make(task, 200, random.Random(6)).context
+
+
+@pytest.mark.parametrize("length", [300, 2048])
+def test_questions_about_one_text_do_not_touch_each_other(length):
+    asked = ["single", "multivalue", "chain", "multiquery", "facts", "multikey"] * 3
+    samples = make_many(asked, length, random.Random(1))
+    assert [sample.task for sample in samples] == asked and len({sample.context for sample in samples}) == 1
+    assert length <= len(samples[0].context.split()) <= length + LONGEST_SENTENCE
+    for sample in samples:
+        assert all(f" {part} " in f" {sample.context} " for part in sample.expected)
+        assert score(sample, sample.answer) == 1.0 and 0 <= sample.depth <= 1
+    questions = [{*sample.question.split()} & {*names()} for sample in samples]
+    assert all(questions) and len(set.union(*questions)) == sum(map(len, questions))
+    assert samples == make_many(asked, length, random.Random(1)) != make_many(asked, length, random.Random(2))
 
 
 def test_no_name_is_drawn_twice():
