@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
 from benchmarks.harness.documents import ask, http_client
-from benchmarks.harness.load import SETTLE_SECONDS
+from benchmarks.harness.load import PAGE, SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_dtype, whole
 from benchmarks.harness.scenarios import (
@@ -308,7 +308,7 @@ def of_unique(cold: list[Round]) -> list[Target]:
 
 def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
     """What a document that kvzip has compressed should be worth, and was."""
-    whole = -(-scenario.document_len // BLOCK) * LAYERS * KV_HEADS
+    whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
 
     def after_the_first(run: Run) -> float:
         return median(run.first_token[scenario.documents :])

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.harness.documents import Answer, ask, waits_table
-from benchmarks.harness.scenarios import BLOCK, KV_HEADS, LAYERS
+from benchmarks.harness.load import PAGE
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS
 from benchmarks.harness.server import ServerError
 from benchmarks.prefix import (
     SCENARIOS,
@@ -97,7 +98,7 @@ def test_verdict_without_shared_prefixes():
 
 def test_verdict_on_a_compressed_document():
     # The first question waits for the compression; the others must not.
-    whole = 8192 // BLOCK * LAYERS * KV_HEADS
+    whole = 8192 // PAGE * LAYERS * KV_HEADS
     cold = {
         STOCK_WITHOUT: run([10.0] * 16, 160.0),
         WITH: replace(run([30.0] + [0.15] * 15, 33.0), cached_pages=0.21 * whole),
