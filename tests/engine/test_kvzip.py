@@ -110,8 +110,8 @@ def test_a_chat_is_repeated_in_the_words_of_its_template(models, monkeypatch):
     model = models("llama", heads=8, kv_heads=4, layers=4)
     found, find = [], requests.repeat_prompts
 
-    def noting(*args):
-        found.append((find(*args), args[1][PREFIX_LEN]))
+    def noting(*args, **kwargs):
+        found.append((find(*args, **kwargs), args[1][PREFIX_LEN]))
         return found[-1][0]
 
     monkeypatch.setattr(requests, "repeat_prompts", noting)

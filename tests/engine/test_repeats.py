@@ -27,7 +27,9 @@ from tests.engine.chats import (
     PICKY,
     PLAIN,
     QUESTION,
+    REVERSED,
     SYSTEM,
+    SYSTEM_LAST,
     TURN,
     ask,
     byte_renderers,
@@ -193,7 +195,77 @@ def test_mistrals_own_tokenizers(name, renderer, tmp_path):
     assert text(found.before).rstrip().endswith("exactly, starting with")
     assert text(found.after).strip() == "[/INST]"
     assert found.before[0] == found.first[0] and found.after == found.first[-len(found.after) :]
+    goes_on = repeat_prompts(mistral, prompt, with_question=True)
+    assert text(goes_on.first).replace(" ", "") == f"</s>[INST] {REPEAT_ALL}[/INST]".replace(" ", "")
+    assert goes_on.after == found.after
     mistral.shutdown()
+
+
+# Behind a chat that is repeated with its question.
+
+REWRITING = {"the question first", "instructions at the end"}
+"""Templates that write what came before differently once a turn follows."""
+
+
+@pytest.mark.parametrize(
+    "template, before", [pytest.param(*CASES[name][:2], id=name) for name in CASES if name not in REWRITING]
+)
+def test_a_chat_with_its_question_goes_on(template, before, renderer):
+    """The assistant has said nothing, and the user's next turn asks to repeat."""
+    chat = [*before, ask()]
+    prompt, _ = render(renderer, chat, template)
+    found = repeat_prompts(renderer, prompt, with_question=True).behind(prompt["prompt_token_ids"])
+
+    def going_on(question):
+        turns = [*chat, {"role": "assistant", "content": ""}, ask(question)]
+        text = render(renderer, turns, template, **NOT_THINKING)[0]["prompt"]
+        # A reply may begin with a space, which one that is still to come does not have yet.
+        return text.replace("ASSISTANT: \n", "ASSISTANT:\n")
+
+    assert prompt["prompt"] + decoded(renderer, found.first) == going_on(REPEAT_ALL)
+    hint = "<hint of the chunk>"
+    part = hint.join(decoded(renderer, ids) for ids in (found.before, found.after))
+    assert prompt["prompt"] + part == going_on(REPEAT_PART + hint)
+
+
+def test_what_follows_a_prefix_would_not_end_the_assistants_turn(renderer):
+    prompt, _ = render(renderer, [*TURN, ask()])
+    behind = [
+        decoded(renderer, repeat_prompts(renderer, prompt, whole).behind(prompt["prompt_token_ids"]).first)
+        for whole in (False, True)
+    ]
+    assert [text.startswith("<|im_end|>") for text in behind] == [False, True]
+
+
+def test_what_a_template_writes_into_the_last_turn_is_written_again(renderer):
+    prompt, _ = render(renderer, [*SYSTEM, ask()], SYSTEM_LAST)
+    found = repeat_prompts(renderer, prompt, with_question=True).behind(prompt["prompt_token_ids"])
+    assert decoded(renderer, found.first) == f"</s>[INST] {DOCUMENT}\n\n{REPEAT_ALL} [/INST]"
+
+
+def test_a_reply_that_was_begun_ends(renderer):
+    begun = [*TURN, ask(), {"role": "assistant", "content": "It is"}]
+    settings = {"add_generation_prompt": False, "continue_final_message": True}
+    prompt, _ = render(renderer, begun, **settings)
+    found = repeat_prompts(renderer, prompt, with_question=True).behind(prompt["prompt_token_ids"])
+    whole, _ = render(renderer, [*begun, ask(REPEAT_ALL)])
+    assert prompt["prompt"] + decoded(renderer, found.first) == whole["prompt"]
+
+
+def test_where_a_chat_cannot_go_on_it_is_plain_text(renderer):
+    for template in (REVERSED, BLIND, PICKY):
+        prompt, _ = render(renderer, [*SYSTEM, ask()], template)
+        assert repeat_prompts(renderer, prompt, with_question=True) == plain_text(renderer)
+
+
+def test_templates_that_give_tokens_go_on_as_well(renderer):
+    prompt, _ = render(renderer, [*TURN, ask()], tokenize=True)
+    found = repeat_prompts(renderer, prompt, with_question=True)
+    assert decoded(renderer, found.first) == (
+        f"<|im_end|>\n<|im_start|>user\n{REPEAT_ALL}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert decoded(renderer, found.before).startswith(f"<|im_end|>\n<|im_start|>user\n{REPEAT_PART}".rstrip())
+    assert decoded(renderer, found.after) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 # In plain text.
@@ -275,12 +347,14 @@ def process(renderer, prompt, **fields):
 def test_requests_of_such_a_policy_have_them(server, scope, renderers):
     renderer = renderers(policy=server, scope=scope, policies="all")
     prompt, _ = render(renderer, [*TURN, ask()])
-    expected = repeat_prompts(renderer, prompt).to_lists()
-    assert expected != plain_text(renderer).to_lists()
+    behind_prefix, behind_reply = (
+        repeat_prompts(renderer, prompt, with_question).to_lists() for with_question in (False, True)
+    )
+    assert behind_prefix != behind_reply != plain_text(renderer).to_lists() != behind_prefix
     named = {} if server == "kvzip" else {"kv_eviction": "kvzip"}
     for fields in ({}, {"kv_prefix_len": 12}, {"kv_prefix_len": 12.0}):
         noted = process(renderer, prompt, **named, **fields)
-        assert noted[REPEAT_ROWS] == expected
+        assert noted[REPEAT_ROWS] == (behind_prefix if fields or scope == "prefix" else behind_reply)
         assert noted.get("kv_prefix_len") == (fields or noted).get("kv_prefix_len")
         # The scheduler reads them after that.
         assert (
@@ -371,9 +445,9 @@ def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
     """It checks requests in its event loop."""
     threads, make = [], repeat_prompts
 
-    def watched(*args):
+    def watched(*args, **kwargs):
         threads.append(threading.current_thread())
-        return make(*args)
+        return make(*args, **kwargs)
 
     monkeypatch.setattr(requests, "repeat_prompts", watched)
     processor = InputProcessor(renderer.config, renderer)

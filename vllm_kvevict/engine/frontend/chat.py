@@ -67,6 +67,12 @@ class Chat:
         assert last is not None
         return [*self.messages[:last], {**self.messages[last], "content": question}]
 
+    def going_on(self, reply: str, question: str) -> list[Any]:
+        """The whole chat with the assistant's reply, in place of one that was begun, and a further question."""
+        begun = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        before = self.messages[:-1] if begun else self.messages
+        return [*before, {"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+
 
 @functools.cache
 def install() -> None:

@@ -2,12 +2,13 @@
 
 Put together where templates and tokenizer are, for requests whose policy reads a prefix again (``kvzip``). A chat is
 rendered once more with the request to repeat in place of its question; what stands behind the prefix then is what the
-model reads before it repeats. Where there is no chat, or that cannot be told, the request is plain text.
+model reads before it repeats. A chat that is evicted with its question goes on instead: the request is the user's next
+turn. Where there is no chat, or that cannot be told, the request is plain text.
 The wording is that of the authors (``snu-mllab/KVzip``, ``model/wrapper.py``, ``self_task``).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -43,17 +44,18 @@ CONTEXT = 256
 """Characters before a text that are tokenised with it, so that its first token is what it is in the prompt."""
 
 
-def repeat_prompts(renderer: BaseRenderer, prompt: Any) -> RepeatPrompts:
-    """What stands before the chunks of a prompt's prefix when the model repeats it.
+def repeat_prompts(renderer: BaseRenderer, prompt: Any, with_question: bool = False) -> RepeatPrompts:
+    """What stands before the chunks of a prompt, or of its prefix, when the model repeats it.
 
     Args:
         renderer: has the tokenizer; without one (``--skip-tokenizer-init``) nothing stands there.
         prompt: as rendered.
+        with_question: the whole prompt is repeated, not only what comes before its question.
     """
     if renderer.tokenizer is None:
         return RepeatPrompts((), (), ())
     chat = prompt.get(CHAT) if isinstance(prompt, dict) else None
-    found = None if chat is None else _in_words_of(chat, prompt)
+    found = None if chat is None else _in_words_of(chat, prompt, with_question)
     return found if found is not None and found.overhead <= MOST_EXTRA_ROWS else _in_plain_text(renderer)
 
 
@@ -63,16 +65,18 @@ def _in_plain_text(renderer: BaseRenderer) -> RepeatPrompts:
     return RepeatPrompts(*(_ids_behind(renderer, MEANINGLESS[0], text) for text in texts))
 
 
-def _in_words_of(chat: Chat, prompt: Any) -> RepeatPrompts | None:
+def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts | None:
     """What the chat's template makes of the request to repeat, None where that cannot be told.
 
     Thinking is off, unless that changes what comes before.
     """
     if chat.question is None or may_be_cut(chat.tok_params, len(prompt["prompt_token_ids"])):
         return None
+    find = _behind_reply if with_question else _behind_prefix
     for settings in ({**ANSWERING, **NOT_THINKING}, ANSWERING):
+        own = {**chat.params.chat_template_kwargs, **settings}
         try:
-            found = _behind_prefix(chat, prompt, settings)
+            found = find(chat, prompt, dataclasses.replace(chat.params, chat_template_kwargs=own))
         except (ValueError, VLLMClientError):  # a template may refuse anything
             continue
         if found is not None:
@@ -80,15 +84,43 @@ def _in_words_of(chat: Chat, prompt: Any) -> RepeatPrompts | None:
     return None
 
 
-def _behind_prefix(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
+def _behind_reply(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
+    """What stands behind the reply to a chat that goes on with the request to repeat it.
+
+    Args:
+        params: template and its arguments.
+    """
+
+    def render(reply: str, question: str) -> Any:
+        return chat.renderer.render_messages(chat.going_on(reply, question), params)[1]
+
+    text = prompt.get("prompt", "")
+    mark = unused_mark(text)
+    hint = unused_mark(text + mark)
+    whole = render(mark, REPEAT_ALL)
+    if "prompt_token_ids" in whole:
+        return _behind_reply_ids(render)
+    pieces = whole["prompt"].split(mark), render(mark, REPEAT_PART + hint)["prompt"].split(mark)
+    if not all(len(parts) == 2 for parts in pieces):
+        return None
+    whole_text, part_text = (text + behind for _, behind in pieces)
+    return _split_text(chat.renderer, text, whole_text, part_text, hint)
+
+
+def _behind_reply_ids(render: Callable[[str, str], Any]) -> RepeatPrompts | None:
+    """The same of tokens; two replies that end differently tell where a reply ends."""
+    whole, other = (render(reply, REPEAT_ALL)["prompt_token_ids"] for reply in (WORD, NUMBER))
+    behind = common_length(whole[::-1], other[::-1])
+    parts = [render(WORD, REPEAT_PART + hint)["prompt_token_ids"] for hint in (WORD, NUMBER)]
+    return None if whole == other else _split_ids(whole[: len(whole) - behind], whole, *parts)
+
+
+def _behind_prefix(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
     """What stands behind the prefix of a chat that ends with the request to repeat it.
 
     Args:
-        settings: arguments of the template beside the chat's own.
+        params: template and its arguments.
     """
-    params = dataclasses.replace(
-        chat.params, chat_template_kwargs={**chat.params.chat_template_kwargs, **settings}
-    )
 
     def ending_with(question: str) -> Any:
         return chat.renderer.render_messages(chat.up_to(question), params)[1]

@@ -26,6 +26,7 @@ from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEAM_SEARCH = (
     "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
@@ -51,9 +52,10 @@ def install() -> None:
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
                 own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
-                if _reads_again(self.vllm_config, own, *tokens):
+                find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
+                if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
-                    rows = noted or repeat_prompts(self.renderer, prompt)
+                    rows = noted or find()
                     own.extra_args = {**(own.extra_args or {}), REPEAT_ROWS: rows.to_lists()}
         return request
 
@@ -84,10 +86,10 @@ def _note_rows_in_threads() -> None:
     ) -> Any:
         if isinstance(prompt, dict) and "type" in prompt and options_of(self.vllm_config):
             tokens = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
-            if _reads_again(self.vllm_config, params, *tokens):
-                work = functools.partial(repeat_prompts, self.renderer, prompt)
+            find = _finder_of_rows(self.vllm_config, self.renderer, prompt, params, *tokens)
+            if find is not None:
                 loop = asyncio.get_running_loop()
-                prompt[REPEAT_ROWS] = await loop.run_in_executor(self.renderer._executor, work)
+                prompt[REPEAT_ROWS] = await loop.run_in_executor(self.renderer._executor, find)
         return await add_request(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.add_request = noted  # type: ignore[method-assign]
@@ -130,14 +132,21 @@ def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: 
     _check_generate(self.engine_client, engine_input, sampling_params)
 
 
-def _reads_again(vllm_config: Any, params: Any, token_ids: Any, embeds: Any) -> bool:
-    """Whether the model repeats a prefix of this request before it is evicted; not if it will be refused."""
+def _finder_of_rows(
+    vllm_config: Any, renderer: Any, prompt: Any, params: Any, token_ids: Any, embeds: Any
+) -> Callable[[], RepeatPrompts] | None:
+    """What finds how the model is asked to repeat what is evicted of this request; None if it is not, or refused."""
+    options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
-        plan = require_options(vllm_config).plan(length, getattr(params, "extra_args", None))
+        fields = options.fields_in_scope(length, chat_prefix_len, getattr(params, "extra_args", None))
+        plan = options.plan(length, fields)
     except KVEvictionError:
-        return False
-    return plan.evict_at is not None and plan.schedule.repeats_prompt
+        return None
+    if plan.evict_at is None or not plan.schedule.repeats_prompt:
+        return None
+    return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
 
 
 def _check_length(plan: Plan, longest: int) -> None:
