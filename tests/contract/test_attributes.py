@@ -51,7 +51,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
-        "connector kv_cache_manager requests running waiting finished_req_ids",
+        "connector kv_cache_manager requests running waiting finished_req_ids pause_state",
         "the ledger cannot be installed",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.loads import Load, mixed, play, staged, tight
 from tests.engine.servers import PAGE, Setup, capacities, make_request, make_scheduler, options_of
@@ -466,6 +467,21 @@ def test_leaving_between_two_repeats(leaves: str, flight: dict[str, Any]) -> Non
         assert not simulation.workers.live and not simulation.ledger.reserve.spans
         late = {("r", 2, 500)} if leaves == "preempted" else set()
         assert done | late == set(simulation.workers.evictions) - (set() if done else {("r", 1, 500)})
+
+
+def test_nothing_is_repeated_while_all_are_paused() -> None:
+    """vLLM pauses a server to change its weights or to let it sleep, with its requests in place."""
+    simulation = Simulation(repeating())
+    simulation.add(make_request("r", 500, 8))
+    simulation.step()
+    assert simulation.step().kv_connector_metadata.repeats
+    simulation.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(3):
+        output = simulation.step()
+        assert not output.kv_connector_metadata.repeats and not output.total_num_scheduled_tokens
+    simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
+    simulation.run(60)
+    assert simulation.workers.evictions == [("r", 1, 500)] and simulation.outputs == {"r": 8}
 
 
 def test_probes_and_repeats_take_turns() -> None:

@@ -144,7 +144,10 @@ class PageLedger(KVCacheManager):
            |                                                                                       |
            +--can never fit--> ended with an error       ended by length <--nobody has pages to give
 
+        Prompts that are repeated (kvzip) are repeated between reading and unreported, with no rows of their own.
+
         held      reading: all that was read, or the bound of a prefill that is evicted as it goes
+                  repeating: the whole prompt, and from its last step of reading on the rows of one repeat
                   unreported: what its last step before the reports may hold at most
                   decoding: exact, a page more in each row every page_size tokens
                   in each state: pages borrowed from a cached prefix are not counted

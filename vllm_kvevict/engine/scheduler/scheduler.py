@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -72,7 +73,8 @@ class _EvictionMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._probing = None
-        self._repeating = None if self._probe_waits else self.kv_cache_manager.next_repeat()
+        is_paused = self.pause_state == PauseState.PAUSED_ALL  # type: ignore[attr-defined]
+        self._repeating = None if self._probe_waits or is_paused else self.kv_cache_manager.next_repeat()
         self._probe_waits = False
         self._pausing_for = self._next_in_line()
         self._taken = {request.request_id: 0 for request in self.running}
