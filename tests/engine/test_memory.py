@@ -14,6 +14,7 @@ import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
 from vllm_kvevict.engine.memory import BoundedAttentionSpec, bounds_of, check_fits, longest_step
+from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
 
@@ -69,6 +70,13 @@ def test_workers_have_room_for_a_probe(models) -> None:
     config = {"take_probe": 100}
     sizes = configure(models, kv_eviction="take", kv_eviction_config=config).scheduler_config
     assert sizes.max_num_batched_tokens == sizes.max_num_scheduled_tokens + 100
+
+
+def test_a_huge_chunk_to_repeat_takes_no_more_room_than_a_request_can_use(models) -> None:
+    for chunk, rows in (512, 512 + MOST_EXTRA_ROWS), (10**9, 1 << 16):
+        vllm_config = configure(models, kv_eviction="kvzip", kv_eviction_config={"kvzip_chunk": chunk})
+        sizes = vllm_config.scheduler_config
+        assert sizes.max_num_batched_tokens == sizes.max_num_scheduled_tokens + rows
 
 
 @pytest.mark.parametrize("stages", [1, 2])

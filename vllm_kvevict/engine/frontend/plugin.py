@@ -203,19 +203,19 @@ def _warn_of_slow_dtype(dtype: Any) -> None:
 
 def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     """Give workers buffers for one request more than the scheduler may fill: a probe of a prompt that is evicted in
-    chunks, or the repeat of one."""
+    chunks, or the repeat of one. No request has more rows than ``--max-model-len``, whatever its chunk is."""
     allowed = [policy for policy in available() if options.allows(policy)]
     extra = max(most_extra_rows(name, options.params if name == options.policy else {}) for name in allowed)
     set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
-    def set_ours(*rest: Any) -> None:
-        set_defaults(*rest)
+    def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
+        set_defaults(usage_context, model_config, *rest)
         if args.max_num_active_seqs is None:
             args.max_num_active_seqs = args.max_num_seqs
         if args.max_num_scheduled_tokens is None:
             args.max_num_scheduled_tokens = args.max_num_batched_tokens
         args.max_num_seqs += 1
-        args.max_num_batched_tokens += extra
+        args.max_num_batched_tokens += min(extra, model_config.max_model_len)
 
     args._set_default_max_num_seqs_and_batched_tokens_args = set_ours
 
