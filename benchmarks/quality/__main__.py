@@ -13,7 +13,7 @@ from benchmarks.quality.endpoint import EndpointError
 from benchmarks.quality.results import FULL, Column, ResultsError
 from benchmarks.quality.run import Job, columns, run
 from benchmarks.quality.suites import SUITES, SuiteError
-from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.tasks import ALONE, TASKS, most_questions
 
 SCOPES = ("prompt", "prefix")
 POLICIES = (
@@ -124,7 +124,8 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="about each generated text, in requests of their own; the tasks take turns (default: %(default)s)",
+        help="about each generated text, in requests of their own; the tasks take turns, without common "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the generated texts (default: %(default)s)"
@@ -256,11 +257,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     if arguments.suite is None:
         if arguments.data or arguments.prompts:
             parser.error("--data and --prompts belong to a --suite")
-        arguments.tasks = arguments.tasks or list(TASKS)
+        _check_tasks(parser, arguments)
         arguments.samples = SAMPLES if arguments.samples is None else arguments.samples
-        unknown = [task for task in arguments.tasks if task not in TASKS]
-        if unknown:
-            parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
     if arguments.questions > 1 and (arguments.suite or arguments.depths):
         parser.error(
             "--questions belongs to generated texts whose needles lie anywhere: no --suite, no --depths"
@@ -283,6 +281,20 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(f"--{name.replace('_', '-')} must be at least {bound}")
     if any(length < 1 for length in arguments.lengths):
         parser.error("--lengths must be positive")
+
+
+def _check_tasks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """The same for generated tasks, some of which cannot share a text."""
+    several = arguments.questions > 1
+    arguments.tasks = arguments.tasks or [task for task in TASKS if not several or task not in ALONE]
+    unknown = [task for task in arguments.tasks if task not in TASKS]
+    if unknown:
+        parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
+    alone = [task for task in arguments.tasks if task in ALONE]
+    if several and alone:
+        parser.error(f"--tasks {' '.join(alone)} asks about the whole text: not with --questions")
+    if arguments.questions > most_questions():
+        parser.error(f"--questions must be at most {most_questions()}: there are no more names")
 
 
 def job(arguments: argparse.Namespace) -> Job:

@@ -179,6 +179,14 @@ TASKS: dict[str, tuple[Callable[[Draw], Needle], str]] = {
 }
 """By name: what is hidden, and the noise around it."""
 
+ALONE = ("common",)
+"""Tasks that ask about the whole text, so that no other question may be hidden in it."""
+
+
+def most_questions() -> int:
+    """How many questions a text may have: none needs more than three names of its own."""
+    return len(names()) // 3
+
 
 def make(task: str, length: int, rng: random.Random, depth: float | None = None) -> Sample:
     """A sample whose text has `length` words and full stops, give or take a sentence.

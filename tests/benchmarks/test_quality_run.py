@@ -254,12 +254,23 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--questions", "0"], "--questions must be at least 1"),
         (["--questions", "5", "--depths", "0.5"], "--questions belongs to generated texts"),
         (["--questions", "5", "--suite", "ruler"], "--questions belongs to generated texts"),
+        (["--questions", "5", "--tasks", "single", "common"], "common asks about the whole text"),
+        (["--questions", "5000"], "there are no more names"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys):
     with pytest.raises(SystemExit):
         quality.parse_arguments(["run", "--output", "x", *argv])
     assert message in capsys.readouterr().err
+
+
+def test_several_questions_are_asked_of_all_tasks_that_share_a_text():
+    alone, several = (
+        quality.parse_arguments(["run", "--output", "x", "--questions", str(count)]) for count in (1, 5)
+    )
+    assert set(alone.tasks) - set(several.tasks) == {"common"} and "common" not in several.tasks
+    (text,) = {case.context for case in Generated(several.tasks, [400], [None], 1, 0, False, 8, 300)}
+    assert len(text.split()) > 400
 
 
 def test_generated_cases_depend_on_the_seed_only():
