@@ -32,6 +32,7 @@ LAYOUTS = {
     "two tensor ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
+EIGHT_WORKERS = {"pipeline_parallel_size": 2, "tensor_parallel_size": 4}
 
 
 def options(**params):
@@ -87,6 +88,14 @@ def test_keeps_what_the_model_needs_to_repeat_the_prompt(models, layout, sees):
     assert others[1].kept == answers[0].kept and others[1].tokens == answers[0].tokens
     with pytest.raises(AssertionError):
         check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, sees)
+
+
+@pytest.mark.engine
+def test_two_stages_of_four_tensor_ranks_keep_the_same(models):
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    with evicting_engine(model, eviction=options(), **SERVER, **EIGHT_WORKERS) as llm:
+        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
+    check(model, ASK, answer, prompts)
 
 
 @pytest.mark.engine
