@@ -334,7 +334,7 @@ class Hostile:
         ratio = paired_ratio(
             *([phase.percentile(99) for phase in side] for side in zip(*rounds, strict=True))
         )
-        self._judge(rounds, ratio, (after.physical_pages or 0) - after.cached_pages, load_average)
+        self._judge(rounds, ratio, after.request_pages, load_average)
 
     async def _warm_up(self, client: httpx.AsyncClient, model: str) -> None:
         """The first requests compile what later ones use."""

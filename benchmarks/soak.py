@@ -260,9 +260,9 @@ class Soak:
     async def _sample(self, server: Server, seconds: float) -> Sample:
         seen = await server.snapshot()
         # What is cached stays when nobody asks.
-        pages, entries = (seen.physical_pages or 0) - seen.cached_pages, seen.logical_entries or 0
+        pages, entries = seen.request_pages, seen.logical_entries or 0
         load = seen.running, seen.waiting, seen.preemptions
-        cache = seen.cached_pages, seen.prefix_hits
+        cache = seen.cached_pages + seen.uncompressed_pages, seen.prefix_hits
         return Sample(seconds, self.answered, resident_memory(), pages, entries, *load, *cache)
 
     async def _until_idle(self, server: Server, empty: bool = False) -> None:

@@ -47,6 +47,7 @@ class Snapshot:
         decision_seconds, compaction_seconds: sums over all evictions.
         physical_pages, logical_entries: held over all ranks, an entry is one token in one layer and KV head; None
             without eviction.
+        cached_pages, uncompressed_pages: of these, what compressed and uncompressed prefixes in the cache hold.
     """
 
     running: int = 0
@@ -60,9 +61,15 @@ class Snapshot:
     compaction_seconds: float = 0.0
     physical_pages: int | None = None
     cached_pages: int = 0
+    uncompressed_pages: int = 0
     cached_prefixes: int = 0
     prefix_hits: int = 0
     logical_entries: int | None = None
+
+    @property
+    def request_pages(self) -> int:
+        """Pages that requests hold for themselves, over all ranks."""
+        return (self.physical_pages or 0) - self.cached_pages - self.uncompressed_pages
 
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
@@ -92,6 +99,7 @@ class Snapshot:
             compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
             physical_pages=count_if_there("kv_eviction_physical_pages"),
             cached_pages=count("kv_eviction_cached_pages"),
+            uncompressed_pages=count("kv_eviction_cached_uncompressed_pages"),
             cached_prefixes=count("kv_eviction_cached_entries"),
             prefix_hits=count("prefix_cache_hits_total"),
             logical_entries=count_if_there("kv_eviction_logical_kv_tokens"),

@@ -189,7 +189,7 @@ def test_what_is_refused_changes_nothing(cache):
     run = runs.freeze(donor)
     with pytest.raises(ValueError, match="no rows of its own"):
         runs.freeze(donor)
-    with pytest.raises(ValueError, match="borrows pages, which cannot be compacted"):
+    with pytest.raises(ValueError, match="borrows pages of a run, which cannot be compacted"):
         cache.compact(donor, 0, [torch.arange(1)] * H)
     filler = cache.open()
     append(cache, filler, 32 * (cache.num_free // 4))

@@ -7,7 +7,7 @@ lengths and know nothing of the ledger, so that every disagreement shows.
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class Resident:
         store: number of the prefix that is cached once it is evicted.
         lent: by rank, pages of each row that it borrows; None where it borrows none.
         prefix: number of the one that it borrows of.
+        segments: number, and how many columns, of each segment that it borrows.
+        prompt: its tokens, as far as they were known when it was admitted.
     """
 
     admission: Admission
@@ -64,6 +66,13 @@ class Resident:
     store: int | None = None
     lent: list[np.ndarray] | None = None
     prefix: int | None = None
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        """Columns that it borrows of segments."""
+        return sum(columns for _, columns in self.segments)
 
     @property
     def plan(self) -> Plan:
@@ -90,7 +99,8 @@ class Workers:
         peak_pages: most pages ever held on each rank.
         most_reserved: most of the reserve ever in use.
         cached: lengths of the rows of cached prefixes, by number and rank.
-        hits: requests that began with one.
+        segments: by number the tokens of each segment, None where they were not known.
+        hits, shares: requests that began with one, or with segments.
         dropped: numbers of those that were dropped, in order.
         most_rounds: of questions that any eviction took.
         tamper: changes a report before it is sent.
@@ -102,7 +112,8 @@ class Workers:
         self.choices = Choices(self.ranks, setup.replicas, seed, greeds)
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
-        self.hits = 0
+        self.segments: dict[int, list[int | None]] = {}
+        self.hits = self.shares = 0
         self.dropped: list[int] = []
         self.most_rounds = 1
         self.evictions: list[tuple[str, int, int]] = []
@@ -120,7 +131,7 @@ class Workers:
 
     def _held(self, rank: int, rows: np.ndarray) -> int:
         lent = sum(int(r.lent[rank].sum()) for r in self.live.values() if r.lent is not None)
-        return self.pages(rows) - lent + self.cached_pages(rank)
+        return self.pages(rows) - lent + self.cached_pages(rank) + self.segment_pages(rank)
 
     def _rows(self, rank: int) -> np.ndarray:
         """Row lengths on a rank, [requests, rows]."""
@@ -131,19 +142,28 @@ class Workers:
         """Pages of a rank that cached prefixes hold."""
         return sum(self.pages(rows[rank]) for rows in self.cached.values())
 
+    def segment_pages(self, rank: int) -> int:
+        """Pages of a rank that segments hold."""
+        return sum(len(tokens) // PAGE for tokens in self.segments.values()) * self.ranks[rank].rows
+
     def borrowers(self, number: int) -> list[str]:
         """Requests that borrow a cached prefix."""
         return [name for name, resident in self.live.items() if resident.prefix == number]
 
     def _drop(self, number: int) -> None:
-        """Drop a prefix; what one request borrows of it becomes its own."""
+        """Drop a prefix, and what one request borrows of it becomes its own; or a segment."""
+        self.dropped.append(number)
+        if number in self.segments:
+            users = [name for name, x in self.live.items() if number in dict(x.segments)]
+            assert not users, f"segment {number} is dropped while {users} borrow it"
+            del self.segments[number]
+            return
         borrowers = self.borrowers(number)
         lends = any((rows // PAGE).any() for rows in self.cached[number])
         assert len(borrowers) <= 1 or not lends, f"prefix {number} is dropped while {borrowers} borrow it"
         for name in borrowers:
             self.live[name].lent = self.live[name].prefix = None
         del self.cached[number]
-        self.dropped.append(number)
 
     def _store(self, resident: Resident) -> None:
         """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower."""
@@ -155,6 +175,36 @@ class Workers:
     def _borrow(self, resident: Resident, number: int) -> None:
         resident.prefix = number
         resident.lent = [rows // PAGE for rows in self.cached[number]]
+
+    def _freeze(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
+        """Make segments of what a request has read, behind those that it borrows."""
+        for number, columns in segments:
+            assert number not in self.segments and number not in self.cached
+            start, stop = resident.columns * PAGE, (resident.columns + columns) * PAGE
+            for rows in resident.kv_len:
+                assert (rows == resident.tokens).all() and stop <= resident.tokens, "it was evicted"
+            known: list[int | None] = [*resident.prompt[start:stop]]
+            self.segments[number] = known + [None] * (stop - start - len(known))
+            self._lend(resident, [*resident.segments, (number, columns)])
+
+    def _lend(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
+        resident.segments = list(segments)
+        resident.lent = [np.full_like(rows, resident.columns) for rows in resident.kv_len]
+
+    def _share(self, resident: Resident) -> None:
+        """Begin a request with segments, which have its own tokens."""
+        admission, tokens = resident.admission, []
+        for number, columns in admission.segments:
+            assert 0 < columns * PAGE <= len(self.segments[number])
+            tokens += self.segments[number][: columns * PAGE]
+        assert len(tokens) == admission.cached < len(resident.prompt)
+        for own, shared in zip(resident.prompt, tokens, strict=False):
+            assert shared in (own, None), "it begins with another request's tokens"
+        for rows in resident.kv_len:
+            rows += admission.cached
+        resident.tokens = admission.cached
+        self._lend(resident, admission.segments)
+        self.shares += 1
 
     def _open(self, admission: Admission) -> Resident:
         """Open a request, with what its cached prefix holds if it has one."""
@@ -177,6 +227,10 @@ class Workers:
         probes = message.probes
         repeats = {repeat.row_name: (name, repeat) for name, repeat in message.repeats.items()}
         assert len(probes) + len(repeats) <= 1, "a step has room for one probe or one repeat"
+        freezes = dict(message.freezes)
+        for name in output.finished_req_ids:
+            if name in self.live:
+                self._freeze(self.live[name], freezes.pop(name, ()))
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
         for number in message.drops:
@@ -200,6 +254,14 @@ class Workers:
             name = admission.request_id
             assert name not in self.live, f"{name} was admitted while it was running"
             self.live[name] = self._open(admission)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self.live:
+                self.live[new.req_id].prompt = list(new.prefill_token_ids or new.prompt_token_ids)
+        for admission in message.admissions:
+            resident = self.live[admission.request_id]
+            resident.prompt = resident.prompt or self._resumed_tokens(output, admission.request_id)
+            if admission.segments:
+                self._share(resident)
         for name, number in message.stores.items():
             self.live[name].store = number
         self._check_reserve(output)
@@ -230,6 +292,7 @@ class Workers:
             position = resident.plan.next_eviction(before)
             for rows in resident.kv_len:
                 rows += count
+            self._freeze(resident, freezes.pop(name, ()))
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
@@ -243,6 +306,13 @@ class Workers:
                 resident.kept = self._choose(resident)
                 for rank, peak in enumerate(self._recycled_peak(resident)):
                     passing[rank] += peak - self.pages(resident.kv_len[rank])
+        assert not freezes, f"{list(freezes)} have no pages in this step"
+        for resident in leaving:
+            if resident.segments:
+                # Copies of what it keeps are made before its own pages are freed.
+                resident.kept = self._choose(resident)
+                for rank, kept in enumerate(resident.kept):
+                    passing[rank] += self.pages(kept)
         # The step's pages are all taken before anything is freed by its evictions.
         for rank, pages in enumerate(self.setup.pages):
             held = self.held(rank) + passing[rank]
@@ -268,6 +338,10 @@ class Workers:
             assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
         return WorkerMessages(by_rank)
 
+    def _resumed_tokens(self, output: SchedulerOutput, name: str) -> list[int]:
+        """Tokens of a request that was preempted and is admitted again."""
+        return list(output.scheduled_cached_reqs.all_token_ids.get(name, ()))
+
     def _message(self, rank: int, reports: dict[str, Report], claims: dict[str, Claim]) -> RankMessage:
         """What a rank says at the end of a step."""
         rows = self._rows(rank)
@@ -277,13 +351,16 @@ class Workers:
             for (name, resident), held in zip(self.live.items(), pages, strict=True)
         }
         prefixes = {number: self.pages(kept[rank]) for number, kept in self.cached.items()}
+        rows_of_rank = self.ranks[rank].rows
+        segments = {number: len(x) // PAGE * rows_of_rank for number, x in self.segments.items()}
         return RankMessage(
             reports,
             claims,
             physical_pages=self._held(rank, rows),
             cached_pages=sum(prefixes.values()),
+            uncompressed_pages=sum(segments.values()),
             logical_tokens=int(rows.sum()),
-            holdings=Holdings(requests, prefixes),
+            holdings=Holdings(requests, prefixes | segments),
         )
 
     def _check_reserve(self, output: SchedulerOutput) -> None:
@@ -395,6 +472,8 @@ class Workers:
         plan = resident.plan
         admission = resident.admission
         self.evictions.append((admission.request_id, admission.epoch, resident.tokens))
+        if resident.segments:
+            resident.segments, resident.lent = [], None
         reports = []
         for rank, part in enumerate(parts):
             rows = resident.kv_len[rank]

@@ -20,9 +20,17 @@ from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.scheduler import prefixes
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
+from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules import base
+from vllm_kvevict.schedules.plan import Admission, plan_of
 
 VOCAB = 1000
+
+
+@pytest.fixture
+def compressed_only(monkeypatch):
+    """Nothing is cached uncompressed, which would shorten what is read where no compressed prefix is found."""
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.ledger.MOST_SEGMENTS", 0)
 
 
 def document(number: int, tokens: int) -> list[int]:
@@ -62,7 +70,8 @@ def check_exact(simulation: Simulation) -> None:
     workers, ledger = simulation.workers, simulation.ledger
     assert workers is not None
     # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
-    told = not ledger.prefixes.drops and set(workers.live) <= set(ledger.accounts)
+    untold = ledger.prefixes.drops or ledger.segments.drops or ledger.segments.freezes
+    told = not untold and set(workers.live) <= set(ledger.accounts)
     if told and not ledger.awaits_reports:
         assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.held_pages
     for prefix in ledger.prefixes.all_stored:
@@ -85,12 +94,15 @@ def check_end(simulation: Simulation) -> None:
     )
     assert not workers.live and ledger.usage == 0
     for rank in range(len(workers.ranks)):
-        assert ledger.prefixes.held[rank] == workers.cached_pages(rank) == workers.held(rank)
+        assert ledger.prefixes.held[rank] == workers.cached_pages(rank)
+        uncompressed = ledger.segments.columns * workers.ranks[rank].rows
+        assert uncompressed == workers.segment_pages(rank) == workers.held(rank) - workers.cached_pages(rank)
     assert set(workers.cached) == {prefix.number for prefix in ledger.prefixes.all_stored}
     assert simulation.scheduler.reset_prefix_cache()
     while simulation.scheduler.has_requests():
         simulation.step()
-    assert not workers.cached and ledger.held_pages == nothing and len(ledger.prefixes) == 0
+    assert not workers.cached and not workers.segments
+    assert ledger.held_pages == nothing and len(ledger.prefixes) == len(ledger.segments) == 0
 
 
 # One document, many questions.
@@ -112,6 +124,7 @@ def test_sixteen_questions_at_once_read_their_document_once(
     check_end(simulation)
 
 
+@pytest.mark.usefixtures("compressed_only")
 def test_a_hit_borrows_and_leaves_no_trace() -> None:
     simulation = Simulation(server())
     simulation.add(ask("d:0", document(0, 700), 5, 20))
@@ -140,6 +153,7 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("compressed_only")
 @pytest.mark.parametrize("length", [7, 32, 33, 333])
 @pytest.mark.parametrize("what", WRONG)
 def test_another_prefix_is_read(what: str, length: int) -> None:
@@ -246,6 +260,7 @@ def test_keys_of_others_stay_as_they_are() -> None:
     assert len(prefix_with(None)) == 3 and prefix_with(ROWS)[:3] == prefix_with(None)
 
 
+@pytest.mark.usefixtures("compressed_only")
 @pytest.mark.parametrize("rows, read", [(ROWS, 300 + 5 + 5), (OTHER_ROWS["first"], 2 * (300 + 5))])
 def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None:
     simulation = Simulation(server())
@@ -256,6 +271,7 @@ def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None
     check_end(simulation)
 
 
+@pytest.mark.usefixtures("compressed_only")
 @pytest.mark.parametrize("fields", [{"kv_eviction": "full"}, {"kv_budget": 1.0}, {"kv_prefix_len": 305}])
 def test_what_is_kept_whole_or_evicted_at_its_end_is_not_cached(fields: dict[str, Any]) -> None:
     simulation = Simulation(server())
@@ -331,6 +347,7 @@ def test_prefixes_in_use_are_not_dropped_where_that_frees_nothing() -> None:
     assert preempted and hits >= preempted / 2
 
 
+@pytest.mark.usefixtures("compressed_only")
 def test_what_several_borrow_is_counted_once_and_stays() -> None:
     """A prefix of 40 pages, and 36 of each answer: 132 hold it with two answers, and without it three."""
     settings = {"max_model_len": 960, "options": {"policy": "snapkv", "budget": 0.5}}
@@ -395,6 +412,7 @@ def test_nobody_pauses_for_a_prompt_that_waits_for_its_prefix() -> None:
     check_end(simulation)
 
 
+@pytest.mark.usefixtures("compressed_only")
 def test_the_least_recently_used_goes_first() -> None:
     """Of four documents three fit; who asks again is not the one to go."""
     simulation = Simulation(server(pages=[180], max_model_len=1024, options={"budget": 0.5}))
@@ -410,6 +428,7 @@ def test_the_least_recently_used_goes_first() -> None:
     check_end(simulation)
 
 
+@pytest.mark.usefixtures("compressed_only")
 def test_no_more_are_cached_than_there_are_request_slots_for(monkeypatch) -> None:
     monkeypatch.setattr(base, "MOST_PREFIXES", 2)
     simulation = Simulation(server())
@@ -514,7 +533,7 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         prefixes.store("d:0", donor)
         prefixes.store("d:0", donor)  # once
         prefixes.verify()
-        slot = prefixes.open(1)
+        slot = prefixes.open(Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefix=1))
         assert prefixes.holdings() == {1: 4}
         cache.storage[cache.own_pages(prefixes._by_number[1])[0].item(), 3] += 1
         with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():

@@ -220,22 +220,15 @@ def test_pages_that_divide_blocks(page_size, block_size, model):
     args.create_engine_config()
 
 
-@pytest.mark.parametrize(
-    "given, scope, warnings",
-    [(None, "prompt", 1), (True, "prompt", 1), (False, "prompt", 0), (None, "prefix", 0)],
-)
-def test_one_warning_where_no_prefix_will_be_cached(given, scope, warnings, model, monkeypatch):
+@pytest.mark.parametrize("given, is_on", [(None, True), (True, True), (False, False)])
+@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+def test_prefix_caching_is_as_vllm_has_it(given, is_on, scope, model, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
     settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"scope": scope}}
     args = EngineArgs(model=model, dtype="float32", enable_prefix_caching=given, **settings)
-    assert args.create_engine_config().cache_config.enable_prefix_caching is (given is not False)
-    assert len(lines) == warnings and all("prefixes are not cached" in line for line in lines)
-    # Of several API servers none repeats it.
-    args._api_process_count = 2
-    for args._api_process_rank in (-1, 0, 1):
-        args.create_engine_config()
-    assert len(lines) == 2 * warnings
+    assert args.create_engine_config().cache_config.enable_prefix_caching is is_on
+    assert not lines
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -52,6 +52,10 @@ class RowLengths:
         for record in (self._tokens, self._longest, self._offset_sum, self._offset, self._residues):
             record[to] = record[source]
 
+    def begin(self, request_slot: int, tokens: int) -> None:
+        """Give all rows of an empty request ``tokens`` entries; ``pages`` stays 0."""
+        self._tokens[request_slot] = tokens
+
     def announce(self, request_slot: int, tokens: int) -> None:
         """Count tokens of an empty request whose rows stay at length 0 for now."""
         self._tokens[request_slot] = tokens

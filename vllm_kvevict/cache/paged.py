@@ -10,7 +10,7 @@ from vllm_kvevict.cache.layout import PageLayout, Write
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.pool import PagePool
 from vllm_kvevict.cache.steps import Settled, Step, to_device
-from vllm_kvevict.cache.tables import PageTables
+from vllm_kvevict.cache.tables import SEGMENTS, PageTables
 
 
 class PagedKVCache:
@@ -265,6 +265,9 @@ class PagedKVCache:
     def compact(self, request_slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
         """Keep only some entries of layers: move them to the front of each row's own pages and free the rest.
 
+        Where segments lend the first pages, they are copied to new pages instead: those of the segments stay as they
+        are, and the layers borrow nothing any more.
+
         Args:
             request_slot: an open request.
             layer: the first of the layers, all of which are full.
@@ -272,19 +275,22 @@ class PagedKVCache:
                 The values are not checked.
 
         Returns:
-            Pages freed.
+            Pages that the request uses less.
 
         Raises:
             ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds; or the
-                request borrows pages.
+                request borrows pages of a run.
+            RuntimeError: the pool has too few free pages for copies.
         """
         if self.tables.lenders[request_slot] >= 0:
-            raise ValueError(f"request slot {request_slot} borrows pages, which cannot be compacted")
+            raise ValueError(f"request slot {request_slot} borrows pages of a run, which cannot be compacted")
         layers = slice(layer, layer - -len(kept) // self.num_kv_heads)
         before = self.lengths.of(request_slot)[layers].ravel()
         after = np.array([entries.numel() for entries in kept], np.int64)
         if not kept or after.shape != before.shape or (after < 1).any() or (after > before).any():
             raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
+        if self.tables.lenders[request_slot] == SEGMENTS:
+            return self._copy_out(request_slot, layer, kept, after)
         if (after == before).all():
             return 0
         first = layer * self.num_kv_heads
@@ -300,6 +306,52 @@ class PagedKVCache:
             self.pool.give(table.flatten()[_where(behind, freed)])
         kv_len.copy_(counts)
         return freed
+
+    def _copy_out(self, request_slot: int, layer: int, kept: Sequence[torch.Tensor], after: IntArray) -> int:
+        """Copy kept entries, after[r] of row r, to new pages of each row; layer by layer, so that little is in flight.
+
+        Returns:
+            Pages that the request uses less.
+        """
+        freed, heads = 0, self.num_kv_heads
+        for start in range(0, len(kept), heads):
+            part = slice(start, start + heads)
+            freed += self._copy_out_layer(
+                request_slot, layer + start // heads, torch.cat(list(kept[part])), after[part]
+            )
+        return freed
+
+    def _copy_out_layer(self, request_slot: int, layer: int, kept: torch.Tensor, after: IntArray) -> int:
+        rows = slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
+        lent = self.tables.lent_columns[request_slot, rows].copy()
+        before = -(-self.lengths.of(request_slot)[layer] // self.page_size)
+        row, column, taken = self._take_rows(after)
+        table, counts = self.table(request_slot, layer), to_device(after, self.device)
+        places = torch.arange(len(kept), device=self.device)
+        of_row = torch.arange(len(after), device=self.device).repeat_interleave(counts, output_size=len(kept))
+        places -= (counts.cumsum(0) - counts)[of_row]
+        keys, values = self._gather(table, of_row, kept)
+        own = self._own_columns(request_slot, table.shape[1])[rows]
+        given = table.flatten()[_where(own, int((before - lent).sum()))]
+        table[row, column] = taken
+        pages = table[of_row, places // self.page_size].to(torch.int64)
+        self._write(self.storage, keys, values, pages * self.page_size + places % self.page_size)
+        self.pool.give(given)
+        self.tables.own(request_slot, rows)
+        self.tables.kv_len[request_slot, rows] = counts.to(torch.int32)
+        self.lengths.pages[request_slot] += lent.sum()
+        return self.lengths.replace(request_slot, layer, after)
+
+    def _take_rows(self, lengths: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take pages for rows of these lengths: the row and the column of each page, int64, and the pages."""
+        widths = -(-lengths // self.page_size)
+        row = np.repeat(np.arange(len(widths)), widths)
+        column = np.arange(len(row)) - np.repeat(widths.cumsum() - widths, widths)
+        taken = self.pool.take_run(len(row))
+        ends_within = np.flatnonzero((column == (widths - 1)[row]) & (lengths % self.page_size > 0)[row])
+        # What another request left behind the entries (inf or NaN) would spoil the attention.
+        self.storage.index_fill_(0, taken[to_device(ends_within, self.device)].to(torch.int64), 0)
+        return to_device(row, self.device), to_device(column, self.device), taken
 
     def _move(self, table: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor, total: int) -> None:
         """Move kept entries, counts[r] of row r and ``total`` of all, to the front of the rows of ``table``."""
@@ -320,11 +372,12 @@ class PagedKVCache:
         """Drop the newest entries of a request whose rows are equally long, until each holds ``tokens``.
 
         Raises:
-            ValueError: its rows differ or are shorter; or it borrows pages.
+            ValueError: its rows differ or are shorter; or it borrows pages that it would have to give up.
         """
         lengths = self.lengths.of(request_slot)
         longest = int(lengths.max())
-        if (lengths != longest).any() or not 0 < tokens <= longest or self.tables.lenders[request_slot] >= 0:
+        lent = int(self.tables.lent_columns[request_slot].max()) * self.page_size
+        if (lengths != longest).any() or not max(lent, 1) <= tokens <= longest:
             raise ValueError(f"request slot {request_slot} cannot be cut to {tokens} entries in each row")
         columns = slice(-(-tokens // self.page_size), -(-longest // self.page_size))
         self.pool.give(self.tables.region(request_slot)[:, columns].flatten())
@@ -352,6 +405,12 @@ class PagedKVCache:
         """Store entries, each [N, head_dim], at places int64 [N] as of :meth:`entry_slots`."""
         self._write(self.storage, keys, values, entry_slots)
 
+    def checksum(self, pages: torch.Tensor) -> int:
+        """A number that changes when anything in pages (int32 [N]) does (waits for the device)."""
+        halves = self.storage[pages.to(torch.int64)].flatten().view(torch.int16).to(torch.int64)
+        places = torch.arange(1, halves.numel() + 1, device=halves.device)
+        return int((halves * places).sum())
+
     def settle(self, request_slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
         longest = int(self.lengths.longest(np.array([request_slot]))[0])
@@ -361,8 +420,12 @@ class PagedKVCache:
         )
 
     def held(self, request_slot: int) -> int:
-        """Pages that a request holds."""
+        """Pages that a request holds, without those that it borrows."""
         return int(self.lengths.pages[request_slot])
+
+    def lent(self, request_slot: int) -> int:
+        """Pages that a request borrows."""
+        return int(self.tables.lent_columns[request_slot].sum())
 
     @property
     def num_free(self) -> int:
@@ -371,7 +434,7 @@ class PagedKVCache:
 
     @property
     def physical_pages(self) -> int:
-        """Pages that the open requests hold."""
+        """Pages that open requests, runs and segments hold."""
         return self.pool.num_pages - self.pool.num_free
 
     @property
@@ -379,14 +442,23 @@ class PagedKVCache:
         """Entries that the open requests hold, over all layers and KV heads."""
         return self.lengths.total_entries
 
-    def verify(self) -> None:
-        """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits)."""
+    def verify(self, elsewhere: torch.Tensor | None = None) -> None:
+        """Raise RuntimeError if a page is owned twice or lost, or if host and device disagree (waits).
+
+        Args:
+            elsewhere: int32, pages that are in no request's table, those of segments.
+        """
         self.pool.verify()
         lengths = np.stack([self.lengths.of(slot).ravel() for slot in range(len(self._is_open))])
         differs = (self.tables.kv_len.cpu().numpy() != lengths).any(1)
         if differs.any():
             raise RuntimeError(f"kv_len of request slot {differs.argmax()} differs between host and device")
         borrowed = self.tables.borrowed.cpu().numpy()
+        differs = (borrowed != self.tables.lent_columns).any(1)
+        if differs.any():
+            raise RuntimeError(
+                f"what request slot {differs.argmax()} borrows differs between host and device"
+            )
         pages = -(-lengths // self.page_size)
         wrong = (pages - borrowed).sum(1) != self.lengths.pages
         if wrong.any():
@@ -396,11 +468,13 @@ class PagedKVCache:
             )
         for slot in np.flatnonzero(self.tables.lenders >= 0):
             self._verify_borrowed(int(slot))
-        self._verify_owned()
+        self._verify_owned(elsewhere)
 
-    def _verify_owned(self) -> None:
+    def _verify_owned(self, elsewhere: torch.Tensor | None) -> None:
         """Each page that was taken is in the table of one owner."""
         owned = [self.own_pages(int(slot)) for slot in np.flatnonzero(self.lengths.pages)]
+        if elsewhere is not None:
+            owned.append(elsewhere)
         times = torch.bincount(
             torch.cat([self.tables.arena[:0], *owned]).cpu(), minlength=self.pool.num_pages
         )

@@ -19,6 +19,7 @@ import torch
 
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.cache.steps import to_device
+from vllm_kvevict.cache.tables import NOBODY
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.paged import PagedKVCache
@@ -44,11 +45,6 @@ class Runs:
         """Entries in runs, over all layers and KV heads."""
         return self.cache.lengths.entries(list(self._runs))
 
-    def lent(self, request_slot: int) -> int:
-        """Pages that a request borrows."""
-        run = int(self.cache.tables.lenders[request_slot])
-        return int(self._split(run)[0].sum()) if run >= 0 else 0
-
     def borrowers(self, run: int) -> list[int]:
         """Request slots that begin with the pages of a run."""
         found: list[int] = np.flatnonzero(self.cache.tables.lenders == run).tolist()
@@ -66,7 +62,7 @@ class Runs:
             ValueError: the request holds nothing, or itself borrows pages.
             RuntimeError: the pool has too few free pages, or all request slots are in use. Nothing has changed.
         """
-        if self.cache.tables.lenders[request_slot] >= 0 or not self.cache.held(request_slot):
+        if self.cache.tables.lenders[request_slot] != NOBODY or not self.cache.held(request_slot):
             raise ValueError(f"request slot {request_slot} holds no rows of its own that could become a run")
         run = self._copy(request_slot)
         full, _ = self._split(run)
@@ -103,7 +99,7 @@ class Runs:
         if borrowers:
             full, _ = self._split(run)
             tables.borrow(run, borrowers[0], full)
-            tables.borrow(borrowers[0], -1, np.zeros_like(full))
+            tables.borrow(borrowers[0], NOBODY, np.zeros_like(full))
             self.cache.lengths.pages[borrowers[0]] += full.sum()
             self.cache.lengths.pages[run] -= full.sum()
         self._runs.remove(run)
@@ -116,10 +112,7 @@ class Runs:
             ValueError: there is no such run.
         """
         self._require(run)
-        pages = self.cache.own_pages(run).to(torch.int64)
-        halves = self.cache.storage[pages].flatten().view(torch.int16).to(torch.int64)
-        places = torch.arange(1, halves.numel() + 1, device=halves.device)
-        return int((halves * places).sum())
+        return self.cache.checksum(self.cache.own_pages(run))
 
     def _lend(self, run: int, request_slot: int, full: IntArray) -> None:
         """Let a request use a run's full pages; without any it does not depend on the run."""

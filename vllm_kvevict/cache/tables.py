@@ -8,6 +8,9 @@ from vllm_kvevict.cache.steps import to_device
 
 MIN_COLUMNS = 4
 
+NOBODY, SEGMENTS = -1, -2
+"""Who lends pages to a request if no request slot does: nobody, or segments (:mod:`vllm_kvevict.cache.segments`)."""
+
 
 class PageTables:
     """Page tables of all open requests in one flat arena, and every row's kv_len.
@@ -23,8 +26,9 @@ class PageTables:
         kv_len: int32 [max_requests, num_rows], entries stored in each row.
         arena: int32 [size], page ids.
         row_starts: int32 [max_requests, num_rows], place in the arena of each row's first page.
-        borrowed: int32 [max_requests, num_rows], columns at the front of each row that another request owns.
-        lenders: int64 [max_requests] on the host, the request that owns them; -1 where none are borrowed.
+        borrowed: int32 [max_requests, num_rows], columns at the front of each row that somebody else owns.
+        lent_columns: the same on the host, int64.
+        lenders: int64 [max_requests] on the host, the request that owns them, or SEGMENTS, or NOBODY.
     """
 
     def __init__(self, max_requests: int, num_rows: int, device: torch.device | str) -> None:
@@ -33,7 +37,8 @@ class PageTables:
         self.arena = torch.zeros(num_rows * MIN_COLUMNS, dtype=torch.int32, device=device)
         self.row_starts = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
         self.borrowed = torch.zeros_like(self.kv_len)
-        self.lenders: IntArray = np.full(max_requests, -1, np.int64)
+        self.lent_columns: IntArray = np.zeros((max_requests, num_rows), np.int64)
+        self.lenders: IntArray = np.full(max_requests, NOBODY, np.int64)
         self._starts: IntArray = np.zeros(max_requests, np.int64)
         self._columns: IntArray = np.zeros(max_requests, np.int64)
         self._end = 0  # the arena is unused from here on
@@ -84,9 +89,17 @@ class PageTables:
         self.kv_len[to] = self.kv_len[source]
 
     def borrow(self, request_slot: int, lender: int, columns: IntArray) -> None:
-        """Note that so many columns (int64 [num_rows]) of a request's rows belong to a lender; -1 for nobody."""
+        """Note that so many columns (int64 [num_rows]) of a request's rows belong to a lender."""
         self.lenders[request_slot] = lender
+        self.lent_columns[request_slot] = columns
         self.borrowed[request_slot] = to_device(columns.astype(np.int32), self.borrowed.device)
+
+    def own(self, request_slot: int, rows: slice) -> None:
+        """Note that some rows of a request borrow nothing any more."""
+        self.lent_columns[request_slot, rows] = 0
+        self.borrowed[request_slot, rows] = 0
+        if not self.lent_columns[request_slot].any():
+            self.lenders[request_slot] = NOBODY
 
     def shrink(self, request_slot: int, columns: int) -> None:
         """Give up room beyond twice what a longest row of ``columns`` pages needs."""
@@ -102,9 +115,10 @@ class PageTables:
         """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
         self.kv_len.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
         self._columns[request_slots] = 0
-        if (self.lenders[request_slots] >= 0).any():
+        if (self.lenders[request_slots] != NOBODY).any():
             self.borrowed.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
-            self.lenders[request_slots] = -1
+            self.lent_columns[request_slots] = 0
+            self.lenders[request_slots] = NOBODY
         self._trim()
         self._mirror()
 

@@ -41,7 +41,9 @@ class StepMessage(KVConnectorMetadata):
         answers: to claims of earlier steps, by request id.
         stores: numbers of the prefixes to be cached once their eviction is done, by the id of the request that the
             step evicts.
-        drops: numbers of the cached prefixes that are dropped before it.
+        freezes: number and columns of the segments that are made of a request's pages, by its id: once the step has
+            taken its pages, or before it ends if it has finished.
+        drops: numbers of the cached prefixes and segments that are dropped before it.
         probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
             request.
         repeats: of the step, by the id of the request whose prompt is repeated.
@@ -51,6 +53,7 @@ class StepMessage(KVConnectorMetadata):
     admissions: list[Admission] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
+    freezes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     repeats: dict[str, Repeat] = field(default_factory=dict)
@@ -62,8 +65,8 @@ class Holdings:
     """All that a rank holds at the end of a step, told in check mode.
 
     Attributes:
-        requests: (epoch, tokens, pages) by request id; what a cached prefix lends a request is among its pages.
-        prefixes: pages of cached prefixes by number.
+        requests: (epoch, tokens, pages) by request id; what it borrows is among its pages.
+        prefixes: pages of cached prefixes and segments by number.
     """
 
     requests: dict[str, tuple[int, int, int]]
@@ -77,7 +80,8 @@ class RankMessage:
     Attributes:
         reports: by request id, of the evictions in this step.
         claims: by request id, of evictions that no pipeline stage can decide alone.
-        physical_pages, cached_pages: held on the rank at the end of the step, in all and by cached prefixes.
+        physical_pages, cached_pages, uncompressed_pages: held on the rank at the end of the step, in all, by cached
+            prefixes, and by segments.
         logical_tokens: entries that requests have stored on the rank, each those of its prefix too.
         holdings: in check mode, else None.
     """
@@ -86,6 +90,7 @@ class RankMessage:
     claims: dict[str, Claim]
     physical_pages: int
     cached_pages: int
+    uncompressed_pages: int
     logical_tokens: int
     holdings: Holdings | None
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 PREFIX = "vllm:kv_eviction_"
 COUNTERS = {
     "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
-    "freed_pages": "Pages returned to the pools by evictions, over all ranks.",
-    "cache_drops": "Cached prefixes that were dropped to make room.",
+    "freed_pages": "Pages that requests use less after evictions, over all ranks; the prefix cache may keep them.",
+    "cache_drops": "Compressed prefixes that were dropped to make room.",
 }
 HISTOGRAMS = {
     "kept_ratio": ("Share of a request's KV entries kept by its eviction.", [i / 20 for i in range(1, 21)]),
@@ -29,7 +29,9 @@ HISTOGRAMS = {
 }
 GAUGES = {
     "physical_pages": "Pages held on a rank, those of cached prefixes included.",
-    "cached_pages": "Pages of a rank that hold cached prefixes; requests that use a prefix share most of its pages.",
+    "cached_pages": "Pages of a rank that hold compressed prefixes; requests that use one share most of its pages.",
+    "cached_uncompressed_pages": "Pages of a rank that hold uncompressed prefixes; requests share them until they are "
+    "evicted.",
     "logical_kv_tokens": "KV entries that requests have stored on a rank, each those of its prefix too; a token counts "
     "once per layer and KV head.",
 }
@@ -51,11 +53,19 @@ class EvictionStats(KVConnectorStats):
         for name in ("decision_seconds", "compaction_seconds"):
             self.data.setdefault(name, []).append(getattr(eviction, name))
 
-    def on_gauges(self, rank: int, physical_pages: int, cached_pages: int, logical_kv_tokens: int) -> None:
+    def on_gauges(
+        self,
+        rank: int,
+        physical_pages: int,
+        cached_pages: int,
+        cached_uncompressed_pages: int,
+        logical_kv_tokens: int,
+    ) -> None:
         """Record what a rank holds at the end of a step."""
         self.data.setdefault("ranks", {})[str(rank)] = {
             "physical_pages": physical_pages,
             "cached_pages": cached_pages,
+            "cached_uncompressed_pages": cached_uncompressed_pages,
             "logical_kv_tokens": logical_kv_tokens,
         }
 

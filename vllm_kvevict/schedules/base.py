@@ -17,6 +17,13 @@ MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
 
 
+MOST_SEGMENTS = 4096
+"""Segments of uncompressed prefixes that a server keeps at most."""
+
+PARTS = 256
+"""Of a pool: no segment takes more than one, so that who uses little of one holds little of the pool."""
+
+
 def most_prefixes(pages: int, rows: int) -> int:
     """Cached prefixes that a pool has room for: each holds a page of nearly every row, and a place in all tables."""
     return min(pages // rows, MOST_PREFIXES)
@@ -43,6 +50,11 @@ class RankCapacity:
     def rows(self) -> int:
         """Rows (layers x KV heads) that each request has there."""
         return self.num_layers * self.num_kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Pages for each row."""
+        return self.pages // self.rows
 
     @property
     def most_prefixes(self) -> int:

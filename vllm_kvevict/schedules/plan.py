@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm_kvevict.policies import EvictionConfig, needs
 from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.base import Schedule
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.registry import begins_with_cached, leaves_cached, schedule_of
 
 
 def needs_reserve(policy: str) -> bool:
@@ -42,6 +42,26 @@ class Plan:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""
         later = bisect.bisect_right(self.positions, tokens)
         return self.positions[later] if later < len(self.positions) else None
+
+    def most_cached(self, tokens: int) -> int:
+        """The most tokens that a request may begin with which an earlier one has left uncompressed.
+
+        The last one is computed in any case, and those whose queries choose: queries are not stored.
+
+        Args:
+            tokens: to be read.
+        """
+        if self.evict_at is None:
+            return tokens - 1
+        if not begins_with_cached(self.config):
+            return 0
+        return self.evict_at - max(1, self.config.window_for(self.evict_at))
+
+    def leaves(self, tokens: int) -> int:
+        """Tokens that a request leaves uncompressed for others once so many are read."""
+        if self.evict_at is None:
+            return tokens
+        return self.evict_at if leaves_cached(self.config) else 0
 
     def extra_tokens(self, position: int) -> int:
         """Tokens before ``evict_at`` that a step that ends at ``position`` computes as well, only to choose by them."""
@@ -80,6 +100,8 @@ class Admission:
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
         reserved_at: where in the workers' reserve its place begins, if the policy needs one.
         prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
+        segments: number of each segment that it begins with, which are not, and how many columns of it.
+        cached: tokens in them.
     """
 
     request_id: str
@@ -88,8 +110,10 @@ class Admission:
     by_layer: bool = False
     reserved_at: int = 0
     prefix: int | None = None
+    segments: tuple[tuple[int, int], ...] = ()
+    cached: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that it has stored from the start."""
-        return 0 if self.prefix is None else self.plan.evict_at or 0
+        return self.cached if self.prefix is None else self.plan.evict_at or 0

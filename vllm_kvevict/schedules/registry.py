@@ -9,6 +9,7 @@ from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
+from vllm_kvevict.schedules.sums import SUMMED_AS_READ
 from vllm_kvevict.schedules.whole import Whole
 
 _schedules: dict[str, Schedule] = {}
@@ -33,6 +34,20 @@ def most_extra_rows(policy: str, params: Mapping[str, Any]) -> int:
         params: of the policy, those that differ from its defaults.
     """
     return _schedules[lookup(policy).schedule].most_extra_rows(parameters(policy) | dict(params))
+
+
+def begins_with_cached(config: EvictionConfig) -> bool:
+    """Whether a prompt that is evicted may begin with uncompressed KV that an earlier one has left.
+
+    Not if its scores add up over the queries of all tokens, which are not stored; nor if later tokens are read with the
+    earlier ones evicted, so that their KV is another.
+    """
+    return config.needs.isdisjoint(SUMMED_AS_READ) and leaves_cached(config)
+
+
+def leaves_cached(config: EvictionConfig) -> bool:
+    """Whether what a prompt is read to, until it is evicted, is what any other prompt with the same tokens is."""
+    return schedule_of(config).holds_whole_prompt
 
 
 def bounded_policies() -> list[str]:

@@ -181,11 +181,6 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
         return
-    if vllm_config.cache_config.enable_prefix_caching and options.scope == "prompt":
-        logger.warning(
-            "KV eviction: prompts are evicted with their question in view, so their prefixes are not cached; to cache "
-            "them, set --kv-eviction-config.scope prefix, or kv_prefix_len in requests"
-        )
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
 

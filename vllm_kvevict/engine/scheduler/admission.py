@@ -13,6 +13,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.segments import Segment
 from vllm_kvevict.schedules.base import Arbiter
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
@@ -36,8 +37,8 @@ class Account:
         prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
         max_tokens: of the answer.
         preemptions: how often it was preempted.
-        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What a cached
-            prefix lends it is counted as its own.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What it borrows is
+            counted as its own.
         peak: the most pages of each rank that the prefill holds itself.
         replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
         tokens: stored once the steps dispatched so far are done.
@@ -48,7 +49,10 @@ class Account:
         arbiter: by which that is decided, once the ranks have claimed something.
         reserved_at: where its place in the reserve begins.
         prefix: the cached prefix that it borrows pages of.
+        segment: the last of the segments that it borrows pages of.
         lent: pages of each rank that it borrows.
+        copies: the most pages of each rank that copies of what it keeps take, from its eviction's step until that is
+            reported, since its own pages stay with segments; None where it is evicted in place.
     """
 
     plan: Plan
@@ -64,6 +68,8 @@ class Account:
     promise: list[int]
     lent: list[int]
     prefix: Prefix | None = None
+    segment: Segment | None = None
+    copies: list[int] | None = None
     tokens: int = 0
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
@@ -99,8 +105,14 @@ class Account:
 
     @property
     def bounded(self) -> bool:
-        """Whether it holds less during its prefill than all that was read."""
-        return self.by_layer or not self.plan.schedule.holds_whole_prompt
+        """Whether it is not known how much it holds once it is evicted, until that is reported: it does not hold all
+        that was read, or it holds copies besides."""
+        return self.by_layer or self.copies is not None or not self.plan.schedule.holds_whole_prompt
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it uses to its end what it borrows of segments."""
+        return self.plan.evict_at is None
 
     def pages_at(self, tokens: int) -> list[int]:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
@@ -108,7 +120,13 @@ class Account:
             return list(self.peak)
         stored = tokens + self.plan.extra_tokens(tokens)
         stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
-        return [count.at(stored) - self.lent[rank] for rank, count in enumerate(self.counts)]
+        copies = self.copies if self._is_evicted_by(tokens) and self.copies else [0] * len(self.counts)
+        return [count.at(stored) - self.lent[rank] + copies[rank] for rank, count in enumerate(self.counts)]
+
+    def _is_evicted_by(self, tokens: int) -> bool:
+        """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""
+        n = self.plan.evict_at
+        return n is not None and self.counts[0].tokens < n <= tokens
 
     def need_at(self, tokens: int) -> Need:
         """What the request takes during a step that ends at ``tokens`` tokens."""
@@ -165,7 +183,7 @@ class AdmissionControl:
         preemptions: int = 0,
         replayed: list[PageCount] | None = None,
     ) -> Account:
-        """The account of a request that begins with so many tokens; attributes as of :class:`Account`."""
+        """The account of a request whose first step has so many tokens; attributes as of :class:`Account`."""
         ranks, by_layer = self.bounds.ranks, self.bounds.by_layer(plan, first_step)
         to_read = prompt_len if prefill_len is None else prefill_len
         return Account(
@@ -213,6 +231,32 @@ class AdmissionControl:
             tokens=prefix.tokens,
         )
 
+    def share(self, account: Account, segment: Segment, columns: int) -> None:
+        """Let a new account begin with the first columns of segments; it is evicted by copying."""
+        account.by_layer, account.segment = False, segment
+        account.tokens = columns * self.bounds.page_size
+        account.lent = [rank.rows * columns for rank in self.bounds.ranks]
+        self.let_copy(account)
+
+    def let_copy(self, account: Account) -> None:
+        """Let an account's pages stay with segments when it is evicted."""
+        plan, after = account.plan, [0] * len(account.lent)
+        if plan.evict_at is not None:
+            account.by_layer = False
+            account.copies = self.bounds.after_eviction(plan, plan.evict_at)
+            after = self._after_replay(account)
+        until = self.bounds.until_read(plan, plan.evict_at or account.prefill_len, False)
+        copies = account.copies or [0] * len(until)
+        reading = [sum(pages) for pages in zip(until, copies, strict=True)]
+        reading = [pages - lent for pages, lent in zip(reading, account.lent, strict=True)]
+        account.peak = [max(pair) for pair in zip(reading, after, strict=True)]
+
+    def _after_replay(self, account: Account) -> list[int]:
+        """The most pages of each rank that an account holds once it is evicted and read."""
+        if account.replayed is None:
+            return self.bounds.after_eviction(account.plan, account.prefill_len)
+        return [count.at(max(account.prefill_len, count.tokens)) for count in account.replayed]
+
     def peaks(
         self, plan: Plan, tokens: int, by_layer: bool, replayed: Sequence[PageCount] | None
     ) -> list[int]:
@@ -235,26 +279,31 @@ class AdmissionControl:
         return self.bounds.hold(peaks)
 
     def shortage(
-        self, new: Account, running: Collection[Account], pinned: Sequence[int] | None = None
+        self,
+        new: Account,
+        running: Collection[Account],
+        pinned: Sequence[int] | None = None,
+        lasting: Sequence[int] | None = None,
     ) -> Shortage | None:
         """What there would be too few pages for if ``new`` began beside those ``running``; None if it may.
 
         Args:
-            pinned: pages of each rank in cached prefixes that could not be dropped then; None for none.
+            pinned: pages of each rank in cached prefixes that could not be dropped while they are read; None for none.
+            lasting: those that could not be dropped until answers end; None for as many.
         """
         if not running:
             return None
         pinned = pinned or [0] * len(self.bounds.ranks)
+        lasting = lasting or pinned
         waiting = sum(account.prefill_len - account.tokens for account in running if account.is_reading)
         steps = cdiv(new.prefill_len + waiting, self.step_tokens)
         everyone = [*running, new]
         patient = new.preemptions >= PATIENCE
         ends = [self.expected_end(account, patient) for account in everyone]
         for index, rank in enumerate(self.bounds.ranks):
-            left = rank.pages - pinned[index]
-            if new.peak[index] + self._held_soon(running, index, steps) > left:
+            if new.peak[index] + self._held_soon(running, index, steps) > rank.pages - pinned[index]:
                 return Shortage.PROMPTS
-            if sum(map(self.expected_pages, everyone, repeat(index), ends)) > left:
+            if sum(map(self.expected_pages, everyone, repeat(index), ends)) > rank.pages - lasting[index]:
                 return Shortage.ANSWERS
         return None
 

@@ -70,11 +70,22 @@ class SchedulerEnd:
         answers, self.ledger.answers = self.ledger.answers, {}
         prefixes = self.ledger.prefixes
         stores, prefixes.stores = prefixes.stores, {}
-        drops, prefixes.drops = prefixes.drops, []
+        drops, prefixes.drops = prefixes.drops + self.ledger.segments.drops, []
+        self.ledger.segments.drops = []
         most_pages = (
             dict(zip(self.ledger.ranks, self.ledger.held_pages, strict=True)) if self.options.check else None
         )
-        return StepMessage(list(admissions.values()), answers, stores, drops, most_pages=most_pages)
+        return StepMessage(
+            list(admissions.values()), answers, stores, self._take_freezes(), drops, most_pages=most_pages
+        )
+
+    def _take_freezes(self) -> dict[str, list[tuple[int, int]]]:
+        """Number and columns of the segments that the workers make in the step, by request."""
+        segments = self.ledger.segments
+        freezes, segments.freezes = segments.freezes, {}
+        return {
+            name: [(segment.number, segment.columns) for segment in made] for name, made in freezes.items()
+        }
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""
@@ -87,7 +98,11 @@ class SchedulerEnd:
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(
-                rank, message.physical_pages, message.cached_pages, message.logical_tokens
+                rank,
+                message.physical_pages,
+                message.cached_pages,
+                message.uncompressed_pages,
+                message.logical_tokens,
             )
         self.statistics.on_prefixes(len(self.ledger.prefixes), self.ledger.prefixes.take_dropped())
 

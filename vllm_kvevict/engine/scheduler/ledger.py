@@ -6,7 +6,9 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,13 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
+from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache
+from vllm_kvevict.engine.scheduler.uncompressed import UncompressedPrefixes
+from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
+from vllm_kvevict.schedules.bounds import last_that
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.reports import Repeat
 from vllm_kvevict.schedules.sums import HeadDims
@@ -46,7 +50,7 @@ class NoBlocks(KVCacheBlocks):
         return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
 
 
-class PageLedger(KVCacheManager):
+class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager."""
 
     def __init__(
@@ -80,23 +84,18 @@ class PageLedger(KVCacheManager):
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self._waits_for_reserve: dict[str, None] = {}
         """Requests that were passed over for lack of room in the reserve, the first one first."""
-        self.prefixes = PrefixCache(0, 0)
+        self.block = kwargs["hash_block_size"]
+        self.unit = math.lcm(self.block, options.page_size)
+        """Tokens that uncompressed prefixes are a multiple of."""
+        self._make_caches([])
+        self.waiting_requests: Callable[[], Iterable[Request]] = tuple
+        """Those that are not admitted, in their order; the scheduler says which."""
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
         self.admitted: dict[str, Admission] = {}
         """This step's admissions, drained into the message to the workers."""
         self.answers: dict[str, Answer] = {}
         """To claims of earlier steps, drained likewise."""
-
-    @property
-    def bounds(self) -> MemoryBounds:
-        """What requests hold at most."""
-        return self.control.bounds
-
-    @property
-    def capacities(self) -> Sequence[RankCapacity]:
-        """What each rank can hold, in the order of ``ranks``."""
-        return self.control.bounds.ranks
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request.
@@ -109,7 +108,7 @@ class PageLedger(KVCacheManager):
         self.control = dataclasses.replace(self.control, bounds=bounds)
         self.used = [0] * len(self.ranks)
         self.promised = [0] * len(self.ranks)
-        self.prefixes = PrefixCache(len(self.ranks), min(rank.most_prefixes for rank in bounds.ranks))
+        self._make_caches(bounds.ranks)
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} does not fit the pool of "
@@ -117,11 +116,22 @@ class PageLedger(KVCacheManager):
                 "cache more memory"
             )
 
+    def _make_caches(self, ranks: Sequence[RankCapacity]) -> None:
+        """Begin with nothing cached."""
+        numbers = itertools.count(1)
+        most = min((rank.most_prefixes for rank in ranks), default=0)
+        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__)
+        unit = self.unit // self.options.page_size
+        part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
+        longest = unit * max(1, -(-part // unit))
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__)
+
     # Admission and growth.
 
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
         super().new_step_starts()
+        self.segments.new_step_starts()
         for name in list(self.reserve.spans):
             if not self.accounts[name].reserved(self.head_dims):
                 self.reserve.give_back(name)
@@ -148,9 +158,10 @@ class PageLedger(KVCacheManager):
 
         held      reading: all that was read, or the bound of a prefill that is evicted as it goes
                   repeating: the whole prompt, and from its last step of reading on the rows of one repeat
-                  unreported: what its last step before the reports may hold at most
+                  unreported: what its last step before the reports may hold at most, with copies of what it
+                              keeps if its pages stay with segments
                   decoding: exact, a page more in each row every page_size tokens
-                  in each state: pages borrowed from a cached prefix are not counted
+                  in each state: pages borrowed from a cached prefix or from segments are not counted
         promised  reading: what is missing to the prefill's peak; else nothing
         """
         name = request.request_id
@@ -162,6 +173,7 @@ class PageLedger(KVCacheManager):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
+        self.let_copy_if_idle(request, account, tokens)
         need = self._make_room(account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [name] and not self.awaits_reports:
@@ -170,13 +182,14 @@ class PageLedger(KVCacheManager):
             return None
         if is_new:
             self._admit(request, account)
-        self._hold(account, need)
+        self.hold(account, need)
+        self.leave_segments(request, account, tokens)
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
-            self._await_reports(account, need[0], tokens)
+            self._await_reports(account, tokens)
         account.tokens = tokens
         if position == account.plan.evict_at == tokens:
-            self._store(name, account)
+            self.store_prefix(name, account)
         return self.empty_kv_cache_blocks
 
     def _admit(self, request: "Request", account: Account) -> None:
@@ -191,26 +204,31 @@ class PageLedger(KVCacheManager):
             account.by_layer,
             account.reserved_at,
             None if prefix is None else prefix.number,
+            account.segment.parts(self.columns_of(account)) if account.segment else (),
+            account.tokens if account.segment else 0,
         )
         self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
         self._limit_answer(name, account)
         if prefix is not None:
             self.prefixes.borrow(prefix, name)
             self.kept[name] = account.counts
-        elif (key := self._key(request)) is not None and self.prefixes.find(key) is None:
+            return
+        self.begin_segments(request, account)
+        if (key := self.key_of(request)) is not None and self.prefixes.find(key) is None:
             self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
 
-    def _await_reports(self, account: Account, held: list[int], tokens: int) -> None:
-        """Note that the step up to ``tokens`` evicts the request, which will hold ``held`` until that is reported."""
+    def _await_reports(self, account: Account, tokens: int) -> None:
+        """Note that the step up to ``tokens`` evicts the request, which holds no more until that is reported."""
         account.unreported = set(range(len(self.ranks)))
         config, schedule = account.plan.config, account.plan.schedule
         account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
         account.undecided = bool(account.to_repeat) or schedule.decides_across_stages(self.bounds.num_stages)
         if account.bounded:
             # Until the reports come, all that is known is that rows may end anywhere in a page.
+            used = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
             account.counts = [
                 PageCount.from_residues(pages, tokens, [capacity.rows] + [0] * (self.options.page_size - 1))
-                for pages, capacity in zip(held, self.capacities, strict=True)
+                for pages, capacity in zip(used, self.capacities, strict=True)
             ]
 
     def next_repeat(self) -> str | None:
@@ -256,16 +274,21 @@ class PageLedger(KVCacheManager):
         if place is None:
             return False
         new.reserved_at = place
-        pinned = self.prefixes.pinned(new.prefix)
-        return self.control.shortage(new, self.accounts.values(), pinned) is None
+        prefixes = self.prefixes.pinned(new.prefix)
+        in_use = self.with_segments(prefixes, self.segments.with_user(new.segment))
+        staying = new.segment if new.is_lasting else None
+        lasting = self.with_segments(prefixes, self.segments.with_lasting(staying))
+        return self.control.shortage(new, self.accounts.values(), in_use, lasting) is None
 
-    def awaits_reserve(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Whether a waiting request must be passed over until there is room in the reserve; one that hits needs none.
+    def awaits_reserve(self, request: "Request") -> bool:
+        """Whether a waiting request must be passed over until there is room in the reserve.
+
+        One that begins with a compressed prefix needs none.
 
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room.
         """
         name, needed = request.request_id, self.plan(request).reserved(self.head_dims)
-        if not needed or num_computed_tokens:
+        if not needed or self.cached_prefix(request) is not None:
             self._waits_for_reserve.pop(name, None)
             return False
         first = next(iter(self._waits_for_reserve), name)
@@ -304,22 +327,25 @@ class PageLedger(KVCacheManager):
         need = account.need_at(tokens)
         if self._fits(account, need):
             return need
-        untouchable = account.prefix if is_new else None
-        is_enough = self._fits(account, need, self._droppable_pages(untouchable))
+        untouchable, kept = (account.prefix, account.segment) if is_new else (None, None)
+        is_enough = self._fits(account, need, self._droppable_pages(untouchable, kept))
         if is_new and not is_enough:
             return None
+        # Uncompressed prefixes go first: a compressed one is worth as many tokens with a part of the pages.
+        while not self._fits(account, need) and self.segments.drop_oldest(kept):
+            pass
         for prefix in list(self.prefixes.droppable(set(self.admitted))):
             if self._fits(account, account.need_at(tokens)):
                 break
             goes = is_enough or not prefix.is_borrowed
             if goes and prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
-                self._drop(prefix)
+                self.drop_prefix(prefix)
         need = account.need_at(tokens)
         return need if self._fits(account, need) else None
 
-    def _droppable_pages(self, untouchable: Prefix | None = None) -> list[int]:
-        """Pages of each rank that cached prefixes would free, apart from one."""
-        pages = [0] * len(self.ranks)
+    def _droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
+        """Pages of each rank that cached prefixes and segments would free, apart from one."""
+        pages = self.with_segments([0] * len(self.ranks), self.segments.droppable(kept))
         for prefix in self.prefixes.droppable(set(self.admitted)):
             if prefix is not untouchable:
                 pages = [more + prefix.freed(rank) for rank, more in enumerate(pages)]
@@ -334,7 +360,7 @@ class PageLedger(KVCacheManager):
             freed: pages of each rank that are taken to be free besides.
         """
         held, promises = need
-        cached = self.prefixes.held
+        cached = self.cached_pages
         for rank, capacity in enumerate(self.capacities):
             grows = held[rank] - account.held[rank]
             used = self.used[rank] + cached[rank] + grows
@@ -348,34 +374,9 @@ class PageLedger(KVCacheManager):
                 return False
         return True
 
-    def plan(self, request: "Request") -> Plan:
-        """When and how the request is evicted."""
-        plan = self._plans.get(request.request_id)
-        if plan is None:
-            params = request.sampling_params
-            plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
-            if plan.evict_at is not None and (lacking := self._lacking(plan.config)):
-                logger.warning_once(
-                    "kv_eviction=%s needs %s, which this model lacks: such requests are kept whole",
-                    plan.config.policy,
-                    lacking,
-                )
-                plan = Plan(plan.config, None)
-            self._plans[request.request_id] = plan
-        return plan
-
-    def _lacking(self, config: EvictionConfig) -> str | None:
-        """What a policy needs of the model and the workers do not find in it."""
-        if "w_o" in config.needs and not self.has_w_o:
-            return "unquantized output projections"
-        if "rotary" in config.needs and not self.has_rotary:
-            return "a rotary embedding that turns by position alone, the same in each layer"
-        return None
-
     def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
-        if with_prefix:
-            prefix = self._cached_prefix(request)
-            assert prefix is not None
+        prefix = self.cached_prefix(request) if with_prefix else None
+        if prefix is not None:
             return self.control.open_with(
                 prefix,
                 self.plan(request),
@@ -384,125 +385,35 @@ class PageLedger(KVCacheManager):
                 prefill_len=request.num_tokens,
                 preemptions=request.num_preemptions,
             )
-        return self.control.open(
-            self.plan(request),
-            num_new_tokens,
-            request.num_prompt_tokens,
-            request.max_tokens,
-            prefill_len=request.num_tokens,
-            preemptions=request.num_preemptions,
-            replayed=self.kept.get(request.request_id),
-        )
-
-    def _hold(self, account: Account, need: Need) -> None:
-        held, promise = need
-        for rank, pages in enumerate(held):
-            self.used[rank] += pages - account.held[rank]
-            self.promised[rank] += promise[rank] - account.promise[rank]
-        account.held, account.promise = held, promise
+        account = self.open_alone(request, num_new_tokens)
+        if with_prefix:
+            shared = self.shared_prefix(request)
+            assert shared is not None
+            self.control.share(account, *shared)
+        return account
 
     # Cached prefixes.
 
-    def _key(self, request: "Request") -> Hashable | None:
-        """What a request's prefix is cached under; None if it has none that could be cached, or the cache is off."""
-        if not self.enable_caching:
-            return None
-        name = request.request_id
-        if name not in self._keys:
-            self._keys[name] = self.prefix_key(request, self.plan(request))
-        return self._keys[name]
-
-    def _cached_prefix(self, request: "Request") -> Prefix | None:
-        """The prefix that a request can begin with; it counts as used.
-
-        One that does not fit the pool together with the rest of the prompt is not used: the request reads all of its
-        prompt, and the prefix is dropped if its pages are needed.
-        """
-        prefix = self.prefixes.find(self._key(request))
-        if prefix is None or not prefix.is_ready:
-            return None
-        for rank, capacity in enumerate(self.capacities):
-            own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]
-            if prefix.held[rank] + own > capacity.pages:
-                logger.debug_once(
-                    "KV eviction: request %s reads its prefix again, there is no room for the rest of its prompt "
-                    "beside the cached one",
-                    request.request_id,
-                )
-                return None
-        return prefix
-
     def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
-        """How many tokens a waiting request need not compute: none, or all of its prefix."""
-        prefix = self._cached_prefix(request) if self.prefix_cache_lookup_enabled(request) else None
-        return self.empty_kv_cache_blocks, prefix.tokens if prefix else 0, 0
+        """How many tokens a waiting request need not compute: all of its compressed prefix, or what segments have."""
+        tokens = 0
+        if self.prefix_cache_lookup_enabled(request):
+            prefix = self.cached_prefix(request)
+            shared = self.shared_prefix(request) if prefix is None else None
+            if prefix is not None:
+                tokens = prefix.tokens
+            elif shared is not None:
+                tokens = shared[1] * self.options.page_size
+        return self.empty_kv_cache_blocks, tokens, 0
 
     def is_awaited(self, request: "Request") -> bool:
-        """Whether somebody else is reading the prefix that a waiting request begins with."""
+        """Whether somebody else is reading what a waiting request begins with."""
         if not self.prefix_cache_lookup_enabled(request):
             return False
-        prefix = self.prefixes.find(self._key(request))
-        return prefix is not None and not prefix.is_ready
-
-    def _store(self, name: str, account: Account) -> None:
-        """Cache what the step that is being scheduled leaves of a prefix, if there is room for that.
-
-        It takes copies of the pages that are not full, at most one for each row. They go where nobody was promised
-        anything, and in the place of prefixes that nobody uses now.
-        """
-        prefix = self.prefixes.produced_by((name, account.epoch))
-        if prefix is None:
-            return
-        copies = [capacity.rows for capacity in self.capacities]
-        while not self._can_store(copies):
-            unused = next(self.prefixes.droppable(set(self.admitted)), None)
-            if unused is None or unused.is_borrowed:
-                logger.debug(
-                    "KV eviction: the prefix of request %s is not cached, there is no room for it", name
-                )
-                self.prefixes.cancel(prefix)
-                return
-            self._drop(unused)
-        self.prefixes.store(prefix, copies)
-
-    def _can_store(self, pages: Sequence[int]) -> bool:
-        if len(self.prefixes.all_stored) >= self.prefixes.most:
-            return False
-        return all(
-            self.used[rank] + self.promised[rank] + self.prefixes.held[rank] + pages[rank] <= capacity.pages
-            for rank, capacity in enumerate(self.capacities)
-        )
-
-    def _drop(self, prefix: Prefix) -> None:
-        """Drop a cached prefix; what one request borrows of it becomes that request's own."""
-        self.prefixes.drop(prefix)
-        for name in prefix.borrowers:
-            account = self.accounts[name]
-            held = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
-            account.peak = [sum(pair) for pair in zip(account.peak, account.lent, strict=True)]
-            account.lent, account.prefix = [0] * len(self.ranks), None
-            self._hold(account, (held, account.promise))
-
-    def _leave_prefix(self, name: str, account: Account) -> None:
-        """Part an account that ends from the prefix that it borrows, or reads for others."""
-        if account.prefix is not None:
-            self.prefixes.give_back(account.prefix, name)
-            self._drop_forgotten()
-        prefix = self.prefixes.produced_by((name, account.epoch))
-        if prefix is None:
-            return
-        is_dispatched = prefix.is_storing and name not in self.prefixes.stores
-        if not is_dispatched or account.undecided or name in self.answers:
-            self.prefixes.cancel(prefix)
-            return
-        # Until its step is done the request has the pages; then the prefix does.
-        unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
-        self.prefixes.hold(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
-
-    def _drop_forgotten(self) -> None:
-        """Drop prefixes that no further request may begin with, as soon as they can be."""
-        for prefix in list(self.prefixes.droppable(set(self.admitted), forgotten=True)):
-            self._drop(prefix)
+        prefix = self.prefixes.find(self.key_of(request))
+        if prefix is not None:
+            return not prefix.is_ready
+        return self.awaits_segments(request)
 
     def reset_prefix_cache(self) -> bool:
         """Let no further request begin with a prefix that is cached now or about to be.
@@ -510,9 +421,10 @@ class PageLedger(KVCacheManager):
         Returns:
             Whether no request used one; else the pages of such go when those requests end.
         """
-        in_use = any(prefix.borrowers for prefix in self.prefixes.all_stored)
+        in_use = any(prefix.borrowers for prefix in self.prefixes.all_stored) or self.segments.pinned > 0
         self.prefixes.forget()
-        self._drop_forgotten()
+        self.segments.forget()
+        self.drop_forgotten()
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
         return not in_use
@@ -528,10 +440,10 @@ class PageLedger(KVCacheManager):
             self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self._drop_forgotten()
+            self.drop_forgotten()
             return
-        if prefix is not None:
-            account.lent[index] = prefix.lent[index]
+        if report.last:
+            account.lent[index] = prefix.lent[index] if prefix is not None else 0
         account.counts[index] = count
         account.unreported.discard(index)
         if report.last:
@@ -540,12 +452,13 @@ class PageLedger(KVCacheManager):
         held = list(account.held)
         # Tokens may be ahead of the report: steps in flight.
         held[index] = count.at(account.tokens) - account.lent[index]
-        self._hold(account, (held, account.promised_at(account.tokens, held)))
+        self.hold(account, (held, account.promised_at(account.tokens, held)))
         if prefix is not None and prefix.is_ready:
             account.prefix = prefix
             self.prefixes.borrow(prefix, request_id)
-            self._drop_forgotten()
+            self.drop_forgotten()
         if report.last and account.is_evicted:
+            self.end_copying(account)
             self.kept[request_id] = account.counts
             self._limit_answer(request_id, account)
 
@@ -589,6 +502,8 @@ class PageLedger(KVCacheManager):
             if account is None or account.epoch != epoch:
                 continue
             count = account.counts[index]
+            if account.bounded and index in account.unreported:
+                continue
             # A step in flight may evict by now what this one did not.
             expected = count.at(tokens) if tokens >= count.tokens else pages
             if expected != pages:
@@ -603,6 +518,15 @@ class PageLedger(KVCacheManager):
                     f"kv eviction check: rank {rank} holds {pages} pages of cached prefix {prefix.number}, the ledger "
                     f"expects {prefix.held[index]}"
                 )
+        for segment in self.segments:
+            expected = segment.columns * self.capacities[index].rows
+            # A step in flight may make it.
+            frozen = actual.prefixes.get(segment.number, expected)
+            if frozen != expected:
+                raise RuntimeError(
+                    f"kv eviction check: rank {rank} holds {frozen} pages of segment {segment.number}, the ledger "
+                    f"expects {expected}"
+                )
         total = sum(account.held[index] for account in self.accounts.values())
         if total != self.used[index]:
             raise RuntimeError(
@@ -614,13 +538,14 @@ class PageLedger(KVCacheManager):
     @property
     def usage(self) -> float:
         """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
-        pairs = zip(self.used, self.prefixes.in_use(), self.capacities, strict=True)
+        cached = self.with_segments(self.prefixes.in_use(), self.segments.pinned)
+        pairs = zip(self.used, cached, self.capacities, strict=True)
         return max(((used + prefixes) / capacity.pages for used, prefixes, capacity in pairs), default=0.0)
 
     @property
     def held_pages(self) -> list[int]:
         """Pages of each rank that requests and cached prefixes hold, promises apart."""
-        return [sum(pair) for pair in zip(self.used, self.prefixes.held, strict=True)]
+        return [sum(pair) for pair in zip(self.used, self.cached_pages, strict=True)]
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
@@ -634,12 +559,13 @@ class PageLedger(KVCacheManager):
         self._waits_for_reserve.pop(name, None)
         account = self.accounts.pop(name, None)
         if account is not None:
-            self._leave_prefix(name, account)
+            self.leave_prefix(name, account)
+            self.part_from_segments(request, account)
         self.answers.pop(name, None)
         self.reserve.give_back(name)
         if account is not None:
             nothing = [0] * len(self.ranks)
-            self._hold(account, (nothing, nothing))
+            self.hold(account, (nothing, nothing))
             self.admitted.pop(name, None)
 
     def pop_blocks_for_free(self, request: "Request") -> list:
@@ -655,7 +581,11 @@ class PageLedger(KVCacheManager):
     def estimate_cached_tokens(self, request: "Request") -> int:
         """Tokens of a request that another one with the same prefix need not compute."""
         account = self.accounts.get(request.request_id)
-        return account.prefix.tokens if account is not None and account.prefix is not None else 0
+        if account is None:
+            return 0
+        if account.prefix is not None:
+            return account.prefix.tokens
+        return self.columns_of(account) * self.options.page_size
 
     def take_new_block_ids(self) -> list[int]:
         return []

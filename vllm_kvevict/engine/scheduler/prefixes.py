@@ -106,6 +106,7 @@ class PrefixCache:
     Args:
         num_ranks: ranks that report.
         most: how many may be storing or ready at once.
+        next_number: gives numbers that nothing else on the workers has.
 
     Attributes:
         held: pages of each rank that prefixes hold.
@@ -113,8 +114,9 @@ class PrefixCache:
         drops: numbers of the prefixes that the workers are to drop before the next step.
     """
 
-    def __init__(self, num_ranks: int, most: int):
+    def __init__(self, num_ranks: int, most: int, next_number: Callable[[], int]):
         self.most = most
+        self._next_number = next_number
         self.held = [0] * num_ranks
         self.stores: dict[str, int] = {}
         self.drops: list[int] = []
@@ -126,7 +128,6 @@ class PrefixCache:
         # Of these there are few, also where thousands are cached: whatever is asked in every step looks at them alone.
         self._borrowed: dict[int, Prefix] = {}
         self._forgotten: dict[int, Prefix] = {}
-        self._last_number = 0
 
     def __len__(self) -> int:
         """How many are ready, also those that no further request may begin with."""
@@ -160,8 +161,7 @@ class PrefixCache:
 
     def begin(self, key: Hashable, tokens: int, producer: tuple[str, int]) -> None:
         """A request was admitted that reads a prefix of so many tokens which is not known yet."""
-        self._last_number += 1
-        prefix = Prefix(self._last_number, key, tokens, producer, [0] * len(self.held))
+        prefix = Prefix(self._next_number(), key, tokens, producer, [0] * len(self.held))
         self._by_key[key] = self._by_producer[producer] = prefix
 
     def produced_by(self, producer: tuple[str, int]) -> Prefix | None:

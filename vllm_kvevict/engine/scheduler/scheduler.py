@@ -1,5 +1,6 @@
 """vLLM's schedulers with the page ledger in the block manager's place."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,12 @@ class _EvictionMixin:
                 self.max_model_len,  # type: ignore[attr-defined]
             ),
         )
+        self.kv_cache_manager.waiting_requests = self._waiting_requests
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
+
+    def _waiting_requests(self) -> Iterable[Request]:
+        """Requests that are not admitted, in their order."""
+        return iter(self.waiting)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._probing = None
@@ -102,7 +108,8 @@ class _EvictionMixin:
     def has_requests(self) -> bool:
         """Whether there is something to do, if only to tell the workers which prefixes they drop."""
         waits: bool = super().has_requests()  # type: ignore[misc]
-        return waits or bool(self.kv_cache_manager.prefixes.drops)
+        ledger = self.kv_cache_manager
+        return waits or bool(ledger.prefixes.drops) or bool(ledger.segments.drops)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]

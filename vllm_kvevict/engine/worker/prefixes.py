@@ -1,9 +1,11 @@
-"""The prefixes that a rank has cached: its runs, by the numbers that the scheduler gives them."""
+"""The prefixes that a rank has cached, compressed or not: its runs and segments, by the numbers of the scheduler."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.runs import Runs
+from vllm_kvevict.cache.segments import Segments
+from vllm_kvevict.schedules.plan import Admission
 
 
 class CachedPrefixes:
@@ -15,6 +17,7 @@ class CachedPrefixes:
 
     def __init__(self, cache: PagedKVCache, check: bool):
         self.runs = Runs(cache)
+        self.segments = Segments(cache)
         self._check = check
         self._checksums: dict[int, int] = {}
         self._by_number: dict[int, int] = {}
@@ -24,40 +27,64 @@ class CachedPrefixes:
         """Requests whose prefix is to be cached once it is evicted, with its number."""
         self._expected.update(stores)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended."""
-        for name in request_ids:
-            self._expected.pop(name, None)
+    def forget(self, request_id: str, request_slot: int) -> None:
+        """A request has ended."""
+        self._expected.pop(request_id, None)
+        self.segments.end_loan(request_slot)
+
+    def freeze(self, request_slot: int, segments: Iterable[tuple[int, int]]) -> None:
+        """Make segments, number and columns of each, of a request's pages."""
+        for number, columns in segments:
+            self.segments.freeze(number, request_slot, columns)
 
     def store(self, request_id: str, request_slot: int) -> None:
         """A request was evicted and holds nothing but its prefix: keep that, if it is to be cached."""
+        self.segments.end_loan(request_slot)
         number = self._expected.pop(request_id, None)
         if number is not None:
             self._by_number[number] = run = self.runs.freeze(request_slot)
             if self._check:
                 self._checksums[number] = self.runs.checksum(run)
 
-    def open(self, number: int) -> int:
-        """Begin a request with a prefix, and return its slot."""
-        return self.runs.fork(self._by_number[number])
+    def open(self, admission: Admission) -> int:
+        """Begin a request with what is cached of it, if anything is, and return its slot."""
+        if admission.prefix is not None:
+            return self.runs.fork(self._by_number[admission.prefix])
+        if admission.segments:
+            return self.segments.begin(admission.segments)
+        return self.runs.cache.open()
 
-    def drop(self, numbers: Iterable[int]) -> None:
-        """End prefixes; pages that a request borrows become its own."""
+    def drop(self, numbers: Sequence[int]) -> None:
+        """End prefixes, and pages of one that a request borrows become its own; or segments."""
         for number in numbers:
             self._verify(number)
-            self.runs.drop(self._by_number.pop(number))
+            if number in self.segments:
+                self.segments.drop(number)
+            else:
+                self.runs.drop(self._by_number.pop(number))
             self._checksums.pop(number, None)
 
     def verify(self) -> None:
-        """Raise RuntimeError if a prefix has changed since it was stored."""
-        for number in self._by_number:
+        """Raise RuntimeError if a prefix or segment has changed since it was stored, or pages are owned twice."""
+        self.runs.cache.verify(self.segments.all_pages())
+        self.segments.verify()
+        for number in (*self._by_number, *self.segments.numbers):
             self._verify(number)
 
     def _verify(self, number: int) -> None:
-        run = self._by_number[number]
-        if self._check and self.runs.checksum(run) != self._checksums[number]:
+        if not self._check:
+            return
+        checksum = self._checksum(number)
+        # A segment is complete with the step that makes it.
+        if checksum != self._checksums.setdefault(number, checksum):
             raise RuntimeError(f"kv eviction check: somebody has written to cached prefix {number}")
+
+    def _checksum(self, number: int) -> int:
+        if number in self.segments:
+            return self.segments.checksum(number)
+        return self.runs.checksum(self._by_number[number])
 
     def holdings(self) -> dict[int, int]:
         """Pages by number."""
-        return {number: self.runs.cache.held(run) for number, run in self._by_number.items()}
+        runs = {number: self.runs.cache.held(run) for number, run in self._by_number.items()}
+        return runs | {number: self.segments.held(number) for number in self.segments.numbers}

@@ -1,7 +1,7 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class Runtime:
         self.residents: dict[str, ResidentRequest] = {}
         self.probes: dict[str, str] = {}
         self.repeats: dict[str, Repeat] = {}
+        self.freezes: dict[str, list[tuple[int, int]]] = {}
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
         self.attached = False
@@ -223,7 +224,9 @@ class Runtime:
         message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
         assert isinstance(message, StepMessage)
         self.probes, self.repeats, self.most_pages = message.probes, message.repeats, message.most_pages
+        self.freezes = message.freezes
         self.scheduled = scheduler_output.num_scheduled_tokens
+        self._freeze(scheduler_output.finished_req_ids)
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
         self.prefixes.drop(message.drops)
@@ -237,15 +240,21 @@ class Runtime:
         self.prefixes.expect(message.stores)
 
     def _close(self, request_ids: Sequence[str]) -> None:
-        closed = [self.residents.pop(name) for name in dict.fromkeys(request_ids) if name in self.residents]
+        names = [name for name in dict.fromkeys(request_ids) if name in self.residents]
+        closed = [self.residents.pop(name) for name in names]
+        for resident in closed:
+            self.prefixes.forget(resident.admission.request_id, resident.request_slot)
         if closed:
-            self.prefixes.forget(resident.admission.request_id for resident in closed)
             self.cache.close([resident.request_slot for resident in closed])
 
     def _open(self, admission: Admission) -> ResidentRequest:
-        if admission.prefix is None:
-            return ResidentRequest(admission, self.cache.open())
-        return ResidentRequest(admission, self.prefixes.open(admission.prefix), admission.tokens)
+        return ResidentRequest(admission, self.prefixes.open(admission), admission.tokens)
+
+    def _freeze(self, request_ids: Iterable[str]) -> None:
+        """Make segments of requests' pages where the scheduler asks for that."""
+        for name in request_ids:
+            if name in self.freezes and name in self.residents:
+                self.prefixes.freeze(self.residents[name].request_slot, self.freezes.pop(name))
 
     def _store_prefixes(self) -> None:
         """Cache those prefixes that were evicted since the last message to the scheduler."""
@@ -329,6 +338,7 @@ class Runtime:
         for name in spans:
             slots.append(self._slot_in_step(name))
         step = self.cache.extend(slots, lengths)
+        self._freeze(spans)
         return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
 
     def _slot_in_step(self, name: str) -> int:
@@ -379,7 +389,6 @@ class Runtime:
         reports, claims = self.evictor.take_news()
         holdings = None
         if self.options.check:
-            self.cache.verify()
             self.prefixes.verify()
             peak = self.cache.pool.num_pages - self.cache.pool.fewest_free
             if self.most_pages is not None and peak > self.most_pages[rank]:
@@ -391,13 +400,14 @@ class Runtime:
                 {name: self._holding(resident) for name, resident in self.residents.items()},
                 self.prefixes.holdings(),
             )
-        runs = self.prefixes.runs
+        runs, uncompressed = self.prefixes.runs, self.prefixes.segments.pages
         entries = self.cache.stored_entries - runs.entries
-        return RankMessage(reports, claims, self.cache.physical_pages, runs.pages, entries, holdings)
+        pages = self.cache.physical_pages
+        return RankMessage(reports, claims, pages, runs.pages, uncompressed, entries, holdings)
 
     def _holding(self, resident: ResidentRequest) -> tuple[int, int, int]:
         """A request's epoch, tokens and pages, borrowed ones among them."""
-        pages = self.cache.held(resident.request_slot) + self.prefixes.runs.lent(resident.request_slot)
+        pages = self.cache.held(resident.request_slot) + self.cache.lent(resident.request_slot)
         return resident.admission.epoch, resident.tokens, pages
 
 

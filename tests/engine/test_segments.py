@@ -1,0 +1,190 @@
+"""Which uncompressed prefixes the scheduler knows: against a plain list of all that was stored."""
+
+import itertools
+import random
+
+import pytest
+
+from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache, keys_of
+
+UNIT = 4
+"""Columns of a unit."""
+
+
+def make(longest: int = 2, most: int = 100) -> SegmentCache:
+    return SegmentCache(UNIT, longest * UNIT, most, itertools.count(1).__next__)
+
+
+def keys(prompt: str):
+    """A prompt has a unit for each letter; a block's hash stands for all before it."""
+    return keys_of([prompt[: end + 1] for end in range(len(prompt))], 1)
+
+
+def store(cache: SegmentCache, prompt: str, name: str = "a", users: int = 0) -> Segment | None:
+    """Store what of a prompt is not there yet, as a request that ends does; the step is over after that."""
+    found = cache.find(keys(prompt), len(prompt))
+    parent, start = found or (None, 0)
+    last = cache.store(name, parent, keys(prompt), start, len(prompt) * UNIT, users, 0)
+    cache.freezes.clear()
+    cache.new_step_starts()
+    return last
+
+
+def found(cache: SegmentCache, prompt: str) -> int:
+    """Units of a prompt that are there."""
+    hit = cache.find(keys(prompt), len(prompt))
+    return hit[1] // UNIT if hit else 0
+
+
+def check(cache: SegmentCache, loans: list[tuple[Segment, bool]] = ()) -> None:
+    """Counters say what the segments say."""
+    segments = list(cache)
+    assert cache.columns == sum(x.columns for x in segments)
+    users = {x.number: [0, 0] for x in segments}
+    for segment, lasting in loans:
+        for part in segment.chain():
+            users[part.number][0] += 1
+            users[part.number][1] += lasting
+    assert {x.number: [x.users, x.lasting] for x in segments} == users
+    assert cache.pinned == sum(x.columns for x in segments if x.users)
+    assert cache.lasting == sum(x.columns for x in segments if x.lasting)
+    for segment in segments:
+        assert segment.parent is None or segment.parent in segments
+        assert segment.children == sum(x.parent is segment for x in segments)
+        assert 0 < segment.columns <= cache.longest
+
+
+def test_the_longest_common_prefix_is_found():
+    cache = make()
+    store(cache, "abcdefg")
+    store(cache, "abcxy")
+    assert [found(cache, p) for p in ("abcdefgh", "abcdx", "abcxyz", "abx", "x", "")] == [7, 4, 5, 2, 0, 0]
+    assert found(cache, "abcdefg"[:3]) == 3
+    last, columns = cache.find(keys("abcxyz"), 6)
+    assert [number for number, _ in last.parts(columns)] == [1, 2, 5, 6][: len(last.chain())]
+    assert sum(part for _, part in last.parts(columns)) == 5 * UNIT
+    check(cache)
+
+
+def test_what_a_step_makes_is_found_after_it():
+    cache = make()
+    cache.store("a", None, keys("abc"), 0, 3 * UNIT, 0, 0)
+    assert found(cache, "abc") == 0 and cache.soon(keys("abx"), 3) == 2 and cache.known(keys("abc"), 3)
+    cache.new_step_starts()
+    assert found(cache, "abx") == 2
+
+
+def test_the_least_recently_used_goes_first_and_none_before_its_followers():
+    cache = make(longest=1)
+    store(cache, "ab")
+    store(cache, "xy")
+    found(cache, "ab")
+    gone = []
+    while cache.drop_oldest():
+        gone.append([found(cache, "ab"), found(cache, "xy")])
+    # To ask counts as to use: whoever was asked last stays.
+    assert gone[0] == [2, 1] and gone[-1] == [0, 0] and not cache.columns
+    assert len(cache.drops) == 4
+
+
+def test_what_is_used_and_what_will_be_is_not_dropped():
+    cache = make(longest=1)
+    store(cache, "abc")
+    other = store(cache, "xy")
+    used, _ = cache.find(keys("ab"), 2)
+    cache.borrow(used, lasting=True)
+    check(cache, [(used, True)])
+    assert cache.droppable(other) == UNIT and cache.with_user(other) == 4 * UNIT
+    assert cache.with_lasting(None) == 2 * UNIT
+    assert cache.drop_oldest(other) and not cache.drop_oldest(other)
+    assert (found(cache, "abc"), found(cache, "xy")) == (2, 2)
+    cache.give_back(used, lasting=True)
+    check(cache)
+
+
+def test_two_that_were_read_side_by_side_do_not_hide_each_other():
+    cache = make()
+    cache.store("a", None, keys("abc"), 0, 3 * UNIT, 0, 0)
+    cache.store("b", None, keys("abd"), 0, 3 * UNIT, 0, 0)
+    cache.new_step_starts()
+    assert cache.columns == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
+    found(cache, "abc")
+    assert cache.drop_oldest() and cache.drop_oldest()
+    assert cache.columns == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
+    check(cache)
+
+
+def test_no_more_than_there_may_be():
+    cache = make(longest=1, most=3)
+    store(cache, "ab")
+    store(cache, "xyz")
+    assert len(cache) == 3 and (found(cache, "xyz"), found(cache, "ab")) == (3, 0)
+    none = make(most=0)
+    assert store(none, "ab") is None and not len(none)
+
+
+def test_what_will_not_be_made_is_taken_back():
+    cache = make()
+    store(cache, "ab")
+    parent, _ = cache.find(keys("ab"), 2)
+    cache.store("b", parent, keys("abcdef"), 2 * UNIT, 6 * UNIT, 1, 1)
+    undone = cache.cancel("b")
+    assert [x.columns for x in undone] == [2 * UNIT] * 2 and undone[0].parent is parent
+    check(cache)
+    assert cache.cancel("b") == [] and not cache.drops
+
+
+def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
+    cache = make(longest=1)
+    store(cache, "abc")
+    used, _ = cache.find(keys("ab"), 2)
+    cache.borrow(used, lasting=False)
+    cache.begin("reader", keys("xyz"), 3)
+    cache.forget()
+    assert found(cache, "abc") == 0 and cache.columns == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
+    # What follows it could be found, and it could not.
+    assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT, 0, 0) is used
+    cache.give_back(used, lasting=False)
+    assert not len(cache) and sorted(cache.drops) == [1, 2, 3]
+    check(cache)
+
+
+def test_who_reads_what():
+    cache = make()
+    cache.begin("a", keys("abcd"), 4)
+    cache.begin("b", keys("abx"), 3)
+    assert cache.readers(keys("abcz"), 4) == (["a"], 3)
+    assert cache.readers(keys("abz"), 3) == (["a", "b"], 2)
+    cache.end("a")
+    cache.end("a")
+    assert cache.readers(keys("abcz"), 4) == (["b"], 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_all_that_was_stored(seed):
+    """A prefix is there exactly if a prompt that begins with it was stored, and nothing was dropped."""
+    choose = random.Random(seed)
+    cache, stored, loans = make(longest=choose.randint(1, 3)), [], []
+    for _ in range(60):
+        prompt = "".join(choose.choices("ab", k=choose.randint(1, 7)))
+        expected = max((common(prompt, other) for other in stored), default=0)
+        assert found(cache, prompt) == expected
+        if choose.random() < 0.5:
+            store(cache, prompt)
+            stored.append(prompt)
+        hit = cache.find(keys(prompt), len(prompt))
+        if hit and choose.random() < 0.5:
+            loans.append((hit[0], choose.random() < 0.5))
+            cache.borrow(*loans[-1])
+        elif loans and choose.random() < 0.5:
+            cache.give_back(*loans.pop(choose.randrange(len(loans))))
+        check(cache, loans)
+    pinned = {part.number for segment, _ in loans for part in segment.chain()}
+    while cache.drop_oldest():
+        check(cache, loans)
+    assert {segment.number for segment in cache} == pinned and cache.columns == cache.pinned
+
+
+def common(one: str, other: str) -> int:
+    """Letters that two words begin with."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))

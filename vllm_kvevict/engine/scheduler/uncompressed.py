@@ -1,0 +1,234 @@
+"""Prefixes that requests share uncompressed: who begins with what, who waits, and what stays for others.
+
+    a request of 1000 tokens   [ 512 found | 488 read ]             it borrows the segments of 512 tokens
+    its last step of reading   [ 512 | 384 frozen | 104 ]           and freezes what it has read, in whole blocks
+    evicted                    [ copies of what it keeps ]          it borrows nothing any more; all 896 stay for others
+
+To stay, what is evicted must be copied instead of compacted in place. That takes pages, so it is done only where nobody
+else needs them.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.scheduler.admission import Account, Need
+from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
+from vllm_kvevict.engine.scheduler.state import LedgerState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+STEPS_AHEAD = 3
+"""Steps that may be dispatched before what the first of them evicts is reported, and one more."""
+
+PATIENT = 2
+"""A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
+
+
+class UncompressedPrefixes(LedgerState):
+    """The part of the ledger that keeps segments."""
+
+    def columns_of(self, account: Account) -> int:
+        """Columns that an account borrows of segments."""
+        return account.lent[0] // self.capacities[0].rows if account.segment else 0
+
+    def _units(self, request: "Request", tokens: int) -> int:
+        """Units in so many tokens of a request, as far as vLLM has hashed them."""
+        if not self.enable_caching:
+            return 0
+        return min(tokens // self.unit, len(request.block_hashes) * self.block // self.unit)
+
+    def _keys_of(self, request: "Request") -> Keys:
+        return keys_of(request.block_hashes, self.unit // self.block)
+
+    def shared_prefix(self, request: "Request") -> tuple[Segment, int] | None:
+        """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
+
+        A prompt that fits the pool only if it is evicted layer by layer begins with nothing.
+        """
+        most = self._units(request, self.plan(request).most_cached(request.num_tokens))
+        found = self.segments.find(self._keys_of(request), most)
+        while found is not None and not self._fits_alone(request, *found):
+            segment, _ = found
+            found = (segment.parent, segment.start) if segment.parent else None
+        return found
+
+    def _fits_alone(self, request: "Request", segment: Segment, columns: int) -> bool:
+        """Whether empty pools hold segments and all that a request needs besides until it does not use them any more.
+
+        It keeps all of a segment from being dropped, also what it does not use of it.
+        """
+        account = self.open_alone(request, request.num_tokens)
+        self.control.share(account, segment, columns)
+        in_chain = sum(part.columns for part in segment.chain())
+        last = min(account.last_token, self.max_model_len) if account.is_lasting else 0
+        for index, rank in enumerate(self.capacities):
+            pages = account.peak[index] + rank.rows * in_chain
+            if in_chain > columns and last:
+                pages = max(pages, account.counts[index].at(last) + rank.rows * (in_chain - columns))
+            if pages > rank.pages:
+                return False
+        return True
+
+    def awaits_segments(self, request: "Request") -> bool:
+        """Whether a request should wait for what another one will leave.
+
+        It waits for a step for what that leaves, and longer for who is reading what both begin with; never much longer
+        than it would take to read that itself.
+        """
+        keys, plan = self._keys_of(request), self.plan(request)
+        most = self._units(request, plan.most_cached(request.num_tokens))
+        found = self.segments.find(keys, most)
+        units = found[1] // self.segments.unit if found else 0
+        if self.segments.soon(keys, most) > units:
+            return True
+        readers, read = self.segments.readers(keys, most)
+        gained = (read - units) * self.unit
+        for name in readers if gained > 0 else ():
+            account = self.accounts[name]
+            left = account.plan.leaves(account.prefill_len) - account.tokens
+            if left <= PATIENT * gained and self._will_leave(account):
+                return True
+        return False
+
+    def _will_leave(self, account: Account) -> bool:
+        """Whether an account's prompt is likely to be there for others once it is read."""
+        if not self.segments.most:
+            return False
+        if account.is_lasting or account.copies is not None:
+            return True
+        copies = self.bounds.after_eviction(account.plan, account.plan.evict_at or 0)
+        idle = self._idle_pages()
+        return all(more <= free for more, free in zip(copies, idle, strict=True))
+
+    def _idle_pages(self) -> list[int]:
+        """Pages of each rank that nobody holds or is promised; segments that nobody uses do not count as held."""
+        pinned = self.with_segments(self.prefixes.held, self.segments.pinned)
+        return [
+            rank.pages - self.used[index] - self.promised[index] - pinned[index]
+            for index, rank in enumerate(self.capacities)
+        ]
+
+    def begin_segments(self, request: "Request", account: Account) -> None:
+        """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
+        if account.segment is not None:
+            self.segments.borrow(account.segment, account.is_lasting)
+        units = self._units(request, account.plan.leaves(account.prefill_len))
+        if units * self.segments.unit > self.columns_of(account):
+            self.segments.begin(request.request_id, self._keys_of(request), units)
+
+    def let_copy_if_idle(self, request: "Request", account: Account, tokens: int) -> None:
+        """Let what the step reads to its eviction stay for others, if that takes only pages that nobody else needs.
+
+        What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
+        """
+        n, plan = account.plan.evict_at, account.plan
+        if n is None or account.copies is not None or not account.tokens < n <= tokens:
+            return
+        units = self._units(request, plan.leaves(tokens))
+        if not units or self.segments.known(self._keys_of(request), units):
+            return
+        by_layer, peak = account.by_layer, account.peak
+        self.control.let_copy(account)
+        if not self._is_idle(request, account, account.need_at(tokens)):
+            account.by_layer, account.peak, account.copies = by_layer, peak, None
+
+    def _is_idle(self, request: "Request", account: Account, need: Need) -> bool:
+        """Whether an account may take what it needs, and nobody waits for that or is preempted."""
+        held, promises = need
+        soon = self._needed_soon(request, account)
+        for index, idle in enumerate(self._idle_pages()):
+            more = held[index] - account.held[index] + promises[index] - account.promise[index]
+            if more + soon[index] > idle:
+                return False
+        return True
+
+    def _needed_soon(self, request: "Request", account: Account) -> list[int]:
+        """Pages of each rank that others may need within the next steps: to grow, or to begin."""
+        pages = [0] * len(self.ranks)
+        for other in self.accounts.values():
+            if other is not account and not other.is_reading:
+                for index, count in enumerate(other.counts):
+                    tokens = max(other.tokens, count.tokens)
+                    pages[index] += count.at(tokens + STEPS_AHEAD) - count.at(tokens)
+        step = self.control.step_tokens
+        for other_request in self.waiting_requests():
+            if other_request is not request and not self._waits_for(other_request, request):
+                peak = self._least_peak(other_request)
+                pages = [sum(pair) for pair in zip(pages, peak, strict=True)]
+                step -= other_request.num_tokens
+            if step <= 0:
+                break
+        return pages
+
+    def _waits_for(self, waiting: "Request", request: "Request") -> bool:
+        """Whether a request that is not admitted will begin with what another one leaves."""
+        units = self._units(waiting, self.plan(waiting).most_cached(waiting.num_tokens))
+        known = self._units(request, self.plan(request).leaves(request.num_tokens))
+        shared = min(units, known)
+        return shared > 0 and self._keys_of(waiting)(shared) == self._keys_of(request)(shared)
+
+    def _least_peak(self, request: "Request") -> list[int]:
+        """The most pages of each rank that a request needs until it is read, in the way that takes least."""
+        plan, tokens = self.plan(request), request.num_tokens
+        return self.bounds.until_read(plan, tokens, self.bounds.gains_from_one_step(plan))
+
+    def leave_segments(self, request: "Request", account: Account, tokens: int) -> None:
+        """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
+        end = account.plan.evict_at or account.prefill_len
+        if not account.tokens < end <= tokens:
+            return
+        self.segments.end(request.request_id)
+        if not account.is_lasting and account.copies is None:
+            return
+        before = self.columns_of(account)
+        last = self._freeze(request, account, account.plan.leaves(end), goes_on=True)
+        if last is None:
+            return
+        account.segment = last
+        more = [rank.rows * (last.stop - before) for rank in self.capacities]
+        account.lent = [sum(pair) for pair in zip(account.lent, more, strict=True)]
+        held = [pages - fewer for pages, fewer in zip(account.held, more, strict=True)]
+        self.hold(account, (held, account.promise))
+
+    def _freeze(self, request: "Request", account: Account, tokens: int, goes_on: bool) -> Segment | None:
+        """Make segments of what a request has read uncompressed, up to so many tokens.
+
+        Args:
+            goes_on: whether it uses them from now on; else it ends.
+
+        Returns:
+            The last one, None if none was made.
+        """
+        units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
+        if units * self.segments.unit <= before or self.segments.known(keys, units):
+            return None
+        last = self.segments.store(
+            request.request_id,
+            account.segment,
+            keys,
+            before,
+            units * self.segments.unit,
+            users=int(goes_on),
+            lasting=int(goes_on and account.is_lasting),
+        )
+        return last if last is not account.segment else None
+
+    def part_from_segments(self, request: "Request", account: Account) -> None:
+        """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may."""
+        name = request.request_id
+        self.segments.end(name)
+        undone = self.segments.cancel(name)
+        if undone:
+            account.segment = undone[0].parent
+        elif request.is_finished() and account.is_lasting and name not in self.admitted:
+            # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
+            self._freeze(request, account, min(account.tokens, request.num_tokens - 1), goes_on=False)
+        if account.segment is not None:
+            self.segments.give_back(account.segment, account.is_lasting)
+
+    def end_copying(self, account: Account) -> None:
+        """An account was evicted on every rank: it borrows nothing of segments any more."""
+        account.copies = None
+        if account.segment is not None:
+            self.segments.give_back(account.segment, lasting=False)
+            account.segment = None
