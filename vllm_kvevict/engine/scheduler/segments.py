@@ -109,16 +109,15 @@ class SegmentCache:
 
     def find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
         """The longest prefix of at most ``most`` units that a request can begin with: its last segment, and its
-        columns. It counts as used, and all segments before it.
+        columns. That counts as used; what comes before it cannot go before it.
 
-        What is known of a prefix is known of all shorter ones, since segments go after those that follow them.
+        What is known of a prefix is known of all shorter ones, for the same reason.
         """
         units = _last(lambda count: self._ready(keys(count)) is not None, most)
         segment = self._ready(keys(units)) if units else None
         if segment is None:
             return None
-        for used in segment.chain():
-            self._segments[used.number] = self._segments.pop(used.number)
+        self._segments[segment.number] = self._segments.pop(segment.number)
         return segment, units * self.unit
 
     def _ready(self, key: Hashable) -> Segment | None:
