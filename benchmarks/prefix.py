@@ -2,7 +2,8 @@
 
 All sides have the same KV memory and take turns. The document is evicted without a question in view
 (``kv_prefix_len``); stock vLLM keeps it whole. The scenario ``compressed`` has a policy that loses little without the
-question, and stock vLLM without its prefix cache beside it.
+question, and stock vLLM without its prefix cache beside it. In the scenarios ``exact`` and ``unrelated`` prompts are
+evicted with their question in view, so that only uncompressed prefixes can be found.
 """
 
 import argparse
@@ -62,6 +63,7 @@ class Scenario:
         sides: that run.
         policy: of the sides that evict.
         room: tokens that a request may be longer than its prompt and its answer, as the policy needs them.
+        sees_question: whether the whole prompt is evicted, with its question in view.
     """
 
     about: str
@@ -78,6 +80,7 @@ class Scenario:
     sides: tuple[str, ...] = SIDES
     policy: str = "ada-snapkv"
     room: int = 0
+    sees_question: bool = False
     dtype: str = "bfloat16"
 
     @property
@@ -137,6 +140,30 @@ SCENARIOS = {
         rounds=12,
         # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
         sides=(WITHOUT, WITH),
+    ),
+    "exact": Scenario(
+        "sixteen questions about one document, one after the other, each in view when its prompt is evicted",
+        documents=1,
+        document_len=8192,
+        questions=16,
+        question_len=32,
+        output_len=16,
+        pool=3,
+        at_once=False,
+        sees_question=True,
+    ),
+    "unrelated": Scenario(
+        "prompts that share nothing, evicted with their question in view, in memory for four",
+        documents=24,
+        document_len=2016,
+        questions=1,
+        question_len=32,
+        output_len=256,
+        pool=4,
+        at_once=True,
+        rounds=12,
+        sides=(WITHOUT, WITH),
+        sees_question=True,
     ),
     "compressed": Scenario(
         "sixteen questions about one document, one after the other, on what kvzip keeps of it",
@@ -205,7 +232,7 @@ def make_server(scenario: Scenario, side: str, threads: int) -> Server:
 async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> Run:
     """Send a load to one side and wait until it has come to rest."""
     before = await server.snapshot()
-    lengths = scenario.document_len, scenario.output_len
+    lengths = None if scenario.sees_question else scenario.document_len, scenario.output_len
     async with http_client(server) as client:
         started = time.perf_counter()
         questions = [ask(client, server, prompt, *lengths) for prompt in prompts]
@@ -306,6 +333,16 @@ def of_unique(cold: list[Round]) -> list[Target]:
     ]
 
 
+def of_exact(scenario: Scenario, cold: list[Round]) -> list[Target]:
+    """What a document that was read before should be worth to prompts that are evicted whole, and was."""
+
+    def after_the_first(run: Run) -> float:
+        return median(run.first_token[scenario.documents :])
+
+    first = "time to first token after the first question, over without cache"
+    return [Target(first, _ratio(cold, after_the_first, WITH, WITHOUT), 0.06, True)]
+
+
 def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
     """What a document that kvzip has compressed should be worth, and was."""
     whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
@@ -328,7 +365,9 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -
         return of_document(scenario, cold, rounds)
     if name == "documents":
         return of_documents(scenario, cold)
-    return of_unique(cold) if name == "unique" else of_compressed(scenario, cold)
+    if name == "exact":
+        return of_exact(scenario, cold)
+    return of_compressed(scenario, cold) if name == "compressed" else of_unique(cold)
 
 
 def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:

@@ -34,16 +34,24 @@ def http_client(server: Server) -> httpx.AsyncClient:
 
 
 async def ask(
-    client: httpx.AsyncClient, server: Server, prompt: Sequence[int], document_len: int, output_len: int
+    client: httpx.AsyncClient,
+    server: Server,
+    prompt: Sequence[int],
+    document_len: int | None,
+    output_len: int,
 ) -> Answer:
     """Ask a question behind a document of so many tokens, which is evicted without the question in view.
+
+    Args:
+        document_len: None where all of the prompt is evicted, with the question in view.
 
     Raises:
         ServerError: the answer is not complete.
     """
     body: dict[str, Any] = {"model": server.model, "prompt": list(prompt), "max_tokens": output_len}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    body["vllm_xargs"] = {"kv_prefix_len": document_len}
+    if document_len is not None:
+        body["vllm_xargs"] = {"kv_prefix_len": document_len}
     started, first, usage = time.perf_counter(), 0.0, None
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():

@@ -110,6 +110,20 @@ def test_verdict_on_a_compressed_document():
     assert not any(t.met for t in figures("compressed", SCENARIOS["compressed"], [{"cold": cold}] * 3))
 
 
+def test_verdict_on_a_document_that_is_found_uncompressed():
+    def verdict(wait: float):
+        cold = {side: run([10.0] * 16, 160.0) for side in SIDES}
+        cold[WITH] = run([10.0] + [wait] * 15, 20.0)
+        return figures("exact", SCENARIOS["exact"], [{"cold": cold}] * 3)
+
+    assert [target.met for target in verdict(0.5)] == [True]
+    assert [target.met for target in verdict(0.7)] == [False]
+    # The other scenario without a document of its own is judged as prompts that share nothing.
+    cold = {WITHOUT: run([1.0], 1.0), WITH: run([1.0], 1.05)}
+    targets = figures("unrelated", SCENARIOS["unrelated"], [{"cold": cold}] * 3)
+    assert [target.met for target in targets] == [False, True]
+
+
 def test_command_line():
     assert list(parse_arguments([])[1]) == list(SCENARIOS)
     _, scenarios = parse_arguments(["unique", "--rounds", "1", "--document-len", "64", "--dtype", "float32"])
@@ -124,7 +138,7 @@ TOKEN = {"choices": [{"text": " w1"}]}
 USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 40}}}
 
 
-def answer_of(*events) -> Answer:
+def answer_of(*events, document_len: int | None = 2) -> Answer:
     sent = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -134,10 +148,11 @@ def answer_of(*events) -> Answer:
 
     async def one() -> Answer:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
-            return await ask(client, SimpleNamespace(model="m", log="log"), [1, 2, 3], 2, 3)
+            return await ask(client, SimpleNamespace(model="m", log="log"), [1, 2, 3], document_len, 3)
 
     answer = asyncio.run(one())
-    assert sent[0]["vllm_xargs"] == {"kv_prefix_len": 2} and sent[0]["max_tokens"] == 3
+    fields = None if document_len is None else {"kv_prefix_len": document_len}
+    assert sent[0].get("vllm_xargs") == fields and sent[0]["max_tokens"] == 3
     return answer
 
 
@@ -145,6 +160,7 @@ def test_what_an_answer_tells():
     answer = answer_of(TOKEN, TOKEN, USAGE)
     assert (answer.tokens, answer.cached) == (3, 40) and 0 < answer.first_token < 60
     assert answer_of(TOKEN, {"choices": [], "usage": {"completion_tokens": 3}}).cached == 0
+    assert answer_of(TOKEN, USAGE, document_len=None).cached == 40
     for events in ((TOKEN,), (TOKEN, {"choices": [], "usage": {"completion_tokens": 2}})):
         with pytest.raises(ServerError, match="not complete"):
             answer_of(*events)
