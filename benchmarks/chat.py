@@ -1,0 +1,374 @@
+"""Chats of several turns: stock vLLM with its prefix cache, eviction on with policy full, and with one that evicts.
+
+All sides have the same KV memory, their prefix cache on, and take turns. Each turn's prompt is all that was said before,
+with the side's own answers, and new words of the user.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
+from benchmarks.harness.documents import http_client
+from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS
+from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
+from benchmarks.harness.options import add_dtype, whole
+from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
+from benchmarks.harness.sides import FIRST_WORD, VOCAB
+
+FULL, EVICTING = "full", "ada-snapkv"
+SIDES = (STOCK, FULL, EVICTING)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load and the memory it runs in.
+
+    Attributes:
+        about: shown in help and results.
+        chats: how many.
+        turns: of each.
+        turn_len, answer_len: tokens of the user's words and of the answer in each turn.
+        pool: how many whole chats the KV memory holds.
+        at_once: whether all chats ask their last question together, with all that was said before it; else they are led
+            from the first turn on, one after the other.
+        budget: share of a prompt that is kept where it is evicted.
+        sides: that run.
+        rounds: how often every side runs.
+        dtype: in which the servers compute and keep the KV.
+    """
+
+    about: str
+    chats: int
+    turns: int
+    turn_len: int
+    answer_len: int
+    pool: int
+    at_once: bool = False
+    budget: float = 0.2
+    sides: tuple[str, ...] = SIDES
+    rounds: int = 3
+    dtype: str = "bfloat16"
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a whole chat."""
+        return self.turns * (self.turn_len + self.answer_len)
+
+    def kv_bytes(self) -> int:
+        """KV memory, with the one block that vLLM keeps for itself."""
+        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
+
+    def words(self, seed: int, chat: int) -> list[list[int]]:
+        """What the user says in each turn of a chat; the same to all sides."""
+        choose = random.Random(f"{seed} {chat}")
+        return [choose.choices(range(FIRST_WORD, VOCAB), k=self.turn_len) for _ in range(self.turns)]
+
+    def history(self, seed: int, chat: int) -> list[int]:
+        """A chat up to its last question, with random words for answers."""
+        choose = random.Random(f"history {seed} {chat}")
+        count = self.max_len - self.answer_len
+        return choose.choices(range(FIRST_WORD, VOCAB), k=count)
+
+
+SCENARIOS = {
+    "turns": Scenario(
+        "two chats of eight turns, in memory for both whole",
+        chats=2,
+        turns=8,
+        turn_len=1024,
+        answer_len=64,
+        pool=3,
+    ),
+    "crowd": Scenario(
+        "twelve chats ask their last question at once, in memory for three whole",
+        chats=12,
+        turns=8,
+        turn_len=1024,
+        answer_len=64,
+        pool=3,
+        at_once=True,
+        sides=(STOCK, EVICTING),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a turn brought.
+
+    Attributes:
+        first_token: seconds until the first token.
+        tokens: of the answer.
+        cached: tokens of the prompt that were found in the prefix cache.
+    """
+
+    first_token: float
+    tokens: list[int]
+    cached: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a load took on one side.
+
+    Attributes:
+        wall: seconds from the first request to the end of the last answer.
+        first_token: seconds until the first token of each request; chat after chat, turn after turn.
+        cached: tokens found in the prefix cache, over all prompts.
+        preemptions: requests that lost their KV.
+        most_running: most requests seen running at once.
+    """
+
+    wall: float
+    first_token: list[float]
+    cached: int
+    preemptions: int
+    most_running: int
+
+
+Round = dict[str, Run]
+
+
+def make_server(name: str, scenario: Scenario, side: str, threads: int) -> Server:
+    """The server of a side, not started yet."""
+    flags = [
+        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
+        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+    ]
+    if side == FULL:
+        flags += ["--kv-eviction", "full"]
+    elif side != STOCK:
+        flags += ["--kv-eviction", side, "--kv-budget", f"{scenario.budget:g}"]
+    log = SCRATCH / f"chat-{name}-{side}.log"
+    return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
+
+
+async def say(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], answer_len: int) -> Answer:
+    """Send one turn.
+
+    Raises:
+        ServerError: the answer is not complete.
+    """
+    body: dict[str, Any] = {"model": server.model, "prompt": list(prompt), "max_tokens": answer_len}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    started, first = time.perf_counter(), 0.0
+    usage: dict[str, Any] = {}
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            first = first or time.perf_counter() - started
+            for choice in event.get("choices", ()):
+                tokens += choice.get("token_ids") or ()
+            usage = event.get("usage") or usage
+    if len(tokens) != answer_len:
+        raise ServerError(f"an answer has {len(tokens)} tokens, not {answer_len}; see {server.log}")
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(first, tokens, details.get("cached_tokens") or 0)
+
+
+async def lead(
+    client: httpx.AsyncClient, server: Server, words: Sequence[Sequence[int]], answer_len: int
+) -> list[Answer]:
+    """Lead a chat from its first turn to its last."""
+    said: list[int] = []
+    answers = []
+    for new in words:
+        said += new
+        answers.append(await say(client, server, said, answer_len))
+        said += answers[-1].tokens
+    return answers
+
+
+async def watch(server: Server) -> int:
+    """The most requests seen running at once, until this is cancelled."""
+    most = 0
+    try:
+        while True:
+            most = max(most, (await server.snapshot()).running)
+            await asyncio.sleep(POLL_SECONDS)
+    except asyncio.CancelledError:
+        return most
+
+
+async def drive(server: Server, scenario: Scenario, seed: int) -> Run:
+    """Send a load to one side and wait until it has come to rest; other seeds have other words."""
+    before = await server.snapshot()
+    # To read the metrics takes some of the machine: only where it is asked how many run.
+    watching = asyncio.create_task(watch(server)) if scenario.at_once else None
+    started = time.perf_counter()
+    async with http_client(server) as client:
+        if scenario.at_once:
+            histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
+            asked = [say(client, server, prompt, scenario.answer_len) for prompt in histories]
+            answers = list(await asyncio.gather(*asked))
+        else:
+            answers = []
+            for chat in range(scenario.chats):
+                answers += await lead(client, server, scenario.words(seed, chat), scenario.answer_len)
+    wall, most = time.perf_counter() - started, 0
+    if watching is not None:
+        watching.cancel()
+        most = await watching
+    server.check()
+    after = await server.snapshot()
+    await asyncio.sleep(SETTLE_SECONDS)
+    cached = sum(answer.cached for answer in answers)
+    waits = [answer.first_token for answer in answers]
+    return Run(wall, waits, cached, after.preemptions - before.preemptions, most)
+
+
+async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]:
+    """All rounds; of each the runs by side."""
+    rounds = []
+    async with AsyncExitStack() as stack:
+        servers = {}
+        for side in scenario.sides:
+            bench.say(f"{name}, {side}: starting")
+            server = make_server(name, scenario, side, bench.threads)
+            servers[side] = await stack.enter_async_context(server)
+            await drive(servers[side], replace(scenario, chats=1, turns=min(scenario.turns, 2)), -1)
+        for number in range(scenario.rounds):
+            first = number % len(scenario.sides)
+            runs = {}
+            for side in scenario.sides[first:] + scenario.sides[:first]:
+                bench.say(f"{name}, round {number + 1}, {side}")
+                runs[side] = await drive(servers[side], scenario, number)
+                bench.bar.advance(bench.task)
+            rounds.append(runs)
+    return rounds
+
+
+def later_wait(scenario: Scenario, run: Run) -> float:
+    """Median seconds until the first token of all turns but each chat's first."""
+    return median(wait for index, wait in enumerate(run.first_token) if index % scenario.turns)
+
+
+def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
+    """What the scenario should reach, and what it did."""
+
+    def ratio(what: Callable[[Run], float], side: str) -> Estimate:
+        return paired_ratio([what(one[side]) for one in rounds], [what(one[STOCK]) for one in rounds])
+
+    if name == "crowd":
+        return [Target("chats at once, over stock", ratio(lambda run: run.most_running, EVICTING), 2.0)]
+
+    def wait(run: Run) -> float:
+        return later_wait(scenario, run)
+
+    first = "time to first token from the second turn on, over stock"
+    return [
+        Target("all turns, full, over stock", ratio(lambda run: run.wall, FULL), 1.1, True),
+        Target(f"{first}, full", ratio(wait, FULL), 1.1, True),
+        Target(f"{first}, {EVICTING}", ratio(wait, EVICTING), 1.3, True),
+    ]
+
+
+def table(title: str, scenario: Scenario, rounds: Sequence[Round]) -> Table:
+    """Medians over the rounds."""
+    result = Table(title=title)
+    for column in ("", "seconds", "first token, median s", "found", "preempted", "at once"):
+        result.add_column(column, justify="right" if column else "left")
+    for side in scenario.sides:
+        runs = [one[side] for one in rounds]
+        result.add_row(
+            side,
+            f"{median(run.wall for run in runs):.1f}",
+            f"{median(median(run.first_token) for run in runs):.3f}",
+            f"{median(run.cached for run in runs):.0f}",
+            f"{median(run.preemptions for run in runs):.0f}",
+            f"{median(run.most_running for run in runs):.0f}" if scenario.at_once else "-",
+        )
+    return result
+
+
+SIZES = {
+    "chats": "how many",
+    "turns": "of each",
+    "turn_len": "tokens of the user's words in each",
+    "answer_len": "tokens of each answer",
+    "pool": "whole chats that the KV memory holds",
+    "rounds": "how often every side runs",
+}
+"""What of a scenario can be changed."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
+    """Read the command line: the options, and what to run by name."""
+    epilog = " ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items())
+    epilog += f" Targets are judged at the scenario's own sizes, from {LEAST_ROUNDS} rounds on."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chat", description=__doc__, epilog=epilog)
+    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)} (default: all)")
+    for name, text in SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
+    add_dtype(parser)
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
+    parser.add_argument("--name", help="of the records, followed by the scenario's (default: chat)")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.scenario if name not in SCENARIOS]
+    if unknown:
+        parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(SCENARIOS)}")
+    given = {name: getattr(arguments, name) for name in (*SIZES, "dtype")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    chosen = arguments.scenario or list(SCENARIOS)
+    return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
+
+
+def summary(name: str, scenario: Scenario, rounds: list[Round], console: Console) -> dict[str, Any]:
+    """Print what a scenario showed; what its record says."""
+    own = SCENARIOS[name]
+    console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", scenario, rounds))
+    is_judged = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+    return {
+        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
+        "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
+        "targets": show_targets(console, figures(name, scenario, rounds) if is_judged else []),
+    }
+
+
+async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
+    """Run everything; print and save each scenario as soon as it is done."""
+    console = Console(width=WIDTH)
+    load_average = warn_if_busy(console)
+    runs = sum(len(scenario.sides) * scenario.rounds for scenario in scenarios.values())
+    bench = Bench(arguments.threads, runs)
+    with bench.bar:
+        for name, scenario in scenarios.items():
+            rounds = await run_rounds(bench, name, scenario)
+            content = {
+                "threads": arguments.threads,
+                "load_average_at_start": load_average,
+                "scenarios": {name: summary(name, scenario, rounds, console)},
+            }
+            base = f"chat-{name}"
+            file = f"{arguments.name}-{name}" if arguments.name else record_name(base, arguments.dtype)
+            console.print(f"written to {save(file, record('chat', content))}")
+        bench.say("done")
+
+
+def main() -> int:
+    """Run the scenarios; the exit code."""
+    return run_benchmark(measure(*parse_arguments()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The loads of the chat benchmark, how answers are read, and its verdict; no server is started."""
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from rich.console import Console
+
+from benchmarks.chat import (
+    EVICTING,
+    FULL,
+    SCENARIOS,
+    SIDES,
+    STOCK,
+    Run,
+    figures,
+    later_wait,
+    lead,
+    make_server,
+    parse_arguments,
+    say,
+    table,
+)
+from benchmarks.harness.server import ServerError
+
+
+def test_chats_share_nothing_and_sides_hear_the_same():
+    scenario = replace(SCENARIOS["turns"], turn_len=20)
+    words = scenario.words(1, 0)
+    assert [len(turn) for turn in words] == [20] * 8 and words == scenario.words(1, 0)
+    assert words[0] != scenario.words(1, 1)[0] and words[0] != scenario.words(2, 0)[0]
+    assert len(scenario.history(1, 0)) == scenario.max_len - scenario.answer_len
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_sides_differ_in_eviction_alone(name, monkeypatch):
+    monkeypatch.setattr("benchmarks.chat.model", lambda max_len: Path("m"))
+    flags = {}
+    for side in SIDES:
+        command = make_server(name, SCENARIOS[name], side, 1).command
+        flags[side] = [word for word in command if not word.isdigit()]
+    assert flags[FULL] == flags[STOCK] + ["--kv-eviction", "full"]
+    assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+
+
+def run(first: list[float], wall: float = 10.0, most_running: int = 0) -> Run:
+    return Run(wall, first, cached=0, preemptions=0, most_running=most_running)
+
+
+def test_the_first_turn_of_a_chat_does_not_count():
+    scenario = replace(SCENARIOS["turns"], turns=3)
+    assert later_wait(scenario, run([9.0, 1.0, 2.0, 9.0, 3.0, 4.0])) == 2.5
+
+
+def test_verdict_on_turns():
+    def verdict(full: float, evicting: float) -> list[bool]:
+        waits = {STOCK: 1.0, FULL: full, EVICTING: evicting}
+        one = {side: run(([5.0] + [wait] * 7) * 2, 10 * wait) for side, wait in waits.items()}
+        return [target.met for target in figures("turns", SCENARIOS["turns"], [one] * 3)]
+
+    assert verdict(1.05, 1.25) == [True] * 3
+    assert verdict(1.15, 1.35) == [False] * 3
+
+
+def test_verdict_on_a_crowd():
+    for most, met in ((6, True), (5, False)):
+        one = {STOCK: run([1.0], most_running=3), EVICTING: run([1.0], most_running=most)}
+        assert [x.met for x in figures("crowd", SCENARIOS["crowd"], [one] * 3)] == [met]
+    console = Console(file=io.StringIO(), width=130)
+    console.print(table("crowd", SCENARIOS["crowd"], [one] * 3))
+    assert "at once" in console.file.getvalue()
+
+
+def test_command_line():
+    assert list(parse_arguments([])[1]) == list(SCENARIOS)
+    _, scenarios = parse_arguments(["turns", "--rounds", "1", "--turn-len", "64", "--dtype", "float32"])
+    assert scenarios == {"turns": replace(SCENARIOS["turns"], rounds=1, turn_len=64, dtype="float32")}
+    with pytest.raises(SystemExit):
+        parse_arguments(["nothing"])
+
+
+def client_of(sent: list[dict]) -> httpx.AsyncClient:
+    """A server that answers with the prompt's length and the tokens after it, and has cached one less."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        count = len(sent[-1]["prompt"])
+        events = [{"choices": [{"token_ids": [count + index]}]} for index in range(2)]
+        details = {"cached_tokens": count - 1}
+        events.append({"choices": [], "usage": {"prompt_tokens_details": details}})
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return httpx.Response(200, text=lines)
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x")
+
+
+SERVER = SimpleNamespace(model="m", log="log")
+
+
+def test_each_turn_goes_on_with_its_own_answers():
+    sent: list[dict] = []
+
+    async def chat():
+        async with client_of(sent) as client:
+            return await lead(client, SERVER, [[1, 1], [2]], 2)
+
+    answers = asyncio.run(chat())
+    assert [one["prompt"] for one in sent] == [[1, 1], [1, 1, 2, 3, 2]]
+    assert [answer.tokens for answer in answers] == [[2, 3], [5, 6]]
+    assert [answer.cached for answer in answers] == [1, 4]
+
+
+def test_an_answer_that_is_not_complete_is_an_error():
+    async def one():
+        async with client_of([]) as client:
+            return await say(client, SERVER, [1], 3)
+
+    with pytest.raises(ServerError, match="an answer has 2 tokens, not 3"):
+        asyncio.run(one())
