@@ -1,8 +1,8 @@
 """Segments: uncompressed pages of a part of a prompt that belong to no request, and that requests begin with.
 
-A prompt's KV is the same for every request that begins with the same tokens, until it is evicted. So what a request
-has computed is frozen before that: whole columns of its page table become segments, each the child of the one before it,
-and the request goes on with the same pages, borrowed.
+A prompt's KV is the same for every request that begins with the same tokens, until it is evicted. So it is frozen
+before that: whole columns of a request's page table become segments, each the child of the one before it, and the
+request goes on with the same pages, borrowed.
 
     tokens                0        1024       2048    2304
     segments              |   1     |    2     |  3   |                   rows equally long, all pages full

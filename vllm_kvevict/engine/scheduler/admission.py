@@ -239,23 +239,16 @@ class AdmissionControl:
         self.let_copy(account)
 
     def let_copy(self, account: Account) -> None:
-        """Let an account's pages stay with segments when it is evicted."""
-        plan, after = account.plan, [0] * len(account.lent)
-        if plan.evict_at is not None:
+        """Let an account's pages stay with segments when it is evicted: it then holds copies of what it keeps."""
+        plan, n = account.plan, account.plan.evict_at
+        until = self.bounds.until_read(plan, n or account.prefill_len, False)
+        account.peak = [pages - lent for pages, lent in zip(until, account.lent, strict=True)]
+        if n is not None:
             account.by_layer = False
-            account.copies = self.bounds.after_eviction(plan, plan.evict_at)
-            after = self._after_replay(account)
-        until = self.bounds.until_read(plan, plan.evict_at or account.prefill_len, False)
-        copies = account.copies or [0] * len(until)
-        reading = [sum(pages) for pages in zip(until, copies, strict=True)]
-        reading = [pages - lent for pages, lent in zip(reading, account.lent, strict=True)]
-        account.peak = [max(pair) for pair in zip(reading, after, strict=True)]
-
-    def _after_replay(self, account: Account) -> list[int]:
-        """The most pages of each rank that an account holds once it is evicted and read."""
-        if account.replayed is None:
-            return self.bounds.after_eviction(account.plan, account.prefill_len)
-        return [count.at(max(account.prefill_len, count.tokens)) for count in account.replayed]
+            account.copies = self.bounds.after_eviction(plan, n)
+            with_copies = [sum(pages) for pages in zip(account.peak, account.copies, strict=True)]
+            after = self._after_eviction(plan, account.prefill_len, account.replayed)
+            account.peak = [max(pair) for pair in zip(with_copies, after, strict=True)]
 
     def peaks(
         self, plan: Plan, tokens: int, by_layer: bool, replayed: Sequence[PageCount] | None
@@ -263,10 +256,16 @@ class AdmissionControl:
         """The most pages that reading ``tokens`` tokens takes on each rank."""
         if replayed is None or plan.evict_at is None:
             return self.bounds.until_read(plan, tokens, by_layer)
-        # What a replay holds after its eviction is no guess.
         until = self.bounds.until_read(plan, plan.evict_at, by_layer)
-        after = [count.at(max(tokens, count.tokens)) for count in replayed]
+        after = self._after_eviction(plan, tokens, replayed)
         return [max(pair) for pair in zip(until, after, strict=True)]
+
+    def _after_eviction(self, plan: Plan, tokens: int, replayed: Sequence[PageCount] | None) -> list[int]:
+        """The most pages of each rank that a request holds at ``tokens`` tokens, its eviction done."""
+        if replayed is None:
+            return self.bounds.after_eviction(plan, tokens)
+        # What a replay holds after its eviction is no guess.
+        return [count.at(max(tokens, count.tokens)) for count in replayed]
 
     def can_ever_fit(self, account: Account) -> bool:
         """Whether empty pools could hold the request until it is read, in this way or in one step."""
