@@ -66,8 +66,8 @@ def make_ledger(
     ledger = PageLedger(
         _cache_config(2),
         longest,
-        PAGE,
-        PAGE,
+        scheduler_block_size=PAGE,
+        hash_block_size=PAGE,
         enable_caching=cached,
         options=options,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
