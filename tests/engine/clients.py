@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import httpx
@@ -36,6 +37,15 @@ def eventually(condition, patience=30.0):
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return result
+
+
+def idle(server) -> bool:
+    """Whether the server holds nothing but cached prefixes."""
+    numbers = server.metrics()
+    usage = re.search(r"^vllm:kv_cache_usage_perc.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)
+    cached = numbers['cached_pages{rank="0"}'] + numbers['cached_uncompressed_pages{rank="0"}']
+    held = numbers['physical_pages{rank="0"}'] - cached
+    return held == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
 
 
 def chat(client, fields, stream=False):

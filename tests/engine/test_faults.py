@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.engine.clients import complete, eventually, text_of, words
+from tests.engine.clients import complete, eventually, idle, text_of, words
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -147,7 +147,7 @@ def test_answers_outgrow_the_pool(server):
         assert preemptions(server) > 0
         for index in (0, 4, 9):  # the youngest was preempted if anyone was
             assert text_of(client, prompts[index], 400) == together[index].text
-    assert eventually(lambda: server.metrics()['physical_pages{rank="0"}'] == 0)
+    assert eventually(lambda: idle(server))
     assert "Traceback" not in server.log
 
 

@@ -11,7 +11,17 @@ import httpx
 import openai
 import pytest
 
-from tests.engine.clients import chat, complete, completions, eventually, messages, responses, text_of, words
+from tests.engine.clients import (
+    chat,
+    complete,
+    completions,
+    eventually,
+    idle,
+    messages,
+    responses,
+    text_of,
+    words,
+)
 from tests.engine.serving import Server, log_evictions
 from vllm_kvevict.policies import available
 
@@ -44,15 +54,6 @@ def server(models, tmp_path_factory):
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
         yield client
-
-
-def idle(server) -> bool:
-    """Whether the server holds nothing but cached prefixes."""
-    numbers = server.metrics()
-    usage = re.search(r"^vllm:kv_cache_usage_perc.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)
-    cached = numbers['cached_pages{rank="0"}'] + numbers['cached_uncompressed_pages{rank="0"}']
-    held = numbers['physical_pages{rank="0"}'] - cached
-    return held == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
 
 
 # What is done, and what is reported of it.
