@@ -550,6 +550,15 @@ def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
         steps(simulation, 3)
 
 
+def test_a_segment_that_a_rank_has_lost_is_noticed() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 30))
+    steps(simulation, 5)
+    number, _ = simulation.workers.segments.popitem()
+    with pytest.raises(RuntimeError, match=f"rank 0 holds 0 pages of segment {number}, the ledger expects"):
+        steps(simulation, 3)
+
+
 # Anything at once.
 
 

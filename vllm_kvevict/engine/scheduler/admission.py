@@ -22,6 +22,9 @@ from vllm_kvevict.schedules.sums import HeadDims
 PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
 
+STEPS_AHEAD = 3
+"""Steps that may be dispatched before what the first of them evicts is reported, and one more."""
+
 
 Need = tuple[list[int], list[int]]
 """What a request takes of each rank: pages that it holds, and pages that are kept free for the rest of its prefill."""
@@ -52,7 +55,8 @@ class Account:
         segment: the last of the segments that it borrows pages of.
         lent: pages of each rank that it borrows.
         copies: the most pages of each rank that copies of what it keeps take, from its eviction's step until that is
-            reported, since its own pages stay with segments; None where it is evicted in place.
+            reported, since its own pages stay with segments; the first tokens of its answer have room in them. None
+            where it is evicted in place.
     """
 
     plan: Plan
@@ -108,6 +112,15 @@ class Account:
         """Whether it is not known how much it holds once it is evicted, until that is reported: it does not hold all
         that was read, or it holds copies besides."""
         return self.by_layer or self.copies is not None or not self.plan.schedule.holds_whole_prompt
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether a step more takes no more pages than its bound, though its eviction is not reported."""
+        if not self.bounded:
+            return True
+        if self.copies is None or self.is_reading:
+            return False
+        return self.tokens < self.counts[0].tokens + STEPS_AHEAD
 
     @property
     def is_lasting(self) -> bool:
@@ -245,7 +258,7 @@ class AdmissionControl:
         account.peak = [pages - lent for pages, lent in zip(until, account.lent, strict=True)]
         if n is not None:
             account.by_layer = False
-            account.copies = self.bounds.after_eviction(plan, n)
+            account.copies = self.bounds.after_eviction(plan, n + STEPS_AHEAD)
             with_copies = [sum(pages) for pages in zip(account.peak, account.copies, strict=True)]
             after = self._after_eviction(plan, account.prefill_len, account.replayed)
             account.peak = [max(pair) for pair in zip(with_copies, after, strict=True)]

@@ -224,12 +224,20 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
         account.undecided = bool(account.to_repeat) or schedule.decides_across_stages(self.bounds.num_stages)
         if account.bounded:
-            # Until the reports come, all that is known is that rows may end anywhere in a page.
-            used = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
-            account.counts = [
-                PageCount.from_residues(pages, tokens, [capacity.rows] + [0] * (self.options.page_size - 1))
-                for pages, capacity in zip(used, self.capacities, strict=True)
-            ]
+            account.counts = self._bounds_until_reported(account, tokens)
+
+    def _bounds_until_reported(self, account: Account, tokens: int) -> list[PageCount]:
+        """Counts of an account that do not say where its rows end.
+
+        Any row may need a page for its next token. Copies have room for some more tokens, so that their rows count as
+        if they had just begun a page.
+        """
+        residues = [0] * self.options.page_size
+        counts = []
+        for held, lent, capacity in zip(account.held, account.lent, self.capacities, strict=True):
+            residues[0 if account.copies is None else 1 % len(residues)] = capacity.rows
+            counts.append(PageCount.from_residues(held + lent, tokens, residues))
+        return counts
 
     def next_repeat(self) -> str | None:
         """The request whose prompt a step may go on to repeat: of the most urgent ones the first to be admitted."""
@@ -480,7 +488,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         That is what it keeps; or, where it never held all that was read, what it holds.
         """
         account = self.accounts.get(request_id)
-        return account is not None and (account.undecided or (account.bounded and bool(account.unreported)))
+        if account is None:
+            return False
+        return account.undecided or (bool(account.unreported) and not account.may_go_ahead)
 
     @property
     def awaits_reports(self) -> bool:
@@ -511,27 +521,34 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
                     f"kv eviction check: rank {rank} holds {pages} pages of request {request_id} at {tokens} "
                     f"tokens, the ledger expects {expected}"
                 )
+        self._verify_prefixes(rank, actual.prefixes)
+        total = sum(account.held[index] for account in self.accounts.values())
+        if total != self.used[index]:
+            raise RuntimeError(
+                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.used[index]}"
+            )
+
+    def _verify_prefixes(self, rank: int, actual: Mapping[int, int]) -> None:
+        """Compare cached prefixes with what a rank really holds: pages by number."""
+        index = self.ranks.index(rank)
         for prefix in self.prefixes.all_stored:
-            pages = actual.prefixes.get(prefix.number, 0)
+            pages = actual.get(prefix.number, 0)
             if prefix.is_ready and pages != prefix.held[index]:
                 raise RuntimeError(
                     f"kv eviction check: rank {rank} holds {pages} pages of cached prefix {prefix.number}, the ledger "
                     f"expects {prefix.held[index]}"
                 )
         for segment in self.segments:
-            expected = segment.columns * self.capacities[index].rows
+            expected, pages = segment.columns * self.capacities[index].rows, actual.get(segment.number, 0)
             # A step in flight may make it.
-            frozen = actual.prefixes.get(segment.number, expected)
-            if frozen != expected:
+            is_yet_to_come = not pages and rank not in segment.seen_on
+            if pages != expected and not is_yet_to_come:
                 raise RuntimeError(
-                    f"kv eviction check: rank {rank} holds {frozen} pages of segment {segment.number}, the ledger "
+                    f"kv eviction check: rank {rank} holds {pages} pages of segment {segment.number}, the ledger "
                     f"expects {expected}"
                 )
-        total = sum(account.held[index] for account in self.accounts.values())
-        if total != self.used[index]:
-            raise RuntimeError(
-                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.used[index]}"
-            )
+            if pages:
+                segment.seen_on.add(rank)
 
     # The rest of the block manager's interface.
 

@@ -29,6 +29,7 @@ class Segment:
         lasting: those of them that are never evicted and use it to their end.
         children: segments that follow it.
         is_forgotten: whether no further request may begin with it.
+        seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Segment:
     lasting: int = 0
     children: int = 0
     is_forgotten: bool = False
+    seen_on: set[int] = field(default_factory=set)
 
     @property
     def columns(self) -> int:

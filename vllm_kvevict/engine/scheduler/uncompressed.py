@@ -10,15 +10,14 @@ else needs them.
 
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.engine.scheduler.admission import Account, Need
+from vllm.utils.math_utils import cdiv
+
+from vllm_kvevict.engine.scheduler.admission import STEPS_AHEAD, Account, Need
 from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-STEPS_AHEAD = 3
-"""Steps that may be dispatched before what the first of them evicts is reported, and one more."""
 
 PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
@@ -96,7 +95,7 @@ class UncompressedPrefixes(LedgerState):
             return False
         if account.is_lasting or account.copies is not None:
             return True
-        copies = self.bounds.after_eviction(account.plan, account.plan.evict_at or 0)
+        copies = self.bounds.after_eviction(account.plan, (account.plan.evict_at or 0) + STEPS_AHEAD)
         idle = self._idle_pages()
         return all(more <= free for more, free in zip(copies, idle, strict=True))
 
@@ -143,22 +142,33 @@ class UncompressedPrefixes(LedgerState):
         return True
 
     def _needed_soon(self, request: "Request", account: Account) -> list[int]:
-        """Pages of each rank that others may need within the next steps: to grow, or to begin."""
+        """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
+        that begin have been read."""
+        soon = self._may_begin_soon(request)
+        unread = sum(other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading)
+        unread += sum(other.num_tokens for other in soon)
+        steps = STEPS_AHEAD + cdiv(unread, self.control.step_tokens)
         pages = [0] * len(self.ranks)
-        for other in self.accounts.values():
-            if other is not account and not other.is_reading:
-                for index, count in enumerate(other.counts):
-                    tokens = max(other.tokens, count.tokens)
-                    pages[index] += count.at(tokens + STEPS_AHEAD) - count.at(tokens)
-        step = self.control.step_tokens
-        for other_request in self.waiting_requests():
-            if other_request is not request and not self._waits_for(other_request, request):
-                peak = self._least_peak(other_request)
-                pages = [sum(pair) for pair in zip(pages, peak, strict=True)]
-                step -= other_request.num_tokens
-            if step <= 0:
-                break
+        for other in soon:
+            peak = self.bounds.until_read(self.plan(other), other.num_tokens, False)
+            pages = [sum(pair) for pair in zip(pages, peak, strict=True)]
+        for running in self.accounts.values():
+            if running is not account and not running.is_reading:
+                for index, count in enumerate(running.counts):
+                    tokens = max(running.tokens, count.tokens)
+                    pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
+
+    def _may_begin_soon(self, request: "Request") -> list["Request"]:
+        """Waiting requests that the next steps have tokens for, but those to which ``request`` leaves segments."""
+        found, left = [], STEPS_AHEAD * self.control.step_tokens
+        for waiting in self.waiting_requests():
+            if left <= 0:
+                break
+            if waiting is not request and not self._waits_for(waiting, request):
+                found.append(waiting)
+                left -= waiting.num_tokens
+        return found
 
     def _waits_for(self, waiting: "Request", request: "Request") -> bool:
         """Whether a request that is not admitted will begin with what another one leaves."""
@@ -166,11 +176,6 @@ class UncompressedPrefixes(LedgerState):
         known = self._units(request, self.plan(request).leaves(request.num_tokens))
         shared = min(units, known)
         return shared > 0 and self._keys_of(waiting)(shared) == self._keys_of(request)(shared)
-
-    def _least_peak(self, request: "Request") -> list[int]:
-        """The most pages of each rank that a request needs until it is read, in the way that takes least."""
-        plan, tokens = self.plan(request), request.num_tokens
-        return self.bounds.until_read(plan, tokens, self.bounds.gains_from_one_step(plan))
 
     def leave_segments(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
