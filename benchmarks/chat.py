@@ -20,11 +20,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
+from benchmarks.harness import command
+from benchmarks.harness.bench import Bench
 from benchmarks.harness.documents import http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS
-from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
-from benchmarks.harness.options import add_dtype, whole
+from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
 from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
@@ -313,61 +313,26 @@ SIZES = {
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
     """Read the command line: the options, and what to run by name."""
-    epilog = " ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items())
-    epilog += f" Targets are judged at the scenario's own sizes, from {LEAST_ROUNDS} rounds on."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chat", description=__doc__, epilog=epilog)
-    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)} (default: all)")
-    for name, text in SIZES.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
-    add_dtype(parser)
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument("--name", help="of the records, followed by the scenario's (default: chat)")
-    arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.scenario if name not in SCENARIOS]
-    if unknown:
-        parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(SCENARIOS)}")
-    given = {name: getattr(arguments, name) for name in (*SIZES, "dtype")}
-    changes = {name: value for name, value in given.items() if value is not None}
-    chosen = arguments.scenario or list(SCENARIOS)
-    return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
+    return command.parse("chat", __doc__, SCENARIOS, SIZES, argv)
 
 
 def summary(name: str, scenario: Scenario, rounds: list[Round], console: Console) -> dict[str, Any]:
     """Print what a scenario showed; what its record says."""
     own = SCENARIOS[name]
     console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", scenario, rounds))
-    is_judged = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+    targets = figures(name, scenario, rounds) if command.is_judged(scenario, own, rounds) else []
     return {
         "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
         "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
-        "targets": show_targets(console, figures(name, scenario, rounds) if is_judged else []),
+        "targets": show_targets(console, targets),
     }
-
-
-async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
-    """Run everything; print and save each scenario as soon as it is done."""
-    console = Console(width=WIDTH)
-    load_average = warn_if_busy(console)
-    runs = sum(len(scenario.sides) * scenario.rounds for scenario in scenarios.values())
-    bench = Bench(arguments.threads, runs)
-    with bench.bar:
-        for name, scenario in scenarios.items():
-            rounds = await run_rounds(bench, name, scenario)
-            content = {
-                "threads": arguments.threads,
-                "load_average_at_start": load_average,
-                "scenarios": {name: summary(name, scenario, rounds, console)},
-            }
-            base = f"chat-{name}"
-            file = f"{arguments.name}-{name}" if arguments.name else record_name(base, arguments.dtype)
-            console.print(f"written to {save(file, record('chat', content))}")
-        bench.say("done")
 
 
 def main() -> int:
     """Run the scenarios; the exit code."""
-    return run_benchmark(measure(*parse_arguments()))
+    arguments, scenarios = parse_arguments()
+    runs = sum(len(scenario.sides) * scenario.rounds for scenario in scenarios.values())
+    return run_benchmark(command.measure("chat", arguments, scenarios, runs, run_rounds, summary))
 
 
 if __name__ == "__main__":

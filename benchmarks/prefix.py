@@ -13,18 +13,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
+from benchmarks.harness import command
+from benchmarks.harness.bench import Bench
 from benchmarks.harness.documents import ask, http_client
 from benchmarks.harness.load import PAGE, SETTLE_SECONDS
-from benchmarks.harness.measure import Estimate, paired_ratio, record, record_name, save, warn_if_busy
-from benchmarks.harness.options import add_dtype, whole
+from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.scenarios import (
     BLOCK,
     KV_HEADS,
@@ -406,24 +406,7 @@ SIZES = {
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
     """Read the command line: the options, and what to run by name."""
-    epilog = " ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items())
-    epilog += " Targets are judged at the scenario's own sizes, from three rounds on."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__, epilog=epilog)
-    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)} (default: all)")
-    for name, text in SIZES.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
-    add_dtype(parser)
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument("--name", help="of the records, followed by the scenario's (default: prefix)")
-    arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.scenario if name not in SCENARIOS]
-    if unknown:
-        parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(SCENARIOS)}")
-    given = {name: getattr(arguments, name) for name in (*SIZES, "dtype")}
-    changes = {name: value for name, value in given.items() if value is not None}
-    chosen = arguments.scenario or list(SCENARIOS)
-    return arguments, {name: replace(SCENARIOS[name], **changes) for name in chosen}
+    return command.parse("prefix", __doc__, SCENARIOS, SIZES, argv)
 
 
 def summary(
@@ -433,46 +416,23 @@ def summary(
     own = SCENARIOS[name]
     title = f"{name}: {scenario.about}, {scenario.policy}, budget {scenario.budget:g}"
     console.print(table(title, rounds))
-    is_judged = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+    targets = figures(name, scenario, rounds) if command.is_judged(scenario, own, rounds) else []
     return {
         "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
         "rounds": [
             {phase: {side: asdict(run) for side, run in by_side.items()} for phase, by_side in one.items()}
             for one in rounds
         ],
-        "targets": show_targets(console, figures(name, scenario, rounds) if is_judged else []),
+        "targets": show_targets(console, targets),
     }
-
-
-def file_name(scenario: str, arguments: argparse.Namespace) -> str:
-    """Of a scenario's record."""
-    base = f"prefix-{scenario}"
-    return f"{arguments.name}-{scenario}" if arguments.name else record_name(base, arguments.dtype)
-
-
-async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
-    """Run everything; print and save each scenario as soon as it is done."""
-    console = Console(width=WIDTH)
-    load_average = warn_if_busy(console)
-    turns = {name: sum(map(len, phases(name, scenario).values())) for name, scenario in scenarios.items()}
-    runs = sum(turns[name] * scenario.rounds for name, scenario in scenarios.items())
-    bench = Bench(arguments.threads, runs)
-    with bench.bar:
-        for name, scenario in scenarios.items():
-            rounds = await run_rounds(bench, name, scenario)
-            content = {
-                "threads": arguments.threads,
-                "load_average_at_start": load_average,
-                "scenarios": {name: summary(name, scenario, rounds, console)},
-            }
-            path = save(file_name(name, arguments), record("prefix", content))
-            console.print(f"written to {path}")
-        bench.say("done")
 
 
 def main() -> int:
     """Run the scenarios; the exit code."""
-    return run_benchmark(measure(*parse_arguments()))
+    arguments, scenarios = parse_arguments()
+    turns = {name: sum(map(len, phases(name, scenario).values())) for name, scenario in scenarios.items()}
+    runs = sum(turns[name] * scenario.rounds for name, scenario in scenarios.items())
+    return run_benchmark(command.measure("prefix", arguments, scenarios, runs, run_rounds, summary))
 
 
 if __name__ == "__main__":
