@@ -6,7 +6,6 @@ was said before, with the side's own answers, and new words of the user.
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -22,11 +21,11 @@ from rich.table import Table
 
 from benchmarks.harness import command
 from benchmarks.harness.bench import Bench
-from benchmarks.harness.documents import http_client
+from benchmarks.harness.documents import Answer, ask, http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
-from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
+from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 FULL, EVICTING = "full", "ada-snapkv"
@@ -107,21 +106,6 @@ SCENARIOS = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a turn brought.
-
-    Attributes:
-        first_token: seconds until the first token.
-        tokens: of the answer.
-        cached: tokens of the prompt that were found in the prefix cache.
-    """
-
-    first_token: float
-    tokens: list[int]
-    cached: int
-
-
-@dataclass(frozen=True)
 class Run:
     """What a load took on one side.
 
@@ -158,33 +142,6 @@ def make_server(name: str, scenario: Scenario, side: str, threads: int) -> Serve
     return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
 
 
-async def say(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], answer_len: int) -> Answer:
-    """Send one turn.
-
-    Raises:
-        ServerError: the answer is not complete.
-    """
-    body: dict[str, Any] = {"model": server.model, "prompt": list(prompt), "max_tokens": answer_len}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    started, first = time.perf_counter(), 0.0
-    usage: dict[str, Any] = {}
-    tokens: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            first = first or time.perf_counter() - started
-            for choice in event.get("choices", ()):
-                tokens += choice.get("token_ids") or ()
-            usage = event.get("usage") or usage
-    if len(tokens) != answer_len:
-        raise ServerError(f"an answer has {len(tokens)} tokens, not {answer_len}; see {server.log}")
-    details = usage.get("prompt_tokens_details") or {}
-    return Answer(first, tokens, details.get("cached_tokens") or 0)
-
-
 async def lead(
     client: httpx.AsyncClient, server: Server, words: Sequence[Sequence[int]], answer_len: int
 ) -> list[Answer]:
@@ -193,7 +150,7 @@ async def lead(
     answers = []
     for new in words:
         said += new
-        answers.append(await say(client, server, said, answer_len))
+        answers.append(await ask(client, server, said, None, answer_len))
         said += answers[-1].tokens
     return answers
 
@@ -218,7 +175,7 @@ async def drive(server: Server, scenario: Scenario, seed: int) -> Run:
     async with http_client(server) as client:
         if scenario.at_once:
             histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
-            asked = [say(client, server, prompt, scenario.answer_len) for prompt in histories]
+            asked = [ask(client, server, prompt, None, scenario.answer_len) for prompt in histories]
             answers = list(await asyncio.gather(*asked))
         else:
             answers = []

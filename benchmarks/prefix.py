@@ -250,7 +250,7 @@ async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]
         sum(map(len, prompts)) - sum(answer.cached for answer in answers),
         sum(answer.cached > 0 for answer in answers),
         after.preemptions - before.preemptions,
-        sum(answer.tokens for answer in answers),
+        sum(len(answer.tokens) for answer in answers),
         after.cached_pages / max(after.cached_prefixes, 1),
     )
 

@@ -14,16 +14,16 @@ from benchmarks.harness.server import Server, ServerError
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question took.
+    """What a question brought.
 
     Attributes:
         first_token: seconds until the first token.
-        tokens: of the answer.
+        tokens: ids of the answer.
         cached: tokens of the prompt that were found in the prefix cache.
     """
 
     first_token: float
-    tokens: int
+    tokens: list[int]
     cached: int
 
 
@@ -49,22 +49,27 @@ async def ask(
         ServerError: the answer is not complete.
     """
     body: dict[str, Any] = {"model": server.model, "prompt": list(prompt), "max_tokens": output_len}
-    body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     if document_len is not None:
         body["vllm_xargs"] = {"kv_prefix_len": document_len}
-    started, first, usage = time.perf_counter(), 0.0, None
+    started, first = time.perf_counter(), 0.0
+    usage: dict[str, Any] = {}
+    tokens: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
             first = first or time.perf_counter() - started
+            for choice in event.get("choices", ()):
+                tokens += choice.get("token_ids") or ()
             usage = event.get("usage") or usage
-    if usage is None or usage["completion_tokens"] != output_len:
-        raise ServerError(f"an answer is not complete ({usage}); see {server.log}")
+    if len(tokens) != output_len:
+        raise ServerError(f"an answer has {len(tokens)} tokens, not {output_len}; see {server.log}")
     # Told only where the server was started with --enable-prompt-tokens-details.
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(first, output_len, details.get("cached_tokens") or 0)
+    return Answer(first, tokens, details.get("cached_tokens") or 0)
 
 
 def waits_table(document_len: int, answers: Sequence[Answer]) -> Table:

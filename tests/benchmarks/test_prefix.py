@@ -134,7 +134,7 @@ def test_command_line():
 
 # Answers.
 
-TOKEN = {"choices": [{"text": " w1"}]}
+TOKEN = {"choices": [{"text": " w1", "token_ids": [1]}]}
 USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 40}}}
 
 
@@ -157,17 +157,16 @@ def answer_of(*events, document_len: int | None = 2) -> Answer:
 
 
 def test_what_an_answer_tells():
-    answer = answer_of(TOKEN, TOKEN, USAGE)
-    assert (answer.tokens, answer.cached) == (3, 40) and 0 < answer.first_token < 60
-    assert answer_of(TOKEN, {"choices": [], "usage": {"completion_tokens": 3}}).cached == 0
-    assert answer_of(TOKEN, USAGE, document_len=None).cached == 40
-    for events in ((TOKEN,), (TOKEN, {"choices": [], "usage": {"completion_tokens": 2}})):
-        with pytest.raises(ServerError, match="not complete"):
-            answer_of(*events)
+    answer = answer_of(TOKEN, TOKEN, TOKEN, USAGE)
+    assert (answer.tokens, answer.cached) == ([1, 1, 1], 40) and 0 < answer.first_token < 60
+    assert answer_of(TOKEN, TOKEN, TOKEN).cached == 0
+    assert answer_of(TOKEN, TOKEN, TOKEN, USAGE, document_len=None).cached == 40
+    with pytest.raises(ServerError, match="an answer has 2 tokens, not 3"):
+        answer_of(TOKEN, TOKEN, USAGE)
 
 
 def test_the_demo_shows_what_each_question_waited():
     console = Console(file=io.StringIO(), width=120)
-    console.print(waits_table(2032, [Answer(1.25, 1, 0), Answer(0.05, 1, 2032)]))
+    console.print(waits_table(2032, [Answer(1.25, [1], 0), Answer(0.05, [1], 2032)]))
     for part in ("2 questions about one document of 2,032 tokens", "1.250 s", "0.050 s", "2,032 "):
         assert part in console.file.getvalue()

@@ -15,6 +15,9 @@ from vllm_kvevict.policies import EvictionConfig, available
 BLOCK = 128
 """Of vLLM on a CPU."""
 
+DOCUMENT = 300
+"""Tokens of a document."""
+
 NEVER = ("take", "h2o", "compactor", "expected-attention")
 """Policies that must read their whole prompt."""
 
@@ -26,20 +29,20 @@ def tokens(seed: object, count: int) -> list[int]:
 
 @dataclass
 class Question(Ask):
-    """A document of 420 tokens, that ``seed`` decides, and a question of its own."""
+    """A document that ``seed`` decides, and a question of its own."""
 
     question: int = 0
 
     @property
     def prompt(self) -> list[int]:
-        return (tokens(self.seed, 420) + tokens((self.seed, self.question), 200))[: self.length]
+        return (tokens(self.seed, DOCUMENT) + tokens((self.seed, self.question), 200))[: self.length]
 
 
 def questions(policy: str, seed: int) -> list[Question]:
     """Two questions, and the document itself."""
     budget = None if policy == "full" else 0.3
-    lengths = (440, 480, 420)
-    return [Question(length, policy, budget, None, 8, seed, i) for i, length in enumerate(lengths)]
+    lengths = (DOCUMENT + 20, DOCUMENT + 60, DOCUMENT)
+    return [Question(length, policy, budget, None, 4, seed, i) for i, length in enumerate(lengths)]
 
 
 ASKED = {policy: questions(policy, seed) for seed, policy in enumerate(available())}
@@ -52,7 +55,7 @@ def most_found(ask: Question) -> int:
     last = 1
     if ask.policy != "full":
         last = max(1, EvictionConfig(ask.policy, keep_ratio=0.3).window_for(ask.length))
-    return min(420, ask.length - last) // BLOCK * BLOCK
+    return min(DOCUMENT, ask.length - last) // BLOCK * BLOCK
 
 
 @pytest.fixture(scope="module")

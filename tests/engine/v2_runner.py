@@ -108,9 +108,10 @@ def answers(
     logits: bool = False,
     aborting: tuple[list[Any], list[int]] | None = None,
     **settings: Any,
-) -> tuple[list[Any], int, Any]:
-    """What :func:`tests.engine.running.run` returns for each batch on one engine, its preemptions, and then what
-    :func:`_abort` returns for ``aborting``."""
+) -> tuple[list[Any], int, int, Any]:
+    """What :func:`tests.engine.running.run` returns for each batch on one engine, its preemptions and tokens found in
+    the prefix cache, and then what :func:`_abort` returns for ``aborting``."""
+    from tests.engine.hits_and_misses import metric
     from tests.engine.running import num_preemptions, run
 
     with _engine(ahead, gpu, **settings) as llm:
@@ -120,7 +121,8 @@ def answers(
             results.append(run(llm, asks, logits=logits))
             # The runner still knows the last requests, by indices that dummy rows have too.
             llm.collective_rpc(_dummy_runs)
-        return results, num_preemptions(llm), aborting and _abort(llm.llm_engine, *aborting)
+        found = metric(llm, "prefix_cache_hits")
+        return results, num_preemptions(llm), found, aborting and _abort(llm.llm_engine, *aborting)
 
 
 def _abort(engine: Any, asks: list[Any], steps: list[int]) -> list[list[int] | None]:
