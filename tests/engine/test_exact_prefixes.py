@@ -161,7 +161,7 @@ def test_preempted_requests_find_what_they_have_read(size: str, model) -> None:
     asks = []
     for seed, policy in enumerate(("full", "ada-snapkv", "lava", "keydiff")):
         budget = None if policy == "full" else 0.4
-        asks += [Question(length, policy, budget, None, 150, seed, length) for length in (430, 460)]
+        asks += [Question(length, policy, budget, None, 100, seed, length) for length in (430, 460)]
     settings = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
     with evicting_engine(model, **{**settings, "num_gpu_blocks_override": None}) as llm:
         expected = [run(llm, [ask], recorded=False)[0].tokens for ask in asks]
