@@ -22,9 +22,9 @@ from tests.engine.hits_and_misses import (
 from tests.engine.running import Answer, evicting_engine, num_preemptions, run
 from vllm_kvevict.schedules.base import RankCapacity
 
-ASKED = [ask for seed, policy in enumerate(POLICIES) for ask in questions(policy, seed, 200 - seed)]
+ASKED = [ask for seed, policy in enumerate(POLICIES) for ask in questions(policy, seed, 200 - seed, 5)]
 OF_EACH_KIND = ("ada-snapkv", "lava", "take")
-LONG = [ask for seed, policy in enumerate(OF_EACH_KIND) for ask in questions(policy, seed, 300, 150)]
+LONG = [ask for seed, policy in enumerate(OF_EACH_KIND) for ask in questions(policy, seed, 300, 110)]
 
 
 @pytest.fixture(scope="module")
