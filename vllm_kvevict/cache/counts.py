@@ -53,5 +53,5 @@ class PageCount:
 
     def at(self, tokens: int) -> int:
         """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""
-        more = tokens - self.tokens
-        return self.pages + self.rows * (more // self.page_size) + self.gains[more % self.page_size]
+        pages, left = divmod(tokens - self.tokens, len(self.gains))
+        return self.pages + self.rows * pages + self.gains[left]

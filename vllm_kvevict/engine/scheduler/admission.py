@@ -133,8 +133,10 @@ class Account:
             return list(self.peak)
         stored = tokens + self.plan.extra_tokens(tokens)
         stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
-        copies = self.copies if self._is_evicted_by(tokens) and self.copies else [0] * len(self.counts)
-        return [count.at(stored) - self.lent[rank] + copies[rank] for rank, count in enumerate(self.counts)]
+        own = [count.at(stored) - lent for count, lent in zip(self.counts, self.lent, strict=True)]
+        if self.copies is None or not self._is_evicted_by(tokens):
+            return own
+        return [sum(pair) for pair in zip(own, self.copies, strict=True)]
 
     def _is_evicted_by(self, tokens: int) -> bool:
         """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""

@@ -173,7 +173,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
-        self.let_copy_if_idle(request, account, tokens)
+        if account.is_reading:
+            self.let_copy_if_idle(request, account, tokens)
         need = self._make_room(account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [name] and not self.awaits_reports:
@@ -183,7 +184,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         if is_new:
             self._admit(request, account)
         self.hold(account, need)
-        self.leave_segments(request, account, tokens)
+        if account.is_reading:
+            self.leave_segments(request, account, tokens)
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
             self._await_reports(account, tokens)
@@ -368,10 +370,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
             freed: pages of each rank that are taken to be free besides.
         """
         held, promises = need
-        cached = self.cached_pages
+        prefixes, columns = self.prefixes.held, self.segments.columns
         for rank, capacity in enumerate(self.capacities):
             grows = held[rank] - account.held[rank]
-            used = self.used[rank] + cached[rank] + grows
+            used = self.used[rank] + prefixes[rank] + capacity.rows * columns + grows
             if freed is not None:
                 used -= freed[rank]
             # A rank that kept more than its share of a replay is promised more than there was room for.
