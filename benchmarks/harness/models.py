@@ -21,6 +21,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "glm4": {"attention_bias": False},
+    "phi3": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 

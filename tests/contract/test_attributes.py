@@ -31,7 +31,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "per_layer_overrides",
         "models whose layers differ in their heads die in the worker",
     ),
-    "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks", "memory checks fail"),
+    "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks sliding_window", "memory checks fail"),
     "vllm.config:ParallelConfig": ("pipeline_parallel_size", "stages' memory is not known"),
     "vllm.config:CompilationConfig": ("static_forward_context", "workers do not find the attention layers"),
     "vllm.config:SchedulerConfig": (

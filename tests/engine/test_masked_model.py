@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine.masked import masked_logits
-from tests.engine.running import Ask, evicting_engine, run
+from tests.engine.running import Ask, engine, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig, available
 
 EVICTING = [policy for policy in available() if policy != "full"]
@@ -74,3 +74,23 @@ def test_models(models, architecture, dtype):
         answers = run(llm, asks, logits=True)
     for ask, answer in zip(asks, answers, strict=True):
         check(model, ask, answer, getattr(torch, dtype), **tolerance)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["mistral", "phi3"])
+def test_a_sliding_window_that_no_request_reaches(models, architecture):
+    windowed = models(architecture, sliding_window=512)
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 512}
+    asks = [Ask(480, "full", max_tokens=32), Ask(480, "ada-snapkv", 1.0, max_tokens=32)]
+    with engine(windowed, **settings) as llm:
+        (stock,) = run(llm, asks[:1], recorded=False)
+    with evicting_engine(windowed, **settings) as llm:
+        full, whole = run(llm, asks)
+        evicted = Ask(480, "ada-snapkv", 0.3, max_tokens=16)
+        (answer,) = run(llm, [evicted], logits=True)
+    assert full.tokens == whole.tokens == stock.tokens
+    check(models(architecture), evicted, answer, atol=1e-4, rtol=1e-4)
+    # A window that requests do reach changes what is said.
+    with engine(models(architecture, sliding_window=64), **settings) as llm:
+        (narrow,) = run(llm, asks[:1], recorded=False)
+    assert narrow.tokens != stock.tokens

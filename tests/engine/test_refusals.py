@@ -348,6 +348,17 @@ def test_an_unused_sliding_window_is_accepted(tmp_path):
     EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
 
 
+@pytest.mark.parametrize("longest, is_reached", [(127, False), (128, False), (129, True)])
+def test_a_sliding_window_that_no_request_reaches_is_accepted(longest, is_reached, tmp_path):
+    settings = LLAMA | {"sliding_window": 128}
+    model = save_config(tmp_path, "mistral", "MistralForCausalLM", settings)
+    if is_reached:
+        assert "sliding-window" in refusal(model, skip_tokenizer_init=True, max_model_len=longest)
+        return
+    args = EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True, max_model_len=longest)
+    assert args.create_engine_config().cache_config.sliding_window is None
+
+
 FP8_KV = {
     "compressed-tensors": {
         "quant_method": "compressed-tensors",

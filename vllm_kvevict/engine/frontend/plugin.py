@@ -138,6 +138,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     checks.check_arguments(args)
     ours = _our_arguments(args, options, device)
     vllm_config = create_engine_config(ours, *rest, **kwargs)
+    _drop_unreached_window(vllm_config)
     checks.check_model(vllm_config)
     checks.check_policy(vllm_config, options.request_config(None)[0])
     checks.check_eviction_log(options.eviction_log)
@@ -169,6 +170,21 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
     )
     _make_room_for_extra_rows(ours, options)
     return ours
+
+
+def _drop_unreached_window(vllm_config: Any) -> None:
+    """Serve a model without its sliding window, if no request is longer: that is full attention then.
+
+    Models of which only some layers have a window keep it, since it may say more than how far they see.
+    """
+    model = vllm_config.model_config
+    window = model.get_sliding_window()
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
+    if window is None or window < model.max_model_len or "sliding_attention" in layer_types:
+        return
+    # As --disable-sliding-window does, which would also shorten longer requests.
+    model.hf_text_config.sliding_window = None
+    vllm_config.cache_config.sliding_window = None
 
 
 def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None:
