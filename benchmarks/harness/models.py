@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -89,6 +90,30 @@ def make_model(
     model.save_pretrained(path)
     _make_tokenizer(vocab).save_pretrained(path)
     mark.write_text(recipe)
+    return path
+
+
+def put_inside(path: Path | str, text: Path, architecture: str, config: dict[str, Any]) -> Path:
+    """Write a multimodal model that has only the weights of its text model.
+
+    Args:
+        path: folder to write.
+        text: a model of :func:`make_model`.
+        architecture: the multimodal model's class.
+        config: its configuration beside that of the text model.
+
+    Returns:
+        The folder.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    text_config = json.loads((text / "config.json").read_text())
+    whole = {**config, "architectures": [architecture], "text_config": text_config}
+    (path / "config.json").write_text(json.dumps(whole))
+    weights = load_file(text / "model.safetensors")
+    save_file(
+        {f"language_model.{name}": weight for name, weight in weights.items()}, path / "model.safetensors"
+    )
     return path
 
 

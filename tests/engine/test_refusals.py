@@ -286,14 +286,6 @@ MODELS = {
         "LlamaForCausalLM",
         LLAMA | {"per_layer_config": {1: {"num_key_value_heads": 4}}},
     ),
-    "multimodal": (
-        "qwen2_audio",
-        "Qwen2AudioForConditionalGeneration",
-        {
-            "text_config": LLAMA | {"model_type": "qwen2"},
-            "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2},
-        },
-    ),
 }  # fmt: skip
 
 
@@ -310,6 +302,26 @@ def test_models(name, recipe, tmp_path):
     sentence = refusal(model, skip_tokenizer_init=True)
     assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
     assert "a-model" in sentence
+
+
+QWEN2_AUDIO = (
+    "qwen2_audio",
+    "Qwen2AudioForConditionalGeneration",
+    {
+        "text_config": LLAMA | {"model_type": "qwen2"},
+        "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2},
+    },
+)
+
+
+def test_multimodal_models_are_served_as_text(tmp_path):
+    model = save_config(tmp_path / "a-model", *QWEN2_AUDIO)
+    sentence = refusal(model, skip_tokenizer_init=True)
+    assert "multimodal models" in sentence and "a-model" in sentence
+    assert sentence.endswith("add --language-model-only")
+    EngineArgs(
+        model, kv_eviction="snapkv", skip_tokenizer_init=True, language_model_only=True
+    ).create_engine_config()
 
 
 @pytest.mark.engine
@@ -401,16 +413,12 @@ def test_fp8_kv_beside_a_model_in_float32(tmp_path):
 def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
     vllm_config = EngineArgs(model=model, kv_eviction="snapkv").create_engine_config()
     checks.check_model(vllm_config)
-    for kind, attribute in (
-        ("diffusion models", "is_diffusion"),
-        ("multimodal models", "is_multimodal_model"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(ModelConfig, attribute, True)
-            vllm_config.model_config.__dict__.pop(attribute, None)
-            with pytest.raises(KVEvictionError, match=kind):
-                checks.check_model(vllm_config)
-        vllm_config.model_config.__dict__.pop(attribute, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelConfig, "is_diffusion", True)
+        vllm_config.model_config.__dict__.pop("is_diffusion", None)
+        with pytest.raises(KVEvictionError, match="diffusion models"):
+            checks.check_model(vllm_config)
+    vllm_config.model_config.__dict__.pop("is_diffusion", None)
     checks.check_model(vllm_config)
     object.__setattr__(vllm_config, "speculative_config", object())
     with pytest.raises(KVEvictionError, match="draft model"):

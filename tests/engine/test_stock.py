@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.harness.models import put_inside
+from tests.engine.masked import masked_logits
 from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
 
 LENGTHS = (300, 31, 500, 700, 33, 64)
@@ -62,6 +64,35 @@ def test_a_checkpoint_that_asks_for_fp8_kv_with_its_own_dtype_in_the_flag(models
         expected = _tokens(run(llm, _asks("snapkv", 0.2)))
     with evicting_engine(quantized, dtype="bfloat16", kv_cache_dtype="bfloat16") as llm:
         assert _tokens(run(llm, _asks("snapkv", 0.2))) == expected
+
+
+@pytest.mark.engine
+def test_the_text_of_a_multimodal_model(models, tmp_path):
+    text = models("qwen2")
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+    }
+    model = put_inside(
+        tmp_path,
+        text,
+        "Qwen2AudioForConditionalGeneration",
+        {"model_type": "qwen2_audio", "audio_config": audio},
+    )
+    settings = {"language_model_only": True, "skip_tokenizer_init": True}
+    with engine(model, **settings) as llm:
+        stock = _tokens(run(llm, _asks(), recorded=False))
+    evicted = Ask(300, "ada-snapkv", 0.3)
+    with evicting_engine(model, **settings) as llm:
+        assert _tokens(run(llm, _asks())) == stock
+        assert _tokens(run(llm, _asks("ada-snapkv", 1.0))) == stock
+        (answer,) = run(llm, [evicted], logits=True)
+    expected = masked_logits(text, evicted.prompt, answer.tokens, answer.kept[0], evicted.length)
+    torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=1e-4)
+    unmasked = masked_logits(text, evicted.prompt, answer.tokens, {}, evicted.length)
+    assert not torch.allclose(answer.logits, unmasked, atol=1e-2)
 
 
 @pytest.mark.engine

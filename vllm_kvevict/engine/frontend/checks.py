@@ -101,7 +101,7 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--kv-offloading-size": args.kv_offloading_size,
         },
         "there are no shared blocks to publish": {"--kv-events-config": publishes},
-        "only text models are supported": {"--ec-transfer-config": args.ec_transfer_config},
+        "only text is supported": {"--ec-transfer-config": args.ec_transfer_config},
         "eviction brings its own": {
             "--scheduler-cls": args.scheduler_cls,
             "--worker-cls": args.worker_cls != "auto",
@@ -148,6 +148,11 @@ def check_model(vllm_config: Any) -> None:
                 f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
                 "full attention and KV of its own, so leave the flag out"
             )
+    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
+        raise KVEvictionError(
+            f"--kv-eviction serves only the text of multimodal models ({model.model}): leave the flag out, or add "
+            "--language-model-only"
+        )
     _check_kv_dtype(vllm_config)
     page_size = vllm_config.additional_config[KEY]["page_size"]
     if cache.block_size % page_size:
@@ -165,7 +170,6 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "pooling models": model.runner_type == "pooling",
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion models": model.is_diffusion,
-        "multimodal models": model.is_multimodal_model,
         "models without attention": model.is_attention_free,
         "hybrid and Mamba models": model.is_hybrid,
         "MLA models": model.use_mla,
