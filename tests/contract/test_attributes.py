@@ -11,7 +11,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         # check_arguments, _create, _make_room_for_probe
         "enable_prefix_caching speculative_config spec_method spec_model spec_tokens kv_transfer_config "
         "kv_offloading_size kv_events_config ec_transfer_config scheduler_cls worker_cls attention_backend "
-        "attention_config aux_output_config enable_sleep_mode enable_dbo ubatch_size enable_elastic_ep enable_lora "
+        "attention_config aux_output_config enable_sleep_mode enable_dbo ubatch_size enable_elastic_ep "
         "data_parallel_size decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
         "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
         "max_num_batched_tokens max_num_scheduled_tokens _api_process_count _api_process_rank",

@@ -17,6 +17,7 @@ import torch._dynamo
 import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
@@ -37,6 +38,7 @@ class Ask:
     prefix_len: int | None = None
     max_tokens: int = 16
     seed: int = 0
+    adapter: LoRARequest | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -121,7 +123,10 @@ def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **se
 def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool = True) -> list[Answer]:
     """All requests at once."""
     prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
-    outputs = llm.generate(prompts, [ask.sampling(logits) for ask in asks], use_tqdm=False)
+    sampling, adapters = [ask.sampling(logits) for ask in asks], [ask.adapter for ask in asks]
+    outputs = llm.generate(
+        prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None
+    )
     answers = []
     for output in outputs:
         completion = output.outputs[0]

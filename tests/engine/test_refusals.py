@@ -22,7 +22,7 @@ import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
 from vllm_kvevict.engine.frontend import checks, plugin, requests
-from vllm_kvevict.policies import available, take
+from vllm_kvevict.policies import EvictionConfig, available, take
 
 LLAMA = {
     "hidden_size": 64,
@@ -187,7 +187,6 @@ FLAGS = {
     "--enable-dbo": {"enable_dbo": True},
     "--enable-dbo (size)": {"ubatch_size": 2},
     "--enable-elastic-ep": {"enable_elastic_ep": True},
-    "--enable-lora": {"enable_lora": True},
     "--data-parallel-size": {"data_parallel_size": 2},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
@@ -423,6 +422,17 @@ def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
     object.__setattr__(vllm_config, "speculative_config", object())
     with pytest.raises(KVEvictionError, match="draft model"):
         checks.check_model(vllm_config)
+
+
+@pytest.mark.parametrize(
+    "policy, reason", [("criticalkv", "output projection"), ("kvzip", "repeats prompts")]
+)
+def test_policies_that_do_not_go_with_adapters(policy, reason, model):
+    sentence = refusal(model, kv_eviction=policy, enable_lora=True)
+    assert reason in sentence and "--enable-lora" in sentence
+    server = EngineArgs(model, kv_eviction="snapkv", enable_lora=True).create_engine_config()
+    with pytest.raises(KVEvictionError, match=f"^kv_eviction {policy} cannot be combined with --enable-lora"):
+        checks.check_policy(server, EvictionConfig(policy, keep_ratio=0.3), "kv_eviction")
 
 
 # Surroundings.

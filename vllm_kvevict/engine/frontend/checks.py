@@ -116,7 +116,6 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--enable-dbo": args.enable_dbo or args.ubatch_size > 1
         },
         "the number of workers must stay fixed": {"--enable-elastic-ep": args.enable_elastic_ep},
-        "the combination is not tested yet": {"--enable-lora": args.enable_lora},
         "several engines in one server are not tested yet": {
             "--data-parallel-size": args.data_parallel_size > 1
         },
@@ -228,6 +227,23 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         raise KVEvictionError(
             f"{name} {config.policy} reads each layer's output projection, unquantized, and this model is quantized "
             "(whether in those layers too is not looked at): choose another policy",
+            name,
+        )
+    if vllm_config.lora_config is not None:
+        _check_policy_with_lora(config, name)
+
+
+def _check_policy_with_lora(config: EvictionConfig, name: str) -> None:
+    """Refuse a policy that cannot be carried out where requests bring adapters."""
+    reason = None
+    if "w_o" in config.needs:
+        reason = "reads each layer's output projection, which adapters change"
+    if schedule_of(config).repeats_prompt:
+        # vLLM counts the adapters of a step before the repeat is added to it.
+        reason = "repeats prompts in steps that may have --max-loras other adapters already"
+    if reason is not None:
+        raise KVEvictionError(
+            f"{name} {config.policy} cannot be combined with --enable-lora: it {reason}, so drop one of the two",
             name,
         )
 

@@ -224,7 +224,7 @@ class _EvictionMixin:
         n, name = plan.evict_at, f"{request.request_id}-probe-{request.num_computed_tokens}"
         assert n is not None and request.prompt_token_ids is not None
         extra = plan.extra_tokens(request.num_computed_tokens)
-        self._add_rows(output, name, request.prompt_token_ids[:n], n - extra)
+        self._add_rows(output, name, request, request.prompt_token_ids[:n], n - extra)
         output.kv_connector_metadata.probes[name] = request.request_id  # type: ignore[union-attr]
 
     def _add_repeat(self, output: SchedulerOutput, request: Request) -> None:
@@ -235,11 +235,18 @@ class _EvictionMixin:
         repeat = self.kv_cache_manager.take_repeat(request.request_id)
         prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
         rows = prompts.behind(prompt).rows(prompt, repeat.start, repeat.stop)
-        self._add_rows(output, repeat.row_name, [*prompt, *rows], n)
+        self._add_rows(output, repeat.row_name, request, [*prompt, *rows], n)
         output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
 
-    def _add_rows(self, output: SchedulerOutput, name: str, tokens: list[int], first: int) -> None:
-        """Add rows of tokens to a step, from the first one to be computed on, as a request that ends with the step."""
+    def _add_rows(
+        self, output: SchedulerOutput, name: str, request: Request, tokens: list[int], first: int
+    ) -> None:
+        """Add rows of tokens to a step for a request, as one of their own that ends with the step.
+
+        Args:
+            name: of the rows.
+            first: the first of the tokens to be computed.
+        """
         # One token more than is computed, so that nothing is sampled.
         with_end = [*tokens, tokens[-1]]
         rows = NewRequestData(
@@ -251,7 +258,7 @@ class _EvictionMixin:
             pooling_params=None,
             block_ids=self.kv_cache_manager.get_block_ids(name),
             num_computed_tokens=first,
-            lora_request=None,
+            lora_request=request.lora_request,
         )
         count = len(tokens) - first
         output.scheduled_new_reqs.append(rows)
