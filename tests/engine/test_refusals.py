@@ -364,7 +364,8 @@ def test_a_sliding_window_that_no_request_reaches_is_accepted(longest, is_reache
     settings = LLAMA | {"sliding_window": 128}
     model = save_config(tmp_path, "mistral", "MistralForCausalLM", settings)
     if is_reached:
-        assert "sliding-window" in refusal(model, skip_tokenizer_init=True, max_model_len=longest)
+        sentence = refusal(model, skip_tokenizer_init=True, max_model_len=longest)
+        assert "sliding-window" in sentence and "--max-model-len to at most the window of 128" in sentence
         return
     args = EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True, max_model_len=longest)
     assert args.create_engine_config().cache_config.sliding_window is None

@@ -145,7 +145,7 @@ def check_model(vllm_config: Any) -> None:
         if found:
             raise KVEvictionError(
                 f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
-                "full attention and KV of its own, so leave the flag out"
+                f"full attention and KV of its own, so {_way_out(model)}"
             )
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
         raise KVEvictionError(
@@ -159,6 +159,14 @@ def check_model(vllm_config: Any) -> None:
             f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
             "or --block-size"
         )
+
+
+def _way_out(model: Any) -> str:
+    """What to do with a model that eviction cannot serve as it is."""
+    window = model.get_sliding_window()
+    if window is None or _layer_types(model.hf_text_config):
+        return "leave the flag out"
+    return f"leave the flag out, or set --max-model-len to at most the window of {window} tokens"
 
 
 def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
