@@ -38,7 +38,7 @@ class Ask:
     prefix_len: int | None = None
     max_tokens: int = 16
     seed: int = 0
-    adapter: LoRARequest | None = None
+    adapter: LoRARequest | None = field(default=None, kw_only=True)
 
     @property
     def prompt(self) -> list[int]:
