@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -93,27 +93,24 @@ def make_model(
     return path
 
 
-def put_inside(path: Path | str, text: Path, architecture: str, config: dict[str, Any]) -> Path:
-    """Write a multimodal model that has only the weights of its text model.
+def make_variant(path: Path, model: Path, weights: dict[str, torch.Tensor], **overrides: Any) -> Path:
+    """Write a model with other weights.
 
     Args:
         path: folder to write.
-        text: a model of :func:`make_model`.
-        architecture: the multimodal model's class.
-        config: its configuration beside that of the text model.
+        model: one of :func:`make_model`, whose tokenizer and configuration it has.
+        weights: by name.
+        overrides: further entries of the configuration.
 
     Returns:
         The folder.
     """
-    path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    text_config = json.loads((text / "config.json").read_text())
-    whole = {**config, "architectures": [architecture], "text_config": text_config}
-    (path / "config.json").write_text(json.dumps(whole))
-    weights = load_file(text / "model.safetensors")
-    save_file(
-        {f"language_model.{name}": weight for name, weight in weights.items()}, path / "model.safetensors"
-    )
+    for file in model.glob("*.json"):
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | overrides))
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
+from benchmarks.harness.models import make_variant
 from tests.engine.running import Ask, engine, evicting_engine, run
 
 RANK = 8
@@ -31,8 +32,7 @@ def adapters(model, tmp_path_factory):
 
 def _make_adapter(folder: Path, model: Path, seed: int) -> tuple[LoRARequest, Path]:
     """Write a random adapter, and a model with the same change in its weights."""
-    merged = folder / "merged"
-    merged.mkdir(parents=True)
+    folder.mkdir()
     settings = {
         "peft_type": "LORA",
         "r": RANK,
@@ -53,10 +53,7 @@ def _make_adapter(folder: Path, model: Path, seed: int) -> tuple[LoRARequest, Pa
         factors[f"base_model.model.{module}.lora_B.weight"] = up
         weights[name] = weight + up @ down
     save_file(factors, folder / "adapter_model.safetensors")
-    for file in model.iterdir():
-        if file.suffix == ".json":
-            (merged / file.name).write_bytes(file.read_bytes())
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    merged = make_variant(folder / "merged", model, weights)
     return LoRARequest(folder.name, seed, str(folder)), merged
 
 

@@ -1,17 +1,17 @@
 """Quantized weights: eviction reads keys and queries, which stay in the model's own dtype."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from benchmarks.harness.models import make_variant
 from tests.engine.masked import masked_logits
 from tests.engine.running import Answer, Ask, engine, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig
 
-WEIGHTS_ONLY = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
@@ -31,23 +31,13 @@ def _quantize(folder: Path, model: Path) -> tuple[Path, Path]:
         "format": "int-quantized",
         "ignore": ["lm_head"],
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": WEIGHTS_ONLY, "input_activations": ACTIVATIONS}
+            "group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}
         },
     }
     return (
-        _write(folder / "quantized", model, quantized, {"quantization_config": scheme}),
-        _write(folder / "rounded", model, rounded, {}),
+        make_variant(folder / "quantized", model, quantized, quantization_config=scheme),
+        make_variant(folder / "rounded", model, rounded),
     )
-
-
-def _write(folder: Path, model: Path, weights: dict, settings: dict) -> Path:
-    folder.mkdir()
-    for file in model.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | settings))
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 @pytest.mark.engine

@@ -1,9 +1,12 @@
 """Nothing evicted: greedy tokens equal those of vLLM without the flag."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from benchmarks.harness.models import put_inside
+from benchmarks.harness.models import make_variant
 from tests.engine.masked import masked_logits
 from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
 
@@ -75,11 +78,15 @@ def test_the_text_of_a_multimodal_model(models, tmp_path):
         "encoder_layers": 1,
         "encoder_attention_heads": 2,
     }
-    model = put_inside(
+    weights = load_file(text / "model.safetensors")
+    model = make_variant(
         tmp_path,
         text,
-        "Qwen2AudioForConditionalGeneration",
-        {"model_type": "qwen2_audio", "audio_config": audio},
+        {f"language_model.{name}": weight for name, weight in weights.items()},
+        architectures=["Qwen2AudioForConditionalGeneration"],
+        model_type="qwen2_audio",
+        text_config=json.loads((text / "config.json").read_text()),
+        audio_config=audio,
     )
     settings = {"language_model_only": True, "skip_tokenizer_init": True}
     with engine(model, **settings) as llm:

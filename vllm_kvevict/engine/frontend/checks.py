@@ -21,6 +21,8 @@ TESTED_VLLM = "0.32."
 FULL_ATTENTION = {"attention", "full_attention"}
 """Entries of a model's ``layer_types`` that eviction can serve."""
 
+WINDOWED = "models with sliding-window attention"
+
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
 
@@ -145,7 +147,7 @@ def check_model(vllm_config: Any) -> None:
         if found:
             raise KVEvictionError(
                 f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
-                f"full attention and KV of its own, so {_way_out(model)}"
+                f"full attention and KV of its own, so {_way_out(kind, model)}"
             )
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
         raise KVEvictionError(
@@ -161,11 +163,11 @@ def check_model(vllm_config: Any) -> None:
         )
 
 
-def _way_out(model: Any) -> str:
-    """What to do with a model that eviction cannot serve as it is."""
-    window = model.get_sliding_window()
-    if window is None or _layer_types(model.hf_text_config):
+def _way_out(kind: str, model: Any) -> str:
+    """What to do with a model of a kind that eviction cannot serve."""
+    if kind != WINDOWED or "sliding_attention" in _layer_types(model.hf_text_config):
         return "leave the flag out"
+    window = model.get_sliding_window()
     return f"leave the flag out, or set --max-model-len to at most the window of {window} tokens"
 
 
@@ -182,8 +184,7 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "MLA models": model.use_mla,
         "models with ALiBi": model.uses_alibi,
         # Qwen2 carries sliding_window without using it; vLLM resolves that for us.
-        "models with sliding-window attention": model.get_sliding_window() is not None
-        or "sliding_attention" in _layer_types(text),
+        WINDOWED: model.get_sliding_window() is not None or "sliding_attention" in _layer_types(text),
         "models with chunked attention": bool(model.attention_chunk_size)
         or getattr(text, "dual_chunk_attention_config", None) is not None,
         "models with other than full attention": not _layer_types(text) <= FULL_ATTENTION,
