@@ -36,7 +36,11 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "models whose layers differ in their heads die in the worker",
     ),
     "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks sliding_window", "memory checks fail"),
-    "vllm.config:ParallelConfig": ("pipeline_parallel_size", "stages' memory is not known"),
+    "vllm.config:ParallelConfig": (
+        "pipeline_parallel_size rank data_parallel_size data_parallel_size_local data_parallel_rank_local "
+        "local_engines_only",
+        "ranks cannot be told apart, or stages' and engines' memory is not known",
+    ),
     "vllm.config:CompilationConfig": ("static_forward_context", "workers do not find the attention layers"),
     "vllm.config:SchedulerConfig": (
         "scheduler_cls async_scheduling max_num_seqs max_num_active_seqs max_num_batched_tokens "

@@ -14,7 +14,6 @@ NAMES = {
     "vllm.config:get_current_vllm_config_or_none": "on GPUs the page size is not known when blocks are chosen",
     "vllm.config:set_current_vllm_config": "on GPUs FlashAttention's version cannot be asked for",
     "vllm.distributed:get_tp_group": "heads of different tensor-parallel ranks cannot compete",
-    "vllm.distributed:get_world_group": "ranks cannot be told apart in reports",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "there is no channel to build on",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorHandshakeMetadata": "pools cannot be announced",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata": "plans cannot be sent to workers",

@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 import torch
 from vllm import EngineArgs, SamplingParams
+from vllm.config import ParallelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
-from vllm_kvevict.engine.memory import BoundedAttentionSpec, bounds_of, check_fits, longest_step
+from vllm_kvevict.engine.memory import (
+    BoundedAttentionSpec,
+    bounds_of,
+    check_fits,
+    engines_of_front_end,
+    longest_step,
+)
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
@@ -128,3 +135,21 @@ def test_memory_for_everything_needs_no_check(models) -> None:
         vllm_config = configure(models, blocks=blocks, kv_eviction="snapkv")
         check(vllm_config, 60_000, 5536)
         check(vllm_config, 60_000, 5536, kv_eviction="full")
+
+
+@pytest.mark.parametrize(
+    "settings, engines",
+    [
+        ({}, 1),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 4}, 4),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 4),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, 2),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_external_lb": True},
+            1,
+        ),
+    ],
+    ids=["one", "one machine", "two machines", "a front-end per machine", "a front-end per engine"],
+)
+def test_whose_blocks_a_front_end_counts_together(settings, engines):
+    assert engines_of_front_end(ParallelConfig(**settings)) == engines

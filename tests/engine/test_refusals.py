@@ -187,7 +187,6 @@ FLAGS = {
     "--enable-dbo": {"enable_dbo": True},
     "--enable-dbo (size)": {"ubatch_size": 2},
     "--enable-elastic-ep": {"enable_elastic_ep": True},
-    "--data-parallel-size": {"data_parallel_size": 2},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
     "--kv-sharing-fast-prefill": {"kv_sharing_fast_prefill": True},

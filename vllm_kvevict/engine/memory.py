@@ -40,10 +40,13 @@ class BoundedAttentionSpec(FullAttentionSpec):
         return pages * page_bytes
 
 
-def bounds_of(vllm_config: Any) -> MemoryBounds:
-    """The bounds of a server: one rank of every pipeline stage, with the pages that vLLM's blocks give it.
+def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
+    """The bounds of an engine: one rank of every pipeline stage, with the pages that vLLM's blocks give it.
 
     Ranks have no pages before vLLM has counted its blocks.
+
+    Args:
+        num_engines: that the configuration counts the blocks of; an engine's own counts only its own.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     page_size = require_options(vllm_config).page_size
@@ -52,11 +55,20 @@ def bounds_of(vllm_config: Any) -> MemoryBounds:
         stages,
         model.get_num_kv_heads(parallel),
         model.get_total_num_kv_heads(),
-        pages_per_row=(cache.num_gpu_blocks or 0) * cache.block_size // page_size,
+        pages_per_row=(cache.num_gpu_blocks or 0) // num_engines * cache.block_size // page_size,
     )
     return MemoryBounds(
         ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
     )
+
+
+def engines_of_front_end(parallel_config: Any) -> int:
+    """Engines that a front-end sends requests to, whose blocks vLLM counts together there."""
+    if parallel_config.data_parallel_rank_local is not None:
+        return 1  # the front-end of one engine, which has others beside it
+    if parallel_config.local_engines_only:
+        return int(parallel_config.data_parallel_size_local)
+    return int(parallel_config.data_parallel_size)
 
 
 def head_dims(vllm_config: Any) -> HeadDims:
@@ -112,15 +124,17 @@ def longest_step(scheduler_config: Any) -> int:
 
 
 def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, min_tokens: int = 0) -> None:
-    """Check that the KV memory can hold a request if nobody else holds anything, whatever its policy chooses.
+    """Check that an engine's KV memory can hold a request if nobody else holds anything, whatever its policy chooses.
 
-    How long the answer may be beyond ``min_tokens`` is known once the prompt is evicted: the ledger sees to that.
+    Engines behind one front-end are taken to have the same memory. How long the answer may be beyond ``min_tokens`` is
+    known once the prompt is evicted: the ledger sees to that.
 
     Raises:
         KVEvictionError: the prompt does not fit, or not with so many tokens of an answer; one sentence that says what
             would.
     """
-    bounds, longest = bounds_of(vllm_config), vllm_config.model_config.max_model_len
+    bounds = bounds_of(vllm_config, engines_of_front_end(vllm_config.parallel_config))
+    longest = vllm_config.model_config.max_model_len
     everything = [rank.rows * cdiv(longest, bounds.page_size) for rank in bounds.ranks]
     holds_more = plan.evict_at is not None and plan.schedule.repeats_prompt
     if (bounds.hold(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):

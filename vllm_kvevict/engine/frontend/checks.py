@@ -118,9 +118,6 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--enable-dbo": args.enable_dbo or args.ubatch_size > 1
         },
         "the number of workers must stay fixed": {"--enable-elastic-ep": args.enable_elastic_ep},
-        "several engines in one server are not tested yet": {
-            "--data-parallel-size": args.data_parallel_size > 1
-        },
         "all KV of a head must be on one rank": {
             "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
             "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,

@@ -1,7 +1,6 @@
 """A worker's end of the transport: what the rank can hold, and what became of each step."""
 
 import torch
-from vllm.distributed import get_world_group
 
 from vllm_kvevict import __version__
 from vllm_kvevict.engine.messages import Handshake, WorkerMessages
@@ -14,8 +13,10 @@ class WorkerEnd:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the KV memory, by layer name."""
-        self.rank = get_world_group().rank_in_group
-        get_runtime().attach(kv_caches)
+        runtime = get_runtime()
+        # Among the engine's own: of several engines, those of an MoE model form one group.
+        self.rank: int = runtime.vllm_config.parallel_config.rank
+        runtime.attach(kv_caches)
 
     def handshake(self) -> Handshake:
         """What the rank can do."""
