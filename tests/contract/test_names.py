@@ -22,6 +22,7 @@ NAMES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "vLLM refuses or restricts the connector",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": "/metrics has no eviction metrics",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats": "statistics do not reach the front-end",
+    "vllm.distributed.kv_transfer:ensure_kv_transfer_shutdown": "engines that follow a failed start in one process die",
     "vllm.distributed.parallel_state:get_pp_group": "eager CPU servers with pipeline parallelism fail at their start",
     "vllm.distributed.utils:get_pp_indices": "the memory of pipeline stages cannot be computed",
     "vllm.engine.arg_utils:AsyncEngineArgs": "vllm serve does not know --kv-eviction",

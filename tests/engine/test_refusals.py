@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
@@ -338,8 +339,9 @@ def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
         )
     sentence = str(error.value)
     assert "a-model" in sentence and "gives each rank 2 KV heads and its layers have 4" in sentence
-    # The next engine of this process gets vLLM's backend.
+    # The next engine of this process gets vLLM's backend, and no connector of this one.
     assert AttentionBackendEnum.CPU_ATTN.get_path() == AttentionBackendEnum.CPU_ATTN.value
+    assert not has_kv_transfer_group()
 
 
 def test_a_decoder_run_for_pooling(model):
