@@ -22,6 +22,7 @@ class Model:
 
     Attributes:
         borrows: the run of each request that borrows one.
+        outside: pages of the storage that were removed.
     """
 
     def __init__(self, pages, max_requests, orders):
@@ -34,6 +35,7 @@ class Model:
             write=writer(PS, *orders),
         )
         self.pages = pages
+        self.outside: list[int] = []
         self.payload = Payload(D)
         self.rows: dict[int, list[list[int]]] = {}
         self.runs = Runs(self.cache)
@@ -189,6 +191,15 @@ class Model:
         for slot in borrowers:
             del self.borrows[slot]
 
+    def remove_pages(self, pages):
+        self.cache.remove_pages(torch.tensor(pages, dtype=torch.int64))
+        self.cache.storage[pages] = float("nan")
+        self.outside += pages
+
+    def add_pages(self, pages):
+        self.cache.add_pages(torch.tensor(pages, dtype=torch.int64))
+        self.outside = [page for page in self.outside if page not in pages]
+
     def check_content(self, slot):
         rows = self.rows[slot] if slot in self.rows else self.run_rows[slot]
         for i, row in enumerate(rows):
@@ -307,12 +318,25 @@ class CacheMachine(RuleBasedStateMachine):
         for slot in (*self.model.rows, *self.model.run_rows):
             self.model.check_content(slot)
 
+    @precondition(lambda self: self.model.cache.num_free)
+    @rule(data=st.data(), rng=st.randoms(use_true_random=False))
+    def remove_pages(self, data, rng):
+        inside = sorted(set(range(self.model.pages)) - set(self.model.outside))
+        count = data.draw(st.integers(1, self.model.cache.num_free))
+        self.model.remove_pages(rng.sample(inside, count))
+
+    @precondition(lambda self: self.model.outside)
+    @rule(data=st.data())
+    def add_pages(self, data):
+        count = data.draw(st.integers(1, len(self.model.outside)))
+        self.model.add_pages(self.model.outside[:count])
+
     def teardown(self):
         if hasattr(self, "model"):
             self.model.close(sorted(self.model.rows))
             for run in sorted(self.model.run_rows):
                 self.model.drop(run)
-            assert self.model.cache.num_free == self.model.pages
+            assert self.model.cache.num_free == self.model.pages - len(self.model.outside)
 
 
 CacheMachine.TestCase.settings = settings(

@@ -99,3 +99,28 @@ def test_verify_sees_double_and_lost_pages():
 def test_needs_a_page():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         PagePool(0, "cpu")
+
+
+def test_pages_are_added_and_removed():
+    pool = PagePool(8, "cpu", is_empty=True)
+    assert pool.num_free == pool.num_pages == 0
+    with pytest.raises(RuntimeError, match="1 pages needed, 0 of 0 free"):
+        pool.take(1)
+    pool.add(torch.tensor([5, 2, 3]))
+    assert pool.take_run(3).tolist() == [2, 3, 5]
+    pool.give(torch.tensor([3, 2], dtype=torch.int32))
+    pool.remove(torch.tensor([2]))
+    pool.verify()
+    assert (pool.num_pages, pool.num_free) == (2, 1)
+    assert pool.take(1).tolist() == [3]
+    with pytest.raises(RuntimeError, match="exhausted"):
+        pool.remove(torch.tensor([3]))
+
+
+@pytest.mark.parametrize("owners", [0, 1])
+def test_a_page_of_somebody_else_is_noticed(owners):
+    pool = PagePool(4, "cpu", is_empty=True)
+    pool.add(torch.tensor([0, 1]))
+    pool.owners[3] = owners
+    with pytest.raises(RuntimeError):
+        pool.verify()

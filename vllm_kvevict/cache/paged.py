@@ -20,7 +20,7 @@ class PagedKVCache:
     holds exactly ceil(kv_len / page_size) pages. Rows are equally long until the first :meth:`compact`; every
     token adds one entry to each row of its request.
 
-    Nothing here waits for the device, except :meth:`verify`.
+    Nothing here waits for the device, except :meth:`verify`, :meth:`own_pages` and :meth:`remove_pages`.
 
     Args:
         storage: [num_pages, 2 * page_size * head_dim], contiguous; a page is its keys, then its values.
@@ -30,6 +30,7 @@ class PagedKVCache:
         write: stores entries into the storage, see :data:`vllm_kvevict.cache.layout.Write`.
         triton: whether Triton's kernels serve decode steps and compactions; they need a GPU, or Triton's interpreter,
             and pages whose keys and values are [page_size, head_dim] each.
+        is_empty: whether no page of the storage may be used before :meth:`add_pages`.
 
     Raises:
         ValueError: a size is not possible.
@@ -46,6 +47,7 @@ class PagedKVCache:
         max_requests: int,
         write: Write,
         triton: bool = False,
+        is_empty: bool = False,
     ) -> None:
         if page_size < 16 or page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, got {page_size}")
@@ -61,7 +63,7 @@ class PagedKVCache:
         self.head_dim = storage.shape[1] // (2 * page_size)
         self.device = storage.device
         self.layout = PageLayout.probe(write, page_size, self.head_dim, storage.dtype, self.device)
-        self.pool = PagePool(storage.shape[0], self.device)
+        self.pool = PagePool(storage.shape[0], self.device, is_empty)
         self.tables = PageTables(max_requests, num_layers * num_kv_heads, self.device)
         self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
         self._write = write
@@ -71,6 +73,32 @@ class PagedKVCache:
         self._in_page = torch.arange(page_size, device=self.device)
         self._closed = list(range(max_requests - 1, -1, -1))
         self._is_open = np.zeros(max_requests, bool)
+
+    def add_pages(self, pages: torch.Tensor) -> None:
+        """Use more of the storage: int64 [N], pages that are not in use."""
+        self.pool.add(pages)
+
+    def remove_pages(self, pages: torch.Tensor) -> None:
+        """Use less of the storage: what these pages hold moves to others, and the tables follow (waits for the device).
+
+        Args:
+            pages: int64 [N], of those that were added.
+
+        Raises:
+            RuntimeError: fewer others are free than are needed; nothing has changed.
+        """
+        free = self.pool.num_free
+        held = pages[self.pool.owners[pages] > 0]
+        if free < pages.numel():
+            raise RuntimeError(f"{pages.numel()} pages cannot be removed from the page pool: {free} are free")
+        self.pool.remove(pages[self.pool.owners[pages] == 0])
+        to = self.pool.take_run(held.numel()).to(torch.int64)
+        self.storage[to] = self.storage[held]
+        moved = torch.arange(self.storage.shape[0], dtype=torch.int32, device=self.device)
+        moved[held] = to.to(torch.int32)
+        self.tables.arena.copy_(moved[self.tables.arena])
+        self.pool.give(held.to(torch.int32))
+        self.pool.remove(held)
 
     def open(self) -> int:
         """Start a request without tokens. Returns its slot; raises RuntimeError if max_requests are open."""
@@ -476,9 +504,9 @@ class PagedKVCache:
         if elsewhere is not None:
             owned.append(elsewhere)
         times = torch.bincount(
-            torch.cat([self.tables.arena[:0], *owned]).cpu(), minlength=self.pool.num_pages
+            torch.cat([self.tables.arena[:0], *owned]).cpu(), minlength=self.storage.shape[0]
         )
-        if not torch.equal(times, self.pool.owners.cpu().to(torch.int64)):
+        if not torch.equal(times, self.pool.owners.clamp(min=0).cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 
     def _verify_borrowed(self, request_slot: int) -> None:

@@ -3,6 +3,10 @@
 import torch
 
 
+OUTSIDE = -128
+"""Owners of a page that is not in the pool."""
+
+
 class PagePool:
     """A list of free page ids on the device whose length the host knows.
 
@@ -13,23 +17,29 @@ class PagePool:
     take many pages at once get them in ascending order from the low end, where compaction leaves long gaps, and rows
     that grow page by page, whose pages are never neighbours, take from the high end and do not fray those gaps.
 
+    The memory may be shared: pages can be added and removed while the pool is in use.
+
+    Args:
+        size: pages in the memory.
+        device: where the list is.
+        is_empty: whether all of them begin as somebody else's.
+
     Attributes:
         num_pages: pages in the pool.
-        owners: int8 [num_pages], number of rows that hold the page: 0 or 1.
+        owners: int8 [size], number of rows that hold the page: 0 or 1, or OUTSIDE.
         fewest_free: the fewest free pages there were since the caller last set it.
     """
 
-    def __init__(self, num_pages: int, device: torch.device | str) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-        self.num_pages = num_pages
-        self.owners = torch.zeros(num_pages, dtype=torch.int8, device=device)
+    def __init__(self, size: int, device: torch.device | str, is_empty: bool = False) -> None:
+        if size < 1:
+            raise ValueError(f"num_pages must be at least 1, got {size}")
+        self.owners = torch.full((size,), OUTSIDE if is_empty else 0, dtype=torch.int8, device=device)
         self._one = self.owners.new_ones(1)
-        self._ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self._ids = torch.arange(size, dtype=torch.int32, device=device)
+        self.num_pages = self.fewest_free = 0 if is_empty else size
         # The free ones are a part of the list.
-        self._low, self._high = 0, num_pages
+        self._low, self._high = 0, self.num_pages
         self._ascends = True
-        self.fewest_free = num_pages
 
     @property
     def num_free(self) -> int:
@@ -65,9 +75,7 @@ class PagePool:
         """
         self.require(count)
         if not self._ascends:
-            free = self.num_free
-            self._ids[:free] = torch.nonzero_static(self.owners == 0, size=free).flatten()
-            self._low, self._high, self._ascends = 0, free, True
+            self._list(self.num_free)
         self._low += count
         return self._own(self._low - count, count)
 
@@ -85,13 +93,37 @@ class PagePool:
             raise RuntimeError(
                 f"{count} pages were given back to the page pool, but only {self.num_pages - free} were taken"
             )
-        if self._high + count > self.num_pages:
+        if self._high + count > self._ids.numel():
             self._ids[:free] = self._ids[self._low : self._high].clone()
             self._low, self._high = 0, free
         self.owners.index_add_(0, ids, self._one.expand(count), alpha=-1)
         self._ids[self._high : self._high + count] = ids
         self._high += count
         self._ascends = False
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Add pages to the pool, free.
+
+        Args:
+            ids: int64 [count], distinct ids of pages that are not in the pool.
+        """
+        free = self.num_free + ids.numel()
+        self.owners[ids] = 0
+        self.num_pages += ids.numel()
+        self._list(free)
+
+    def remove(self, ids: torch.Tensor) -> None:
+        """Remove free pages from the pool; ids as of :meth:`add`, of pages that are in the pool and free."""
+        self.require(ids.numel())
+        free = self.num_free - ids.numel()
+        self.owners[ids] = OUTSIDE
+        self.num_pages -= ids.numel()
+        self._list(free)
+
+    def _list(self, free: int) -> None:
+        """List the free pages anew, of which there are so many."""
+        self._ids[:free] = torch.nonzero_static(self.owners == 0, size=free).flatten()
+        self._low, self._high, self._ascends = 0, free, True
 
     def _own(self, first: int, count: int) -> torch.Tensor:
         self.fewest_free = min(self.fewest_free, self.num_free)
@@ -101,11 +133,14 @@ class PagePool:
         return ids
 
     def verify(self) -> None:
-        """Raise RuntimeError unless every page is free once or owned once (waits for the device)."""
-        free = torch.bincount(self._ids[self._low : self._high], minlength=self.num_pages)
-        wrong = ((self.owners + free) != 1) | (self.owners < 0)
+        """Raise RuntimeError unless every page of the pool is free once or owned once (waits for the device)."""
+        free = torch.bincount(self._ids[self._low : self._high], minlength=self.owners.numel())
+        outside = self.owners == OUTSIDE
+        wrong = torch.where(outside, free > 0, (self.owners + free != 1) | (self.owners < 0))
         if wrong.any():
             page = int(wrong.nonzero()[0])
             raise RuntimeError(
                 f"page {page} has {int(self.owners[page])} owners and is {int(free[page])} times free"
             )
+        if self.num_pages != int((~outside).sum()):
+            raise RuntimeError(f"the page pool counts {self.num_pages} pages and has {int((~outside).sum())}")
