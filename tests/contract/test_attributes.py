@@ -12,12 +12,15 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "enable_prefix_caching speculative_config spec_method spec_model spec_tokens kv_transfer_config "
         "kv_offloading_size kv_events_config ec_transfer_config scheduler_cls worker_cls attention_backend "
         "attention_config aux_output_config enable_sleep_mode enable_dbo ubatch_size enable_elastic_ep "
-        "data_parallel_size decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
+        "decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
         "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
         "max_num_batched_tokens max_num_scheduled_tokens _api_process_count _api_process_rank",
         "--kv-eviction fails, or no longer refuses what it cannot be combined with",
     ),
-    "vllm.config.attention:AttentionConfig": ("backend use_non_causal", "--attention-config is not refused"),
+    "vllm.config.attention:AttentionConfig": (
+        "backend backend_per_kind use_non_causal",
+        "--attention-config is not refused",
+    ),
     "vllm.config.aux_output:AuxOutputConfig": ("enabled", "--enable-return-routed-experts is not refused"),
     "vllm.config:KVEventsConfig": ("enable_kv_cache_events", "--kv-events-config is not refused"),
     "vllm.config:ModelConfig": (
@@ -100,7 +103,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "GPU servers do not start",
     ),
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
-        "CPU_ATTN CUSTOM get_path clear_override",
+        "CUSTOM get_path",
         "our attention has no place to go",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": (

@@ -265,9 +265,14 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["kv_transfer_config.is_kv_consumer", "self.connector.requires_kv_delivery"],
         "freed requests may be held back for transfers that never come",
     ),
-    "one-backend-on-cpus": (
-        "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
-        ["AttentionBackendEnum.CPU_ATTN.get_path()"],
+    "a-backend-for-each-kind": (
+        "vllm.v1.attention.selector:get_attn_backend",
+        ["backend = attention_config.backend_per_kind.get(kind.value, backend)"],
+        "workers use vLLM's attention, so nothing is evicted",
+    ),
+    "the-platform-chooses": (
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
+        ["current_platform.get_attn_backend_cls("],
         "CPU workers use vLLM's attention, so nothing is evicted",
     ),
     "memory-in-use-cpu": (

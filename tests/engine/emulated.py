@@ -57,7 +57,6 @@ def emulated_gpu(pages: type[InterpretedPages] = EmulatedPages) -> Iterator[None
     """Engines started meanwhile do what they would do on a GPU, except for vLLM's own part."""
     device = devices.Device(
         worker=devices.CPU.worker,
-        backend_slot=devices.CPU.backend_slot,
         backend=devices.CPU.backend,
         pages=f"{__name__}.{pages.__name__}",
         page_multiple=devices.CUDA.page_multiple,

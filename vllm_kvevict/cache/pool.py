@@ -2,7 +2,6 @@
 
 import torch
 
-
 OUTSIDE = -128
 """Owners of a page that is not in the pool."""
 

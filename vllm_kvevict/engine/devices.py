@@ -1,5 +1,6 @@
 """What differs between the devices that vLLM's workers run on."""
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ class Device:
 
     Attributes:
         worker: path of the worker class.
-        backend_slot: entry of vLLM's attention backends that ours takes.
         backend: path of our attention backend.
         pages: path of the class that reads and writes pages, see :class:`vllm_kvevict.engine.worker.pages.Pages`.
         page_multiple: what page sizes must be a multiple of.
@@ -22,7 +22,6 @@ class Device:
     """
 
     worker: str
-    backend_slot: str
     backend: str
     pages: str
     page_multiple: int
@@ -34,18 +33,33 @@ class Device:
         return getattr(importlib.import_module(module), name)
 
     def register_backend(self) -> Any:
-        """Put our attention backend into its entry, in this process; returns the entry."""
+        """Make our attention backend known in this process; returns vLLM's name for it."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        slot = AttentionBackendEnum[self.backend_slot]
-        register_backend(slot, self.backend)
-        return slot
+        register_backend(AttentionBackendEnum.CUSTOM, self.backend)
+        if current_platform.is_cpu():
+            _let_cpu_platform_choose()
+        return AttentionBackendEnum.CUSTOM
 
 
-# vLLM's CPU platform knows one backend only, so that one is replaced while a worker's layers are made.
+@functools.cache
+def _let_cpu_platform_choose() -> None:
+    """Let vLLM's CPU platform, which has one backend for all layers, take ours where a layer's kind asks for it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    its_own = current_platform.get_attn_backend_cls
+
+    def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+        if selected_backend is AttentionBackendEnum.CUSTOM:
+            return selected_backend.get_path()
+        return its_own(selected_backend, attn_selector_config, num_heads)
+
+    # This process has one platform.
+    current_platform.get_attn_backend_cls = choose  # type: ignore[method-assign]
+
+
 CPU = Device(
     worker="vllm_kvevict.engine.worker.worker.EvictionCPUWorker",
-    backend_slot="CPU_ATTN",
     backend="vllm_kvevict.engine.worker.cpu.RaggedCPUBackend",
     pages="vllm_kvevict.engine.worker.cpu.CPUPages",
     page_multiple=32,
@@ -53,7 +67,6 @@ CPU = Device(
 )
 CUDA = Device(
     worker="vllm_kvevict.engine.worker.worker.EvictionGPUWorker",
-    backend_slot="CUSTOM",
     backend="vllm_kvevict.engine.worker.cuda.RaggedCUDABackend",
     pages="vllm_kvevict.engine.worker.cuda.CUDAPages",
     page_multiple=16,

@@ -108,6 +108,7 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--scheduler-cls": args.scheduler_cls,
             "--worker-cls": args.worker_cls != "auto",
             "--attention-backend": args.attention_backend or attention.backend,
+            "--attention-config.backend_per_kind": attention.backend_per_kind,
         },
         "a token's KV must be final": {"--attention-config.use_non_causal": attention.use_non_causal},
         "vLLM keeps them with its own KV blocks": {

@@ -28,6 +28,9 @@ from vllm_kvevict.schedules.registry import most_extra_rows
 
 logger = init_logger("vllm.kv_eviction")
 
+EVICTED_KIND = "full_attention"
+"""vLLM's name for the layers whose KV is evicted."""
+
 FIELDS = ("kv_eviction", "kv_budget", "kv_eviction_config")
 
 _on_command_line = False
@@ -159,9 +162,10 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
     ours = copy.copy(args)
     ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
     ours.worker_cls = device.worker
-    if device is not CPU:
-        # There a backend is chosen by name, already here; the CPU platform has but one, which workers replace.
-        ours.attention_backend = device.register_backend()
+    # Layers of other kinds keep the backend that vLLM chooses for them.
+    ours.attention_config = dataclasses.replace(
+        args.attention_config, backend_per_kind={EVICTED_KIND: device.register_backend()}
+    )
     # "Producer" because the other roles make vLLM hold freed requests back for transfers that never come.
     ours.kv_transfer_config = KVTransferConfig(
         kv_connector="EvictionConnector",

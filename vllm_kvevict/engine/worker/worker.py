@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import BoundedAttentionSpec
@@ -18,12 +17,11 @@ from vllm_kvevict.engine.worker.warmup import warm_up
 
 
 @contextlib.contextmanager
-def _given_back_on_failure() -> Iterator[None]:
-    """Where the engine does not come up, the next one of this process must find vLLM's backend, and no connector."""
+def _no_connector_after_failure() -> Iterator[None]:
+    """Where the engine does not come up, the next one of this process must not find our connector."""
     try:
         yield
     except BaseException:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
         ensure_kv_transfer_shutdown()
         raise
 
@@ -48,16 +46,14 @@ class _EvictionMixin:
     def determine_available_memory(self) -> int:
         # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the
         # reserve comes on top, or the server does not start.
-        with _given_back_on_failure():
+        with _no_connector_after_failure():
             get_runtime().take_reserve()
             available: int = super().determine_available_memory()  # type: ignore[misc]
         return available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        with _given_back_on_failure():
+        with _no_connector_after_failure():
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        # Without worker processes of their own, further engines of this process must find vLLM's backend again.
-        AttentionBackendEnum.CPU_ATTN.clear_override()
         # An eager CPU worker skips the dummy run, the only place where vLLM makes this buffer; later pipeline
         # stages then fail on their first step.
         runner: Any = self.model_runner  # type: ignore[attr-defined]
