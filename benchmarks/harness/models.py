@@ -25,6 +25,46 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        # Positions beyond what the model was trained on, as the real one has them.
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    "gemma2": {
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 5.0,  # low enough to matter to logits this small
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+    },
+    "olmo3": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "exaone4": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "cohere2": {
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "initializer_range": 0.1,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": None,  # vLLM would take it for another kind of norm
+    },
+}
+"""Models of which only some layers see the whole text; the others see a window."""
+WINDOW = 64
+ARCHITECTURES |= {name: {"sliding_window": WINDOW, **settings} for name, settings in WINDOWED.items()}
 
 
 def make_model(
@@ -85,8 +125,12 @@ def make_model(
         for name, weight in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight.mul_(4)
-            elif name.endswith("bias"):
+            elif name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
                 weight.normal_(std=0.5)
+            elif name.endswith("sinks"):
+                weight.normal_()
+            elif "experts" in name and not name.endswith("bias"):
+                weight.mul_(4)
     model.save_pretrained(path)
     _make_tokenizer(vocab).save_pretrained(path)
     mark.write_text(recipe)

@@ -95,18 +95,17 @@ def test_backend_is_used_where_a_kind_of_layers_asks_for_it() -> None:
         source.broken(f"{registered} is registered and {chosen} used", "vLLM's attention is used")
 
 
-def test_our_spec_is_full_attention_to_vllm() -> None:
-    """vLLM looks up what manages the blocks of a layer by the class of its spec; ours is a subclass."""
+def test_our_layers_have_a_manager_without_blocks() -> None:
+    """vLLM looks up what manages the blocks of a layer by the class of its spec."""
     with one_line("a manager for our layers"):
         import torch
-        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-        from vllm_kvevict.engine.memory import BoundedAttentionSpec
+        from vllm_kvevict.engine.spec import BoundedAttentionSpec, NoBlocksManager
 
         plain = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
         ours = BoundedAttentionSpec.of(plain)
         manager = KVCacheSpecRegistry.get_manager_class(ours)
-    if manager is not FullAttentionManager or ours.page_size_bytes != plain.page_size_bytes:
-        source.broken(f"our layers are managed by {manager}", "no engine starts")
+    if manager is not NoBlocksManager or ours.page_size_bytes != plain.page_size_bytes:
+        source.broken(f"our layers are managed by {manager}", "they get blocks beside their pages")

@@ -7,6 +7,7 @@ import pytest
 from tests.contract import source
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 MANAGER = "vllm.v1.core.kv_cache_manager"
 BACKEND = "vllm.v1.attention.backend"
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -132,6 +133,16 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "kv_cache_spec",
         "GPU servers choose blocks that pages do not divide",
     ),
+    f"{MANAGERS}:FullAttentionManager.get_num_blocks_to_allocate": (
+        "request_id num_tokens new_computed_blocks total_computed_tokens num_local_computed_tokens "
+        "num_tokens_main_model apply_admission_cap prefill_end",
+        "evicted layers get blocks beside their pages",
+    ),
+    f"{MANAGERS}:FullAttentionManager.allocate_new_blocks": (
+        "request_id num_tokens num_tokens_main_model",
+        "evicted layers get blocks beside their pages",
+    ),
+    f"{BACKEND}:AttentionBackend.supports_sink": ("", "GPU servers of models with sinks do not start"),
     f"{BACKEND}:AttentionBackend.supports_head_size": ("head_size", "GPU servers do not start"),
     f"{BACKEND}:AttentionBackend.supports_compute_capability": ("capability", "GPU servers do not start"),
     f"{BACKEND}:AttentionBackend.get_name": ("", "GPU servers do not start"),
@@ -337,6 +348,7 @@ OURS = {
     # Our classes, by file, and the vLLM classes that they override; what is common to both must be in OVERRIDDEN.
     ("connector.py", "EvictionConnector"): [f"{BASE}:KVConnectorBase_V1", f"{BASE}:SupportsHMA"],
     ("scheduler/ledger.py", "PageLedger"): [f"{MANAGER}:KVCacheManager"],
+    ("scheduler/other_layers.py", "OtherLayers"): [f"{MANAGER}:KVCacheManager"],
     ("scheduler/ledger.py", "NoBlocks"): [f"{MANAGER}:KVCacheBlocks"],
     ("scheduler/scheduler.py", "_EvictionMixin"): [SCHEDULER],
     ("worker/worker.py", "_EvictionMixin"): list(WORKERS),
@@ -345,7 +357,8 @@ OURS = {
     ("worker/cuda.py", "RaggedCUDABackend"): [f"{BACKEND}:AttentionBackend"],
     ("worker/cuda.py", "RaggedCUDABuilder"): [f"{BACKEND}:AttentionMetadataBuilder"],
     ("worker/cpu.py", "RaggedCPUBackend"): [f"{BACKEND}:AttentionBackend"],
-    ("memory.py", "BoundedAttentionSpec"): ["vllm.v1.kv_cache_interface:FullAttentionSpec"],
+    ("spec.py", "BoundedAttentionSpec"): ["vllm.v1.kv_cache_interface:FullAttentionSpec"],
+    ("spec.py", "NoBlocksManager"): [f"{MANAGERS}:FullAttentionManager"],
     ("messages.py", "WorkerMessages"): [f"{BASE}:KVConnectorWorkerMetadata"],
     ("metrics.py", "EvictionStats"): [f"{METRICS}:KVConnectorStats"],
     ("metrics.py", "EvictionPromMetrics"): [f"{METRICS}:KVConnectorPromMetrics"],

@@ -34,7 +34,13 @@ class EmulatedPages(InterpretedPages):
     """The same with attention in plain torch."""
 
     def attend(
-        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Sequences,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> None:
         starts = sequences.query_start_loc.tolist()
         assert max(b - a for a, b in itertools.pairwise(starts)) == sequences.longest_query
@@ -48,7 +54,11 @@ class EmulatedPages(InterpretedPages):
                 logits = softcap * (logits / softcap).tanh()
             rows = logits.shape[1]
             hidden = torch.ones(rows, length, dtype=torch.bool).triu_(length - rows + 1)
-            weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            logits = logits.masked_fill_(hidden, float("-inf"))
+            if sinks is not None:
+                beside = sinks.view(-1, 1, 1).expand(-1, rows, 1).to(logits.dtype)
+                logits = torch.cat([logits, beside], -1)
+            weights = logits.softmax(-1)[..., :length]
             output[mine] = torch.einsum("gqk,kd->qgd", weights, values)
 
 

@@ -33,7 +33,8 @@ from tests.engine.servers import (
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend.checks import check_policy
-from vllm_kvevict.engine.memory import BoundedAttentionSpec, check_fits
+from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.policies.registry import lookup
 

@@ -1,15 +1,20 @@
 """The model as Hugging Face defines it, in fp32: what its attention sees, and what it says without evicted entries."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm import EngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
 
 from vllm_kvevict.policies import LayerInputs, Rotary
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
+WIDER = {"cohere2": 1}
+"""Models whose windows have more tokens in vLLM than in Hugging Face's code, as they were trained."""
 INTERLEAVED = ("glm4",)
 """Models whose rotary embedding turns neighbouring dimensions together."""
 
@@ -22,36 +27,64 @@ def masked_logits(
     evicted_at: int,
     dtype: torch.dtype = torch.float32,
     seen: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
     Args:
-        kept: by layer, for each KV head the positions below ``evicted_at`` that later rows may see.
+        kept: by layer that is evicted, for each KV head the positions below ``evicted_at`` that later rows may see.
         evicted_at: rows from this position on see kept entries only.
         seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
+        window: of layers that have one, instead of the model's own.
     """
+    layers = evicted_layers(model)
 
-    def attention(module, query, key, value, attention_mask, scaling, **_):
+    def attention(
+        module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, s_aux=None, **_
+    ):
         group = query.shape[1] // key.shape[1]
         n = query.shape[2]
         visible = torch.ones(key.shape[1], n, n, dtype=torch.bool).tril()
         if seen is not None:
             visible &= seen
-        for head, positions in enumerate(kept.get(module.layer_idx, ())):
+        if sliding_window is not None:
+            width = window or sliding_window + WIDER.get(module.config.model_type, 0)
+            visible &= torch.ones(n, n, dtype=torch.bool).triu(1 - width)
+        evicted = layers.index(module.layer_idx) if module.layer_idx in layers else None
+        for head, positions in enumerate(kept.get(evicted, ())):
             gone = torch.ones(evicted_at, dtype=torch.bool)
             gone[positions] = False
             visible[head, evicted_at:, :evicted_at] &= ~gone
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         weights = query @ key.transpose(2, 3) * scaling
+        if softcap is not None:
+            weights = softcap * (weights / softcap).tanh()
         weights = weights.masked_fill(~visible.repeat_interleave(group, dim=0), float("-inf"))
-        weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+        if s_aux is not None:
+            sinks = s_aux.view(1, -1, 1, 1).expand(1, -1, n, 1).to(weights.dtype)
+            weights = torch.cat([weights, sinks], -1)
+        weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :n]
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
     ALL_ATTENTION_FUNCTIONS.register("masked", attention)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
+    # vLLM serves some models by Hugging Face's own classes, and changes these for the whole process.
+    with set_current_vllm_config(_plain_config(model)):
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
     with torch.inference_mode():
         logits = network(torch.tensor([prompt + generated]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].float()
+
+
+@functools.cache
+def _plain_config(model: Path) -> VllmConfig:
+    return EngineArgs(str(model), dtype="float32", enforce_eager=True).create_engine_config()
+
+
+def evicted_layers(model: Path) -> list[int]:
+    """Numbers of the model's layers that see the whole text."""
+    config = AutoConfig.from_pretrained(model)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list[LayerInputs]:

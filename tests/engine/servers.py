@@ -28,6 +28,7 @@ from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.sums import HeadDims
 
@@ -161,7 +162,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
     layers, heads = setup.shapes[0]
-    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
+    kind_of_layers = FullAttentionSpec if setup.options is None else BoundedAttentionSpec
+    spec = kind_of_layers(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{index}" for index in range(layers)]
     groups = [KVCacheGroupSpec(names, spec)]
     scheduler = kind(

@@ -15,12 +15,12 @@ import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
 from vllm_kvevict.engine.memory import (
-    BoundedAttentionSpec,
     bounds_of,
     check_fits,
     engines_of_front_end,
     longest_step,
 )
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}

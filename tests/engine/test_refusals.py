@@ -56,7 +56,7 @@ def refusal(model: str, **settings) -> str:
     sentence = str(error.value)
     assert sentence.startswith("--kv-eviction")
     assert "\n" not in sentence and ". " not in sentence
-    assert any(f"{advice} " in sentence for advice in ("drop", "leave", "unset", "install", "change", "set"))
+    assert any(f"{advice} " in sentence for advice in ("drop", "leave", "unset", "install", "change", "choose", "set"))
     return sentence
 
 
@@ -263,10 +263,13 @@ MODELS = {
     "without attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
     "hybrid": ("jamba", "JambaForCausalLM", LLAMA | {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "sliding-window": ("mistral", "MistralForCausalLM", LLAMA | {"sliding_window": 128}),
-    "sliding-window (some layers)": ("gemma2", "Gemma2ForCausalLM", LLAMA),
-    "sliding-window (with sinks)": ("gpt_oss", "GptOssForCausalLM", LLAMA),
+    "sliding-window (by its layer types)": (
+        "gemma2",
+        "Gemma2ForCausalLM",
+        LLAMA | {"layer_types": ["sliding_attention"] * 2},
+    ),
     "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
-    "other than full attention": (
+    "other than full and sliding-window attention": (
         "llama",
         "LlamaForCausalLM",
         LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},
@@ -303,6 +306,47 @@ def test_models(name, recipe, tmp_path):
     sentence = refusal(model, skip_tokenizer_init=True)
     assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
     assert "a-model" in sentence
+
+
+WINDOWED = {"model_type": "gemma2", "architecture": "Gemma2ForCausalLM", "settings": LLAMA}
+"""A layer with a window, then one without."""
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"kv_eviction": "take"}, "it computes some tokens twice"),
+        ({"kv_eviction": "kvzip"}, "it computes some tokens twice"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"pipeline_parallel_size": 2}, "a layer with full attention in each pipeline stage"),
+    ],
+)
+def test_what_cannot_be_combined_with_layers_of_several_kinds(settings, sentence, tmp_path):
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    assert sentence in refusal(windowed, skip_tokenizer_init=True, **settings)
+
+
+def test_such_policies_are_refused_for_one_request_to_layers_of_several_kinds(tmp_path):
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"policies": "all"}, "dtype": "bfloat16"}
+    args = EngineArgs(windowed, skip_tokenizer_init=True, **settings)
+    served, prompt = SimpleNamespace(vllm_config=args.create_engine_config()), {"prompt_token_ids": [1] * 600}
+    for policy in ("take", "kvzip"):
+        with pytest.raises(VLLMValidationError, match="cannot serve this model") as error:
+            requests._check_generate(served, prompt, asking(policy))
+        assert error.value.parameter == "kv_eviction"
+
+
+@pytest.mark.parametrize("given, is_said", [(None, True), (True, True), (False, False)])
+def test_prefix_caching_is_off_with_layers_of_several_kinds(given, is_said, tmp_path, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    args = EngineArgs(
+        windowed, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="float32", enable_prefix_caching=given
+    )
+    assert args.create_engine_config().cache_config.enable_prefix_caching is False
+    assert is_said == any("prefix caching is off" in line for line in lines)
 
 
 QWEN2_AUDIO = (

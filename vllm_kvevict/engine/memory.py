@@ -1,43 +1,20 @@
 """What the KV memory can hold, for vLLM's check at start-up and for ours of every request."""
 
 import contextlib
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.groups import layer_groups
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies
 from vllm_kvevict.schedules.sums import HeadDims
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundedAttentionSpec(FullAttentionSpec):
-    """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
-    that is evicted as it comes, more if it is repeated."""
-
-    @classmethod
-    def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
-        """The same layer with our bound."""
-        return cls(
-            **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
-        )
-
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Bytes that a prompt of ``max_model_len`` tokens needs at once, as a mean over the fullest rank's layers."""
-        bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
-        plan = require_options(vllm_config).plan(tokens)
-        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
-        pages = max(cdiv(peak, rank.num_layers) for peak, rank in zip(peaks, bounds.ranks, strict=True))
-        page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
-        return pages * page_bytes
 
 
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
@@ -49,17 +26,35 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
         num_engines: that the configuration counts the blocks of; an engine's own counts only its own.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    page_size = require_options(vllm_config).page_size
-    stages = stage_layers(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
+    page_size, groups = require_options(vllm_config).page_size, layer_groups(vllm_config)
+    heads, stages = model.get_num_kv_heads(parallel), evicted_layers_of_stages(vllm_config)
+    blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - groups.reserve(vllm_config))
+    places = [groups.places(stage) for stage in stages_of(vllm_config)]
     ranks = rank_capacities(
         stages,
-        model.get_num_kv_heads(parallel),
+        heads,
         model.get_total_num_kv_heads(),
-        pages_per_row=(cache.num_gpu_blocks or 0) // num_engines * cache.block_size // page_size,
+        [blocks * cache.block_size // page_size * heads * count for count in places],
     )
     return MemoryBounds(
         ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
     )
+
+
+def stages_of(vllm_config: Any) -> list[range]:
+    """The model's layers that each pipeline stage has."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return stage_layers(layers, vllm_config.parallel_config.pipeline_parallel_size)
+
+
+def evicted_layers_of_stages(vllm_config: Any) -> list[range]:
+    """The layers of each pipeline stage that are evicted, counted among the model's evicted layers."""
+    evicted = layer_groups(vllm_config).evicted_layers
+    stages = []
+    for stage in stages_of(vllm_config):
+        first = sum(layer < stage.start for layer in evicted)
+        stages.append(range(first, first + sum(layer in stage for layer in evicted)))
+    return stages
 
 
 def engines_of_front_end(parallel_config: Any) -> int:
@@ -86,26 +81,19 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 
 
 def rank_capacities(
-    stages: list[range], num_kv_heads: int, num_model_kv_heads: int, pages_per_row: int
+    stages: list[range], num_kv_heads: int, num_model_kv_heads: int, pages: Sequence[int]
 ) -> list[RankCapacity]:
     """What a rank of every pipeline stage can hold.
 
     Args:
         stages: the model's layers that each stage has.
         num_kv_heads: of one rank.
-        pages_per_row: pages for each layer and KV head of a rank; any row may take them.
+        pages: of a rank of each stage.
     """
     num_layers = stages[-1].stop
     return [
-        RankCapacity(
-            pages_per_row * len(layers) * num_kv_heads,
-            layers.start,
-            len(layers),
-            num_kv_heads,
-            num_layers,
-            num_model_kv_heads,
-        )
-        for layers in stages
+        RankCapacity(held, layers.start, len(layers), num_kv_heads, num_layers, num_model_kv_heads)
+        for layers, held in zip(stages, pages, strict=True)
     ]
 
 

@@ -43,6 +43,7 @@ class StepMessage(KVConnectorMetadata):
             step evicts.
         freezes: number and columns of the segments that are made of a request's pages, by its id: once the step has
             taken its pages, or before it ends if it has finished.
+        new_blocks, lost_blocks: of vLLM's blocks, those that become pages before it, and those that stop to be.
         drops: numbers of the cached prefixes and segments that are dropped before it.
         probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
             request.
@@ -55,6 +56,8 @@ class StepMessage(KVConnectorMetadata):
     stores: dict[str, int] = field(default_factory=dict)
     freezes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+    lost_blocks: list[int] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     repeats: dict[str, Repeat] = field(default_factory=dict)
     most_pages: dict[int, int] | None = None

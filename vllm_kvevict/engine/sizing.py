@@ -127,12 +127,9 @@ def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) 
 
 def _admission_control(server: Server, options: Options, stages: Sequence[range]) -> AdmissionControl:
     """The one that the server's ledger would ask."""
-    ranks = rank_capacities(
-        list(stages),
-        server.heads,
-        server.kv_heads,
-        pages_per_row=blocks(server) * server.block_size // server.page_size,
-    )
+    pages_per_row = blocks(server) * server.block_size // server.page_size
+    pages = [pages_per_row * server.heads * len(stage) for stage in stages]
+    ranks = rank_capacities(list(stages), server.heads, server.kv_heads, pages)
     step = server.max_num_batched_tokens
     bounds = MemoryBounds(ranks, server.page_size, step, len(stages), is_asynchronous())
     return AdmissionControl(bounds, step, options.decode_reserve, server.max_len)

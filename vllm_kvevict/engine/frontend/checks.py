@@ -10,18 +10,16 @@ from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
-from vllm_kvevict.engine.memory import stage_layers
+from vllm_kvevict.engine.groups import FULL_ATTENTION, WINDOW, layer_groups, layer_types
+from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.registry import most_extra_rows, schedule_of
 
 TESTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals this package was tested against."""
 
-FULL_ATTENTION = {"attention", "full_attention"}
-"""Entries of a model's ``layer_types`` that eviction can serve."""
-
-WINDOWED = "models with sliding-window attention"
+WINDOWED = "models with sliding-window attention in every layer"
 
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
@@ -144,14 +142,16 @@ def check_model(vllm_config: Any) -> None:
     for kind, found in _unsupported_kinds(vllm_config).items():
         if found:
             raise KVEvictionError(
-                f"--kv-eviction does not support {kind} ({model.model}): every layer must be a decoder layer with "
-                f"full attention and KV of its own, so {_way_out(kind, model)}"
+                f"--kv-eviction does not support {kind} ({model.model}): it evicts KV of decoder layers with full "
+                f"attention and KV of their own, so {_way_out(kind, model)}"
             )
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
         raise KVEvictionError(
             f"--kv-eviction serves only the text of multimodal models ({model.model}): leave the flag out, or add "
             "--language-model-only"
         )
+    if layer_groups(vllm_config).others:
+        _check_mixed_layers(vllm_config)
     _check_kv_dtype(vllm_config)
     page_size = vllm_config.additional_config[KEY]["page_size"]
     if cache.block_size % page_size:
@@ -161,9 +161,22 @@ def check_model(vllm_config: Any) -> None:
         )
 
 
+def _check_mixed_layers(vllm_config: Any) -> None:
+    """Refuse what cannot be combined with a model of which only some layers are evicted."""
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with --disable-hybrid-kv-cache-manager on models with layers of several "
+            "kinds: each kind needs blocks of its own, so drop one of the two"
+        )
+    if not all(evicted_layers_of_stages(vllm_config)):
+        raise KVEvictionError(
+            "--kv-eviction needs a layer with full attention in each pipeline stage: set --pipeline-parallel-size lower"
+        )
+
+
 def _way_out(kind: str, model: Any) -> str:
     """What to do with a model of a kind that eviction cannot serve."""
-    if kind != WINDOWED or "sliding_attention" in _layer_types(model.hf_text_config):
+    if kind != WINDOWED or layer_types(model.hf_text_config):
         return "leave the flag out"
     window = model.get_sliding_window()
     return f"leave the flag out, or set --max-model-len to at most the window of {window} tokens"
@@ -173,6 +186,7 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
     """Kinds of models that eviction cannot serve, and whether this is one."""
     model = vllm_config.model_config
     text = model.hf_text_config
+    types = set(layer_types(text))
     return {
         "pooling models": model.runner_type == "pooling",
         "encoder-decoder models": model.is_encoder_decoder,
@@ -182,10 +196,10 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "MLA models": model.use_mla,
         "models with ALiBi": model.uses_alibi,
         # Qwen2 carries sliding_window without using it; vLLM resolves that for us.
-        WINDOWED: model.get_sliding_window() is not None or "sliding_attention" in _layer_types(text),
+        WINDOWED: types == {WINDOW} or (WINDOW not in types and model.get_sliding_window() is not None),
         "models with chunked attention": bool(model.attention_chunk_size)
         or getattr(text, "dual_chunk_attention_config", None) is not None,
-        "models with other than full attention": not _layer_types(text) <= FULL_ATTENTION,
+        "models with other than full and sliding-window attention": not types <= FULL_ATTENTION | {WINDOW},
         "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "models that skip attention in some layers": model.has_noops,
         "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,
@@ -226,9 +240,13 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     Raises:
         KVEvictionError: one sentence naming the flags.
     """
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    stages = stage_layers(layers, vllm_config.parallel_config.pipeline_parallel_size)
-    check_stages(config, list(map(len, stages)), name)
+    check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
+    if layer_groups(vllm_config).others and most_extra_rows(config.policy, config.params):
+        raise KVEvictionError(
+            f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers with other "
+            "than full attention cannot take back, so choose another policy",
+            name,
+        )
     # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
     if "w_o" in config.needs and vllm_config.quant_config is not None:
         raise KVEvictionError(
@@ -292,7 +310,3 @@ def check_eviction_log(path: str | None) -> None:
             f"--kv-eviction-config.eviction_log: {path!r} cannot be appended to ({reason}), so set it to a file in a "
             "folder that exists"
         ) from None
-
-
-def _layer_types(text: Any) -> set[str]:
-    return set(getattr(text, "layer_types", None) or ())

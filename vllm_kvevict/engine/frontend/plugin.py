@@ -136,6 +136,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from vllm_kvevict.engine.frontend import checks, requests, stopping
+    from vllm_kvevict.engine.groups import layer_groups
 
     device = checks.check_environment()
     checks.check_arguments(args)
@@ -145,6 +146,8 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     checks.check_model(vllm_config)
     checks.check_policy(vllm_config, options.request_config(None)[0])
     checks.check_eviction_log(options.eviction_log)
+    if layer_groups(vllm_config).others:
+        vllm_config.cache_config.enable_prefix_caching = False  # it knows one kind of layers
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
     requests.install()
@@ -201,6 +204,8 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
         return
+    if args.enable_prefix_caching is not False and not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning("KV eviction: prefix caching is off, since only some layers of this model are evicted")
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
 

@@ -75,8 +75,16 @@ class SchedulerEnd:
         most_pages = (
             dict(zip(self.ledger.ranks, self.ledger.held_pages, strict=True)) if self.options.check else None
         )
+        new_blocks, lost_blocks = self.ledger.take_block_changes()
         return StepMessage(
-            list(admissions.values()), answers, stores, self._take_freezes(), drops, most_pages=most_pages
+            list(admissions.values()),
+            answers,
+            stores,
+            self._take_freezes(),
+            drops,
+            new_blocks,
+            lost_blocks,
+            most_pages=most_pages,
         )
 
     def _take_freezes(self) -> dict[str, list[tuple[int, int]]]:

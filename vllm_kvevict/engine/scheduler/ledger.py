@@ -13,14 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache
@@ -50,7 +52,7 @@ class NoBlocks(KVCacheBlocks):
         return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
 
 
-class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
+class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
     """Counts per request and rank behind the interface of vLLM's block manager."""
 
     def __init__(
@@ -60,11 +62,14 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         control: AdmissionControl,
         head_dims: HeadDims,
         prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
+        blocks_kept: int = 0,
         **kwargs: Any,
     ):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
-        heads of a rank, and by what a request finds a cached prefix."""
+        heads of a rank, by what a request finds a cached prefix, and blocks that are kept for layers that are not
+        evicted; 0 where all are."""
         super().__init__(*args, **kwargs)
+        self.blocks = SharedBlocks(self.block_pool, blocks_kept) if blocks_kept else None
         self.options = options
         self.control = control
         self.prefix_key = prefix_key
@@ -181,6 +186,11 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
                 # Nobody else has pages to give, so a replay would end up here again.
                 self.ends[name] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
+        blocks = self.allocate_others(
+            request, account, need, is_new, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+        )
+        if blocks is None:
+            return None
         if is_new:
             self._admit(request, account)
         self.hold(account, need)
@@ -192,7 +202,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         account.tokens = tokens
         if position == account.plan.evict_at == tokens:
             self.store_prefix(name, account)
-        return self.empty_kv_cache_blocks
+        return blocks
 
     def _admit(self, request: "Request", account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
@@ -276,7 +286,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
         account = self._open(request, num_new_tokens)
         if not self._has_room_for(account):
             return False
-        return self._fits(account, account.need_at(num_new_tokens), self._droppable_pages())
+        freed, others = self._droppable_pages(), self.pages_of_others()
+        more = self.pages_of_others(self.blocks_to_begin(request))
+        spare = [pages + now - then for pages, now, then in zip(freed, others, more, strict=True)]
+        return self._fits(account, account.need_at(num_new_tokens), spare)
 
     def _has_room_for(self, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
@@ -285,9 +298,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
             return False
         new.reserved_at = place
         prefixes = self.prefixes.pinned(new.prefix)
-        in_use = self.with_segments(prefixes, self.segments.with_user(new.segment))
+        pinned = self.with_others(prefixes)
+        in_use = self.with_segments(pinned, self.segments.with_user(new.segment))
         staying = new.segment if new.is_lasting else None
-        lasting = self.with_segments(prefixes, self.segments.with_lasting(staying))
+        lasting = self.with_segments(pinned, self.segments.with_lasting(staying))
         return self.control.shortage(new, self.accounts.values(), in_use, lasting) is None
 
     def awaits_reserve(self, request: "Request") -> bool:
@@ -370,10 +384,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
             freed: pages of each rank that are taken to be free besides.
         """
         held, promises = need
-        prefixes, columns = self.prefixes.held, self.segments.columns
+        elsewhere = self.with_others(self.cached_pages)
         for rank, capacity in enumerate(self.capacities):
             grows = held[rank] - account.held[rank]
-            used = self.used[rank] + prefixes[rank] + capacity.rows * columns + grows
+            used = self.used[rank] + elsewhere[rank] + grows
             if freed is not None:
                 used -= freed[rank]
             # A rank that kept more than its share of a replay is promised more than there was room for.
@@ -557,7 +571,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
     @property
     def usage(self) -> float:
         """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
-        cached = self.with_segments(self.prefixes.in_use(), self.segments.pinned)
+        cached = self.with_others(self.with_segments(self.prefixes.in_use(), self.segments.pinned))
         pairs = zip(self.used, cached, self.capacities, strict=True)
         return max(((used + prefixes) / capacity.pages for used, prefixes, capacity in pairs), default=0.0)
 
@@ -568,6 +582,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
+        self._forget(request)
+        super().free(request)
+
+    def _forget(self, request: "Request") -> None:
         name = request.request_id
         if request.is_finished():
             self.kept.pop(name, None)
@@ -588,14 +606,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
             self.admitted.pop(name, None)
 
     def pop_blocks_for_free(self, request: "Request") -> list:
-        self.free(request)
-        return []
-
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        return self.empty_kv_cache_blocks
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self.empty_kv_cache_blocks.get_block_ids()
+        self._forget(request)
+        return super().pop_blocks_for_free(request)
 
     def estimate_cached_tokens(self, request: "Request") -> int:
         """Tokens of a request that another one with the same prefix need not compute."""
@@ -606,11 +618,5 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, KVCacheManager):
             return account.prefix.tokens
         return self.columns_of(account) * self.options.page_size
 
-    def take_new_block_ids(self) -> list[int]:
-        return []
-
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""
-
-    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to skip: every layer keeps full attention."""

@@ -19,6 +19,7 @@ from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.prefixes import prefix_key
+from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -52,12 +53,14 @@ class _EvictionMixin:
         self.kv_cache_manager = PageLedger(
             kv_cache_config=self.kv_cache_config,  # type: ignore[attr-defined]
             max_model_len=self.max_model_len,  # type: ignore[attr-defined]
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             scheduler_block_size=self.block_size,  # type: ignore[attr-defined]
             hash_block_size=self.hash_block_size,  # type: ignore[attr-defined]
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
             head_dims=head_dims(vllm_config),
+            blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),  # type: ignore[attr-defined]
             prefix_key=partial(
                 prefix_key,
                 block_size=self.hash_block_size,  # type: ignore[attr-defined]

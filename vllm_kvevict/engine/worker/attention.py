@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.worker.batch import Batch, ByLayer
+from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
 from vllm_kvevict.engine.worker.runtime import StepState, get_runtime
 
 
@@ -53,7 +53,6 @@ class RaggedImpl(AttentionImpl):
                 "ALiBi": alibi_slopes is not None,
                 "sliding-window attention": sliding_window is not None,
                 "KV shared between layers": kv_sharing_target_layer_name is not None,
-                "attention sinks": sinks is not None,
                 "attention that is not a decoder's": attn_type != AttentionType.DECODER,
             }
         )
@@ -62,6 +61,7 @@ class RaggedImpl(AttentionImpl):
         self.head_size = head_size
         self.scale = float(scale)
         self.softcap = float(logits_soft_cap or 0.0)
+        self.sinks = sinks
 
     def forward(
         self,
@@ -109,11 +109,11 @@ class RaggedImpl(AttentionImpl):
         for call in batch.calls:
             sequences = call.sequences(layer)
             if call.gather is None:
-                pages.attend(queries, result, sequences, self.scale, self.softcap)
+                self._attend(queries, result, sequences)
             else:
                 gathered = queries.index_select(0, call.gather)
                 part = torch.empty_like(gathered)
-                pages.attend(gathered, part, sequences, self.scale, self.softcap)
+                self._attend(gathered, part, sequences)
                 result.index_copy_(0, call.gather, part)
 
     def _serve_by_layer(
@@ -127,5 +127,21 @@ class RaggedImpl(AttentionImpl):
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)
-        runtime.pages.attend(queries, part, request.sequences(table), self.scale, self.softcap)
+        self._attend(queries, part, request.sequences(table))
         output[rows].view(tokens, heads, -1).copy_(part.view(heads, tokens, -1).transpose(0, 1))
+
+    def _attend(self, queries: Tensor, output: Tensor, sequences: Sequences) -> None:
+        """Attention of every sequence, arguments as of :meth:`Pages.attend`."""
+        pages = get_runtime().pages
+        if self.sinks is None:
+            pages.attend(queries, output, sequences, self.scale, self.softcap)
+            return
+        # Each query head has a sink of its own, and a call knows the query heads of one KV head.
+        for rows, of_head, sinks in zip(
+            *split_by_head(sequences, len(queries), self.num_kv_heads),
+            self.sinks.view(self.num_kv_heads, -1),
+            strict=True,
+        ):
+            part = torch.empty_like(queries[rows])
+            pages.attend(queries[rows], part, of_head, self.scale, self.softcap, sinks)
+            output[rows] = part

@@ -1,6 +1,6 @@
 """One step's batch, divided between our decode kernel and paged attention: one sequence per (request, KV head)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,30 @@ class Sequences:
     query_start_loc: Tensor
     longest: int
     longest_query: int
+
+
+def split_by_head(sequences: Sequences, num_queries: int, heads: int) -> tuple[Tensor, list[Sequences]]:
+    """The sequences of each KV head, which come in turn.
+
+    Returns:
+        int64 [heads, num_queries / heads], the queries of each head; and its sequences.
+    """
+    lengths = sequences.query_start_loc.diff()
+    head = torch.arange(len(lengths), device=lengths.device).remainder(heads)
+    head_of_query = head.repeat_interleave(lengths, output_size=num_queries)
+    rows = head_of_query.argsort(stable=True).view(heads, -1)
+    # Each head has the same number of queries.
+    starts = sequences.query_start_loc[::heads] // heads
+    split = [
+        replace(
+            sequences,
+            seq_lens=sequences.seq_lens[head::heads].contiguous(),
+            block_table=sequences.block_table[head::heads].contiguous(),
+            query_start_loc=starts,
+        )
+        for head in range(heads)
+    ]
+    return rows, split
 
 
 @dataclass(frozen=True)

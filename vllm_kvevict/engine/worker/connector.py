@@ -23,7 +23,7 @@ class WorkerEnd:
         runtime = get_runtime()
         cache = runtime.cache
         capacity = RankCapacity(
-            cache.pool.num_pages,
+            runtime.capacity,
             runtime.evictor.first_layer,
             cache.num_layers,
             cache.num_kv_heads,

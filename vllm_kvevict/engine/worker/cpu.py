@@ -65,7 +65,13 @@ class CPUPages:
         )
 
     def attend(
-        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Sequences,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> None:
         """As of :meth:`Pages.attend`."""
         group = queries.shape[1]
@@ -96,7 +102,7 @@ class CPUPages:
                 isa=self.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             ),
-            s_aux=None,
+            s_aux=None if sinks is None else sinks.float().contiguous(),
         )
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> DecodeAttention | None:

@@ -61,6 +61,10 @@ class RaggedCUDABackend(AttentionBackend):
         return head_size % 16 == 0 and head_size <= 256
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability >= DeviceCapability(8, 0)
 
@@ -95,7 +99,13 @@ class CUDAPages:
         write_entries(self.storage, self.page_size, keys, values, entry_slots)
 
     def attend(
-        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Sequences,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> None:
         """Causal attention of every sequence; arguments as of :meth:`Pages.attend`."""
         arguments: dict[str, Any] = {
@@ -112,7 +122,8 @@ class CUDAPages:
             "block_table": sequences.block_table,
             "softcap": softcap,
         }
-        if self.flash_attention is not None:
+        # FlashAttention 2 knows no sinks.
+        if self.flash_attention is not None and sinks is None:
             from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
             flash_attn_varlen_func(**arguments, fa_version=self.flash_attention)
@@ -120,7 +131,12 @@ class CUDAPages:
             from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
             unified_attention(
-                **arguments, window_size=(-1, -1), q_descale=None, k_descale=None, v_descale=None
+                **arguments,
+                window_size=(-1, -1),
+                q_descale=None,
+                k_descale=None,
+                v_descale=None,
+                sinks=sinks,
             )
 
     def window_mean(self, query: Tensor, table: Tensor, n: int, scale: float, softcap: float) -> Tensor:

@@ -32,14 +32,21 @@ class Pages(Protocol):
         """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
 
     def attend(
-        self, queries: Tensor, output: Tensor, sequences: Sequences, scale: float, softcap: float
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Sequences,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> None:
         """Causal attention of every sequence, whose queries are its last tokens.
 
         Args:
             queries: [N, group, head_dim], sequence after sequence.
             output: likewise, contiguous, filled in place.
+            sinks: [group], logits beside those of the keys, which take a share of the attention and give nothing.
         """
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> Any:
-        """The project's kernel for decodes, None where :meth:`attend` serves them too."""
+        """The project's kernel for decodes, None where :meth:`attend` serves them too; it knows no sinks."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -18,9 +18,11 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.memory import head_dims
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, head_dims
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
+from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
+from vllm_kvevict.engine.worker.blocks import BlockPages
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
 from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
@@ -77,7 +79,12 @@ class Runtime:
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
         self.attached = False
+        self.kv_cache_config: Any = None
+        """vLLM's layout of the KV memory, known before :meth:`attach`."""
+        self.block_pages: BlockPages | None = None
+        """Where blocks become pages as they are needed; None where all memory is pages."""
         self.in_step = False
+        self.step_state: StepState | None = None
         self.scheduled: dict[str, int] = {}
         device = this_device()
         assert device is not None
@@ -99,25 +106,27 @@ class Runtime:
         """Take over vLLM's KV memory as one pool of pages.
 
         Args:
-            kv_caches: vLLM's views by layer name, all over one allocation.
+            kv_caches: vLLM's views by layer name, all over one allocation; other layers' are among them.
 
         Raises:
-            KVEvictionError: when layers differ in their heads or softcap, or from the model's configuration.
+            KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
         """
-        names = sorted(kv_caches, key=extract_layer_index)
+        evicted = self._evicted_layers()
+        names = sorted(evicted, key=extract_layer_index)
         context = self.vllm_config.compilation_config.static_forward_context
         layers: list[Attention] = [context[name] for name in names]
         _check_heads(self.vllm_config, layers)
+        stages = evicted_layers_of_stages(self.vllm_config)
+        mine = stages[get_pp_group().rank_in_group]
+        _check_layers(self.vllm_config, layers, mine)
         self.layer_index = {name: index for index, name in enumerate(names)}
         self._make_cache(kv_caches[names[0]], layers)
         self.projections = self._find_projections(layers)
         self.rotary = self._find_rotary(layers)
-        model = self.vllm_config.model_config
-        first_layer, _ = model.get_layers_start_end_indices(self.vllm_config.parallel_config)
         self.evictor = Evictor(
             self.cache,
-            first_layer,
-            model.get_total_num_hidden_layers(),
+            mine.start,
+            stages[-1].stop,
             self._tensor_comm(),
             self.projections.of,
             self.device.is_asynchronous,
@@ -127,12 +136,36 @@ class Runtime:
         )
         self.attached = True
 
+    def _evicted_layers(self) -> list[str]:
+        """Names of the layers whose groups are ours."""
+        groups = self.kv_cache_config.kv_cache_groups
+        ours = [group for group in groups if isinstance(group.kv_cache_spec, BoundedAttentionSpec)]
+        return [name for group in ours for name in group.layer_names]
+
+    @property
+    def capacity(self) -> int:
+        """The most pages that there can be."""
+        if self.block_pages is None:
+            return self.cache.pool.num_pages
+        config = self.kv_cache_config
+        kept = blocks_kept(config.kv_cache_groups, self.vllm_config)
+        return (config.num_blocks - kept) * self.block_pages.per_block
+
+    def _find_blocks(self, layer: str, page_bytes: int) -> BlockPages | None:
+        """Where the pages of blocks lie, if other layers use blocks of the same memory."""
+        config = self.kv_cache_config
+        if not blocks_kept(config.kv_cache_groups, self.vllm_config):
+            return None
+        layout = next(tensor for tensor in config.kv_cache_tensors if layer in tensor.layers)
+        return BlockPages.of(layout, config.num_blocks, page_bytes)
+
     def _make_cache(self, view: Tensor, layers: Sequence[Attention]) -> None:
         """Lay pages over the allocation under one of vLLM's views, and find who stores and attends there."""
         first, page_size = layers[0], self.options.page_size
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
         rows = len(layers) * first.num_kv_heads
         storage = _as_pages(view, 2 * page_size * first.head_size)
+        self.block_pages = self._find_blocks(first.layer_name, storage[0].nbytes)
         self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
         self.cache = PagedKVCache(
             storage,
@@ -142,11 +175,12 @@ class Runtime:
             max_requests=max_requests + self._most_prefixes(storage.shape[0], rows),
             write=self.pages.write,
             triton=self.pages.uses_triton,
+            is_empty=self.block_pages is not None,
         )
         self.prefixes = CachedPrefixes(self.cache, self.options.check)
         self.group, self.softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
         self.decode_attention = None
-        if self.options.kernels:
+        if self.options.kernels and first.impl.sinks is None:
             self.decode_attention = self.pages.decode_attention(self.cache, self.group, self.softcap)
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
         self.decode_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=view.device)
@@ -221,6 +255,7 @@ class Runtime:
         """
         # vLLM warms up with steps that no scheduler made, of requests that have no plan.
         self.in_step = scheduler_output.kv_connector_metadata is not None
+        self.step_state = None
         message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
         assert isinstance(message, StepMessage)
         self.probes, self.repeats, self.most_pages = message.probes, message.repeats, message.most_pages
@@ -230,6 +265,7 @@ class Runtime:
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
         self.prefixes.drop(message.drops)
+        self._exchange_blocks(message)
         self.cache.pool.fewest_free = self.cache.num_free
         for name, answer in message.answers.items():
             if name in self.residents:
@@ -238,6 +274,15 @@ class Runtime:
         for admission in message.admissions:
             self.residents[admission.request_id] = self._open(admission)
         self.prefixes.expect(message.stores)
+
+    def _exchange_blocks(self, message: StepMessage) -> None:
+        """Use blocks that became pages, and give up those that other layers need, after moving what they hold."""
+        if self.block_pages is None:
+            return
+        if message.new_blocks:
+            self.cache.add_pages(self.block_pages.in_blocks(message.new_blocks, self.cache.device))
+        if message.lost_blocks:
+            self.cache.remove_pages(self.block_pages.in_blocks(message.lost_blocks, self.cache.device))
 
     def _close(self, request_ids: Sequence[str]) -> None:
         names = [name for name in dict.fromkeys(request_ids) if name in self.residents]
@@ -270,7 +315,7 @@ class Runtime:
         return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
 
     def build(self, common: Any) -> StepState:
-        """Take the step's pages and lay out its batch.
+        """Take the step's pages and lay out its batch, once for all groups of layers.
 
         Args:
             common: vLLM's CommonAttentionMetadata.
@@ -278,6 +323,11 @@ class Runtime:
         # Batch rows of dummy runs have indices that belong to no request, or to another one.
         if not self.in_step:
             return self.build_dummy(common)
+        if self.step_state is None:
+            self.step_state = self._build_step(common)
+        return self.step_state
+
+    def _build_step(self, common: Any) -> StepState:
         spans, probes = self._token_rows(common)
         by_layer = {name: span for name, span in spans.items() if self.residents[name].starts_by_layer}
         at_once = {name: span for name, span in spans.items() if name not in by_layer}
@@ -379,6 +429,7 @@ class Runtime:
     def leave_step(self) -> None:
         """The step's kernels are on their way; what vLLM runs from now on serves no request."""
         self.in_step = False
+        self.step_state = None
 
     @torch.inference_mode()
     def end_step(self, rank: int) -> RankMessage | None:
@@ -434,6 +485,15 @@ def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
         raise KVEvictionError(
             f"--kv-eviction cannot serve {model.model} as it is: its config.json gives each rank {configured} KV heads "
             f"and its layers have {heads}, so correct the number of KV heads there"
+        )
+
+
+def _check_layers(vllm_config: VllmConfig, layers: Sequence[Attention], expected: range) -> None:
+    """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
+    if len(layers) != len(expected):
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: its config.json gives this rank "
+            f"{len(expected)} layers with full attention and the model has {len(layers)}, so leave the flag out"
         )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.memory import BoundedAttentionSpec
 from vllm_kvevict.engine.process import check_alone
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
 from vllm_kvevict.engine.worker.warmup import warm_up
@@ -41,7 +42,10 @@ class _EvictionMixin:
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return {name: BoundedAttentionSpec.of(spec) for name, spec in specs.items()}
+        return {
+            name: BoundedAttentionSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+            for name, spec in specs.items()
+        }
 
     def determine_available_memory(self) -> int:
         # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the
@@ -52,6 +56,7 @@ class _EvictionMixin:
         return available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        get_runtime().kv_cache_config = kv_cache_config
         with _no_connector_after_failure():
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         # An eager CPU worker skips the dummy run, the only place where vLLM makes this buffer; later pipeline

@@ -1,0 +1,146 @@
+"""Models of which some layers see a window only: these stay with vLLM, and the others are evicted."""
+
+import pytest
+
+from benchmarks.harness.models import WINDOW, WINDOWED
+from tests.engine.masked import masked_logits
+from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.test_masked_model import check
+
+LENGTHS = (300, 31, 700, 65, 520)
+TOKENS = 40
+
+
+def asks(policy="full", budget=None, tokens=TOKENS):
+    return [Ask(length, policy, budget, max_tokens=tokens) for length in LENGTHS]
+
+
+def tokens_of(answers):
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def stock(models):
+    """Greedy tokens of vLLM without the flag, by model."""
+    known = {}
+
+    def get(architecture):
+        if architecture not in known:
+            with engine(models(architecture), enable_prefix_caching=False) as llm:
+                known[architecture] = tokens_of(run(llm, asks(), recorded=False))
+        return known[architecture]
+
+    return get
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_nothing_evicted_equals_stock(models, stock, architecture):
+    expected = stock(architecture)
+    assert len({token for tokens in expected for token in tokens}) > 4, (
+        "the model says the same of everything"
+    )
+    with evicting_engine(models(architecture), max_num_batched_tokens=256) as llm:
+        assert tokens_of(run(llm, asks())) == expected
+        assert tokens_of(run(llm, asks("ada-snapkv", 1.0))) == expected
+        assert tokens_of(run(llm, asks("ada-snapkv", 0.2))) != expected
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_logits_equal_those_of_a_masked_model(models, architecture):
+    model = models(architecture)
+    evicted = [Ask(300, "ada-snapkv", 0.3), Ask(400, "pyramidkv", 0.3), Ask(120, "full")]
+    with evicting_engine(model) as llm:
+        answers = run(llm, evicted, logits=True)
+    for ask, answer in zip(evicted, answers, strict=True):
+        check(model, ask, answer, atol=1e-4, rtol=1e-4)
+    ask, answer = evicted[0], answers[0]
+    everything = {layer: [range(ask.length)] * len(heads) for layer, heads in answer.kept[0].items()}
+    wrong = [
+        masked_logits(model, ask.prompt, answer.tokens, everything, ask.length),
+        masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], ask.length, window=2 * WINDOW),
+    ]
+    assert all((answer.logits - logits).abs().max() > 1e-2 for logits in wrong)
+
+
+def most_running(llm):
+    """Lets the scheduler count; the most requests that were in one step so far is the only element."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    plain, most = scheduler.schedule, [0]
+
+    def counting(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        most[0] = max(most[0], len(output.num_scheduled_tokens))
+        return output
+
+    scheduler.schedule = counting
+    return most
+
+
+LONG_ANSWERS = [Ask(40 + 20 * i, "full", max_tokens=350, seed=i) for i in range(5)]
+"""They outgrow the pages."""
+MANY = [Ask(20, "full", max_tokens=120 + i, seed=i) for i in range(16)]
+"""They outgrow the windows: each of them has as many blocks there as pages."""
+EVICTED = [Ask(400 - 30 * i, "ada-snapkv", 0.3, max_tokens=64, seed=i) for i in range(8)]
+
+
+@pytest.mark.engine
+def test_memory_that_both_kinds_of_layers_are_short_of(models):
+    """Blocks become pages and windows again many times over, and whoever lacks some starts anew."""
+    model, loads = models("gemma3_text"), (LONG_ANSWERS, MANY, EVICTED)
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 18}
+    with engine(model, enable_prefix_caching=False) as llm:
+        expected = [tokens_of(run(llm, load, recorded=False)) for load in loads[:2]]
+    with evicting_engine(model) as llm:
+        expected.append(tokens_of(run(llm, EVICTED)))
+        assert num_preemptions(llm) == 0
+    with evicting_engine(model, eviction={"decode_reserve": 16}, **settings) as llm:
+        ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        preempted, as_pages = [0], []
+        for load, tokens in zip(loads, expected, strict=True):
+            assert tokens_of(run(llm, load)) == tokens
+            preempted.append(num_preemptions(llm))
+            as_pages.append(len(ledger.blocks.as_pages))
+        run(llm, [Ask(20, max_tokens=1)])  # the workers hear of the last that finished
+        assert ledger.used == [0] and ledger.blocks.beyond_reserve() == 0
+        assert ledger.block_pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == 17
+    assert 0 < preempted[1] < preempted[2], preempted
+    assert len(set(as_pages)) > 1, as_pages
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
+def test_more_requests_at_once(models, architecture):
+    prompts = 32
+    settings = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": prompts,
+        "kv_cache_memory_bytes": 1 << 24,
+    }
+    with engine(models(architecture), enable_prefix_caching=False, **settings) as llm:
+        at_once = most_running(llm)
+        run(llm, [Ask(900, seed=i, max_tokens=160) for i in range(prompts)], recorded=False)
+    with evicting_engine(models(architecture), **settings) as llm:
+        ours = most_running(llm)
+        run(llm, [Ask(900, "ada-snapkv", 0.2, seed=i, max_tokens=160) for i in range(prompts)])
+    assert at_once[0] < prompts
+    assert ours[0] >= 1.8 * at_once[0], (ours, at_once)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers(models, size):
+    model = models("gpt_oss")
+    evicted = [
+        Ask(length, policy, 0.3, seed=i)
+        for i, (length, policy) in enumerate([(300, "ada-snapkv"), (200, "lava"), (410, "pyramidkv")])
+    ]
+    settings = {"max_num_batched_tokens": 256, "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 24}
+    with evicting_engine(model, **settings) as llm:
+        expected = run(llm, evicted)
+    with evicting_engine(model, **settings, **{size: 2}) as llm:
+        answers = run(llm, evicted)
+    assert tokens_of(answers) == tokens_of(expected)
+    assert [answer.kept for answer in answers] == [answer.kept for answer in expected]

@@ -1,0 +1,76 @@
+"""Blocks of vLLM's that become pages and back, where a model has layers of other kinds beside evicted ones."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class SharedBlocks:
+    """The scheduler's account of which blocks are pages.
+
+    Blocks change hands when either side needs them. The workers hear of it with the step, before which they move what
+    lies in the pages that they lose: counts are exact, so there is room for it.
+
+    Args:
+        pool: vLLM's blocks, which other layers take from, too.
+        reserve: blocks that are never made pages.
+
+    Attributes:
+        reserve: see above.
+        as_pages: the blocks that are pages now.
+        added, removed: of these, the ones that changed hands since the last step; drained into the message to the
+            workers.
+    """
+
+    def __init__(self, pool: "BlockPool", reserve: int):
+        self._pool = pool
+        self.reserve = reserve
+        self.as_pages: list[KVCacheBlock] = []
+        self.added: dict[int, None] = {}
+        self.removed: dict[int, None] = {}
+
+    @property
+    def most(self) -> int:
+        """Blocks that may be pages at once."""
+        return self._pool.num_gpu_blocks - self.reserve
+
+    def beyond_reserve(self, more: int = 0) -> int:
+        """Blocks that other layers hold of those that could be pages, if they had ``more``."""
+        # vLLM's padding is neither free nor anybody's; it is in the reserve.
+        others = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - len(self.as_pages)
+        return max(0, others + more - self.reserve)
+
+    def grow(self, count: int) -> None:
+        """Make blocks pages, until there are at least ``count``; so many must be free or pages already."""
+        missing = count - len(self.as_pages)
+        if missing <= 0:
+            return
+        blocks = self._pool.get_new_blocks(missing)
+        self.as_pages += blocks
+        _move([block.block_id for block in blocks], self.removed, self.added)
+
+    def shrink(self, count: int) -> bool:
+        """Give other layers blocks, until at most ``count`` are pages; whether that changed anything."""
+        count = max(count, 0)
+        given, self.as_pages = self.as_pages[count:], self.as_pages[:count]
+        _move([block.block_id for block in given], self.added, self.removed)
+        self._pool.free_blocks(given)
+        return bool(given)
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """Ids of the blocks that were added and removed since the last call."""
+        changes = list(self.added), list(self.removed)
+        self.added, self.removed = {}, {}
+        return changes
+
+
+def _move(ids: Sequence[int], undone: dict[int, None], done: dict[int, None]) -> None:
+    """Note that blocks changed hands; what comes back within a step has not."""
+    for block in ids:
+        if block in undone:
+            del undone[block]
+        else:
+            done[block] = None

@@ -1,0 +1,105 @@
+"""The ledger's part for models of which only some layers are evicted: the others have vLLM's blocks and managers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+
+from vllm_kvevict.engine.scheduler.admission import Account, Need
+from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.state import LedgerState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class OtherLayers(LedgerState, KVCacheManager):
+    """Shares the memory out between pages and the blocks of other layers, as either needs it.
+
+    Attributes:
+        blocks: which ones are pages; None where all layers are evicted, and all memory is pages for good.
+    """
+
+    blocks: SharedBlocks | None
+
+    @property
+    def _pages_per_block(self) -> list[int]:
+        assert self.blocks is not None
+        return [capacity.pages // self.blocks.most for capacity in self.capacities]
+
+    def pages_of_others(self, more: int = 0) -> list[int]:
+        """Pages of each rank that there cannot be, since other layers hold the blocks.
+
+        Args:
+            more: blocks that they are taken to hold besides.
+        """
+        if self.blocks is None:
+            return [0] * len(self.ranks)
+        taken = self.blocks.beyond_reserve(more)
+        return [taken * pages for pages in self._pages_per_block]
+
+    def with_others(self, pages: Sequence[int]) -> list[int]:
+        """Pages of each rank together with those that there cannot be."""
+        return [sum(pair) for pair in zip(pages, self.pages_of_others(), strict=True)]
+
+    def _covering(self, pages: Sequence[int]) -> int:
+        """Blocks for so many pages of each rank."""
+        return max(map(cdiv, pages, self._pages_per_block))
+
+    def allocate_others(
+        self, request: "Request", account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """Blocks for the other layers of a request, beside what its evicted ones need; None if there are too few.
+
+        Args:
+            need: of the evicted layers, for which there is room.
+            is_new: whether the request has to leave alone what others were promised.
+            args, kwargs: as of vLLM's allocate_slots behind the request.
+        """
+        if self.blocks is None:
+            return self.empty_kv_cache_blocks
+        staying = [used + new - old for used, new, old in zip(self.used, need[0], account.held, strict=True)]
+        self.blocks.grow(self._covering(staying))
+        result = super().allocate_slots(request, *args, **kwargs)
+        if result is None:
+            if is_new:
+                staying = [held + more for held, more in zip(staying, self.promised, strict=True)]
+            fewest = max(self._covering(staying), len(self.blocks.as_pages) - self.blocks.reserve)
+            if self.blocks.shrink(fewest):
+                result = super().allocate_slots(request, *args, **kwargs)
+        return result
+
+    def blocks_to_begin(self, request: "Request") -> int:
+        """The most blocks that the other layers of a waiting request will hold while it is read."""
+        if self.blocks is None:
+            return 0
+        tokens = min(request.num_tokens, self.max_model_len)
+        return self.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=self.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=0,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=tokens,
+        )
+
+    def take_block_changes(self) -> tuple[list[int], list[int]]:
+        """Blocks that became pages since the last step, and those that are pages no longer."""
+        return ([], []) if self.blocks is None else self.blocks.take_changes()
+
+    def take_new_block_ids(self) -> list[int]:
+        return [] if self.blocks is None else super().take_new_block_ids()
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        if self.blocks is not None:
+            super().remove_skipped_blocks(*args, **kwargs)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        return self.empty_kv_cache_blocks if self.blocks is None else super().get_blocks(request_id)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.get_blocks(request_id).get_block_ids()

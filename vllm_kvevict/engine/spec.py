@@ -1,0 +1,65 @@
+"""What vLLM is told of the layers that are evicted: the memory they need, and that they need no blocks."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.groups import layer_groups, reserve_for
+from vllm_kvevict.engine.memory import bounds_of, stages_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedAttentionSpec(FullAttentionSpec):
+    """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
+    that is evicted as it comes, more if it is repeated."""
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
+        """The same layer with our bound."""
+        return cls(
+            **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+        )
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank."""
+        bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
+        plan = require_options(vllm_config).plan(tokens)
+        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
+        groups = layer_groups(vllm_config)
+        # vLLM adds up groups, which have as many places each.
+        places = [groups.places(stage) * len(groups.evicted) for stage in stages_of(vllm_config)]
+        pages = max(map(cdiv, peaks, places))
+        page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
+        return pages * page_bytes
+
+
+class NoBlocksManager(FullAttentionManager):
+    """vLLM's manager of the groups that are evicted: their pages are the ledger's."""
+
+    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list:
+        return []
+
+
+def blocks_kept(groups: Sequence[Any], vllm_config: Any) -> int:
+    """Blocks that are kept for layers that are not evicted, 0 where all are.
+
+    Args:
+        groups: vLLM's groups of layers.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    return reserve_for([spec for spec in specs if not isinstance(spec, BoundedAttentionSpec)], vllm_config)
+
+
+# Whatever process is told of such a layer imports this module, before it looks for the manager.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(BoundedAttentionSpec, NoBlocksManager, uniform_type_base_spec=FullAttentionSpec)
