@@ -56,7 +56,10 @@ def refusal(model: str, **settings) -> str:
     sentence = str(error.value)
     assert sentence.startswith("--kv-eviction")
     assert "\n" not in sentence and ". " not in sentence
-    assert any(f"{advice} " in sentence for advice in ("drop", "leave", "unset", "install", "change", "choose", "set"))
+    assert any(
+        f"{advice} " in sentence
+        for advice in ("drop", "leave", "unset", "install", "change", "choose", "set")
+    )
     return sentence
 
 

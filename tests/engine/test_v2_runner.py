@@ -43,6 +43,9 @@ SMALL = [
     Ask(45, "full", max_tokens=6, seed=1),
     Ask(66, "lava", 0.7, max_tokens=2, seed=2),
 ]
+WINDOWED = [ask for ask in ASKS if ask.policy != "take"]
+"""What a model can be asked of which some layers see a window only."""
+WINDOWED_BASE = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128}
 CACHING = {"enable_prefix_caching": True, "block_size": 32}
 LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL}
 
@@ -53,7 +56,12 @@ def model(models):
 
 
 @pytest.fixture(scope="module")
-def second(model, tmp_path_factory):
+def windowed(models):
+    return models("gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def second(model, windowed, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
     mixed, tight, small = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
     process = NewProcess(
@@ -64,6 +72,13 @@ def second(model, tmp_path_factory):
             {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
             {**small, "batches": [SMALL, SMALL], "ahead": True, "gpu": True, **CACHING},
             {**mixed, "batches": [ASKS, ASKS], "logits": True, "ahead": True, **CACHING},
+            {
+                "model": windowed,
+                **WINDOWED_BASE,
+                "num_gpu_blocks_override": 16,
+                "batches": [WINDOWED, WINDOWED[::-1]],
+                "ahead": True,
+            },
         ],
     )
     yield process
@@ -120,3 +135,15 @@ def test_aborted_requests_leave_nothing_behind(first, second) -> None:
     *_, finished = second.result()[1]
     for answer, last, tokens in zip(first["mixed"], ABORTED_AFTER, finished, strict=True):
         assert tokens == (None if last else answer.tokens)
+
+
+@pytest.mark.engine
+def test_layers_with_windows(windowed, second) -> None:
+    """Scheduled ahead, with so few blocks that layers with windows and pages take them from each other."""
+    batches, *_ = second.result()[5]
+    with evicting_engine(windowed, **WINDOWED_BASE) as llm:
+        expected = run(llm, WINDOWED)
+    for answers in (batches[0], batches[1][::-1]):
+        for ask, one, other in zip(WINDOWED, expected, answers, strict=True):
+            assert one.tokens == other.tokens, ask
+            assert one.kept[-1:] == other.kept[-1:], ask
