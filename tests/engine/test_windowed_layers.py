@@ -1,11 +1,15 @@
 """Models of which some layers see a window only: these stay with vLLM, and the others are evicted."""
 
+import dataclasses
+
 import pytest
 
 from benchmarks.harness.models import WINDOW, WINDOWED
 from tests.engine.masked import masked_logits
 from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
 from tests.engine.test_masked_model import check
+from vllm_kvevict.engine.groups import layer_groups
+from vllm_kvevict.engine.memory import bounds_of
 
 LENGTHS = (300, 31, 700, 65, 520)
 TOKENS = 40
@@ -127,6 +131,21 @@ def test_more_requests_at_once(models, architecture):
         run(llm, [Ask(900, "ada-snapkv", 0.2, seed=i, max_tokens=160) for i in range(prompts)])
     assert at_once[0] < prompts
     assert ours[0] >= 1.8 * at_once[0], (ours, at_once)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture, blocks", [("gpt_oss", 26), ("gemma3_text", 31)])
+def test_front_end_and_scheduler_know_of_the_same_memory(models, architecture, blocks):
+    """The front-end foresees how vLLM groups the layers; it may think of a block less in each group."""
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 128, "num_gpu_blocks_override": blocks}
+    with evicting_engine(models(architecture), **settings) as llm:
+        (foreseen,) = bounds_of(llm.llm_engine.vllm_config).ranks
+        ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        (known,) = ledger.capacities
+        groups = layer_groups(llm.llm_engine.vllm_config)
+        pages_per_block = known.pages // ledger.blocks.most
+    assert dataclasses.replace(foreseen, pages=known.pages) == known
+    assert known.pages - len(groups.others) * pages_per_block <= foreseen.pages <= known.pages
 
 
 @pytest.mark.engine
