@@ -63,6 +63,52 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
 }
 """Models of which only some layers see the whole text; the others see a window."""
+LINEAR: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.17,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
+        "num_hidden_layers": 5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "chunk_size": 64,
+        "attention_head_dim": 32,
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_ssm": 256,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    },
+    "qwen3_next": {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+"""Models of which only some layers have attention; the others have a state."""
+ARCHITECTURES |= LINEAR
 WINDOW = 64
 ARCHITECTURES |= {name: {"sliding_window": WINDOW, **settings} for name, settings in WINDOWED.items()}
 

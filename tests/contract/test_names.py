@@ -59,7 +59,7 @@ NAMES = {
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "blocks cannot be shared with layers that are not evicted",
     "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size": "groups of layers cannot be foreseen",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "evicted layers get blocks, too",
-    "vllm.v1.kv_cache_interface:AttentionSpec": "groups of layers cannot be foreseen",
+    "vllm.v1.kv_cache_interface:MambaSpec": "groups of layers cannot be foreseen",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "groups of layers cannot be foreseen",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "groups of layers cannot be foreseen",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": "evicted layers get blocks, too",

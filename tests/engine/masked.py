@@ -84,7 +84,7 @@ def evicted_layers(model: Path) -> list[int]:
     """Numbers of the model's layers that see the whole text."""
     config = AutoConfig.from_pretrained(model)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    return [layer for layer, kind in enumerate(kinds) if kind in ("attention", "full_attention", "hybrid")]
 
 
 def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list[LayerInputs]:

@@ -263,16 +263,15 @@ MODELS = {
         "DeepseekV2ForCausalLM",
         NO_GQA | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
     ),
-    "without attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
-    "hybrid": ("jamba", "JambaForCausalLM", LLAMA | {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "without full attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
     "sliding-window": ("mistral", "MistralForCausalLM", LLAMA | {"sliding_window": 128}),
-    "sliding-window (by its layer types)": (
+    "without full attention (by its layer types)": (
         "gemma2",
         "Gemma2ForCausalLM",
         LLAMA | {"layer_types": ["sliding_attention"] * 2},
     ),
     "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
-    "other than full and sliding-window attention": (
+    "other than full, sliding-window and linear attention": (
         "llama",
         "LlamaForCausalLM",
         LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},

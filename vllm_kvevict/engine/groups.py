@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 FULL_ATTENTION = {"attention", "full_attention"}
-"""Entries of a model's ``layer_types`` whose KV is evicted."""
-
 WINDOW = "sliding_attention"
+STATES = {"linear_attention", "mamba", "conv"}
+BOTH = "hybrid"
+LAYER_TYPES = {*FULL_ATTENTION, WINDOW, *STATES, BOTH, "mlp", "moe"}
+"""Entries of a model's ``layer_types`` that can be served. Layers have full attention, whose KV is evicted; or remember
+a window of tokens, or a state, of each request; or have attention and a state side by side; or remember nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,14 @@ def layer_groups(vllm_config: Any) -> LayerGroups:
     types = layer_types(model.hf_text_config)
     if set(types) <= FULL_ATTENTION:
         return LayerGroups((tuple(range(model.get_total_num_hidden_layers())),))
-    return _grouped(tuple(_spec(vllm_config, kind) for kind in types))
+    specs = []
+    for layer, kind in enumerate(types):
+        specs += [(layer, spec) for spec in _specs(vllm_config, kind)]
+    return _grouped(tuple(specs))
 
 
-def _spec(vllm_config: Any, kind: str) -> AttentionSpec:
+def _specs(vllm_config: Any, kind: str) -> list[KVCacheSpec]:
+    """What vLLM will remember of a layer, as far as groups depend on it."""
     model = vllm_config.model_config
     shape: dict[str, Any] = {
         "block_size": vllm_config.cache_config.block_size,
@@ -76,20 +84,29 @@ def _spec(vllm_config: Any, kind: str) -> AttentionSpec:
         "head_size": model.get_head_size(),
         "dtype": model.dtype,
     }
+    full = FullAttentionSpec(**shape)
+    specs: list[KVCacheSpec] = []
+    if kind in FULL_ATTENTION or kind == BOTH:
+        specs.append(full)
     if kind == WINDOW:
         # In vLLM's Cohere 2 layers see a token more than the configuration says.
-        return SlidingWindowSpec(sliding_window=model.hf_text_config.sliding_window + 1, **shape)
-    return FullAttentionSpec(**shape)
+        specs.append(SlidingWindowSpec(sliding_window=model.hf_text_config.sliding_window + 1, **shape))
+    if kind in STATES or kind == BOTH:
+        # vLLM makes blocks as large as states.
+        bytes_of_block = ((full.page_size_bytes,),)
+        specs.append(MambaSpec(block_size=model.max_model_len, shapes=bytes_of_block, dtypes=(torch.int8,)))
+    return specs
 
 
 @functools.lru_cache(maxsize=8)  # the front-end asks for every request
-def _grouped(specs: tuple[KVCacheSpec, ...]) -> LayerGroups:
-    """Groups of layers with these specs."""
+def _grouped(specs: tuple[tuple[int, KVCacheSpec], ...]) -> LayerGroups:
+    """Groups of layers, by their numbers, with these specs."""
     evicted: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
     of_others = []
-    for group in _get_kv_cache_groups_uniform_page_size({str(i): spec for i, spec in enumerate(specs)}):
-        layers = tuple(map(int, group.layer_names))
+    by_name = {str(index): spec for index, (_, spec) in enumerate(specs)}
+    for group in _get_kv_cache_groups_uniform_page_size(by_name):
+        layers = tuple(specs[int(name)][0] for name in group.layer_names)
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             evicted.append(layers)
         else:

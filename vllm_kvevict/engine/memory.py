@@ -34,7 +34,7 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
         stages,
         heads,
         model.get_total_num_kv_heads(),
-        [blocks * cache.block_size // page_size * heads * count for count in places],
+        [blocks * cache.block_size * heads // page_size * count for count in places],
     )
     return MemoryBounds(
         ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()

@@ -10,7 +10,7 @@ from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
-from vllm_kvevict.engine.groups import FULL_ATTENTION, WINDOW, layer_groups, layer_types
+from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, layer_groups, layer_types
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
@@ -176,7 +176,7 @@ def _check_mixed_layers(vllm_config: Any) -> None:
 
 def _way_out(kind: str, model: Any) -> str:
     """What to do with a model of a kind that eviction cannot serve."""
-    if kind != WINDOWED or layer_types(model.hf_text_config):
+    if kind != WINDOWED:
         return "leave the flag out"
     window = model.get_sliding_window()
     return f"leave the flag out, or set --max-model-len to at most the window of {window} tokens"
@@ -191,15 +191,15 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "pooling models": model.runner_type == "pooling",
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion models": model.is_diffusion,
-        "models without attention": model.is_attention_free,
-        "hybrid and Mamba models": model.is_hybrid,
         "MLA models": model.use_mla,
         "models with ALiBi": model.uses_alibi,
         # Qwen2 carries sliding_window without using it; vLLM resolves that for us.
-        WINDOWED: types == {WINDOW} or (WINDOW not in types and model.get_sliding_window() is not None),
+        WINDOWED: WINDOW not in types and model.get_sliding_window() is not None,
         "models with chunked attention": bool(model.attention_chunk_size)
         or getattr(text, "dual_chunk_attention_config", None) is not None,
-        "models with other than full and sliding-window attention": not types <= FULL_ATTENTION | {WINDOW},
+        "models without full attention": model.is_attention_free
+        or (types and not types & {*FULL_ATTENTION, BOTH}),
+        "models with other than full, sliding-window and linear attention": not types <= LAYER_TYPES,
         "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "models that skip attention in some layers": model.has_noops,
         "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,

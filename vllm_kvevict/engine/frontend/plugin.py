@@ -140,14 +140,16 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
 
     device = checks.check_environment()
     checks.check_arguments(args)
-    ours = _our_arguments(args, options, device)
-    vllm_config = create_engine_config(ours, *rest, **kwargs)
+    vllm_config = create_engine_config(_our_arguments(args, options, device), *rest, **kwargs)
     _drop_unreached_window(vllm_config)
     checks.check_model(vllm_config)
+    if vllm_config.cache_config.enable_prefix_caching and layer_groups(vllm_config).others:
+        # It knows one kind of layers. vLLM makes more than one setting depend on it.
+        without = copy.copy(args)
+        without.enable_prefix_caching = False
+        vllm_config = create_engine_config(_our_arguments(without, options, device), *rest, **kwargs)
     checks.check_policy(vllm_config, options.request_config(None)[0])
     checks.check_eviction_log(options.eviction_log)
-    if layer_groups(vllm_config).others:
-        vllm_config.cache_config.enable_prefix_caching = False  # it knows one kind of layers
     kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
     requests.install()

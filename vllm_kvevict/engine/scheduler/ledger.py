@@ -196,13 +196,17 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.hold(account, need)
         if account.is_reading:
             self.leave_segments(request, account, tokens)
+        self._advance(name, account, tokens)
+        return blocks
+
+    def _advance(self, name: str, account: Account, tokens: int) -> None:
+        """Note that a step computes a request up to so many tokens, and evicts it if that is due."""
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
             self._await_reports(account, tokens)
         account.tokens = tokens
         if position == account.plan.evict_at == tokens:
             self.store_prefix(name, account)
-        return blocks
 
     def _admit(self, request: "Request", account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""

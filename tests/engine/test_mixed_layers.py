@@ -1,22 +1,31 @@
-"""Models of which some layers see a window only: these stay with vLLM, and the others are evicted."""
+"""Models of which only some layers are evicted; those with a window, or a state, stay with vLLM."""
 
 import dataclasses
 
 import pytest
 
-from benchmarks.harness.models import WINDOW, WINDOWED
+from benchmarks.harness.models import LINEAR, WINDOW, WINDOWED
 from tests.engine.masked import masked_logits
 from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
 from tests.engine.test_masked_model import check
 from vllm_kvevict.engine.groups import layer_groups
 from vllm_kvevict.engine.memory import bounds_of
 
+IN_BF16 = ("qwen3_next",)
+"""Models that vLLM's CPU build computes in bf16 only."""
+MODELS = [*WINDOWED, *LINEAR]
+MASKED = [name for name in MODELS if name not in IN_BF16]
+CHUNKED = {"max_num_batched_tokens": 256}
 LENGTHS = (300, 31, 700, 65, 520)
 TOKENS = 40
 
 
 def asks(policy="full", budget=None, tokens=TOKENS):
     return [Ask(length, policy, budget, max_tokens=tokens) for length in LENGTHS]
+
+
+def dtype_of(architecture):
+    return "bfloat16" if architecture in IN_BF16 else "float32"
 
 
 def tokens_of(answers):
@@ -30,7 +39,9 @@ def stock(models):
 
     def get(architecture):
         if architecture not in known:
-            with engine(models(architecture), enable_prefix_caching=False) as llm:
+            with engine(
+                models(architecture), enable_prefix_caching=False, dtype=dtype_of(architecture)
+            ) as llm:
                 known[architecture] = tokens_of(run(llm, asks(), recorded=False))
         return known[architecture]
 
@@ -38,33 +49,34 @@ def stock(models):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("architecture", WINDOWED)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_nothing_evicted_equals_stock(models, stock, architecture):
     expected = stock(architecture)
     assert len({token for tokens in expected for token in tokens}) > 4, (
         "the model says the same of everything"
     )
-    with evicting_engine(models(architecture), max_num_batched_tokens=256) as llm:
+    with evicting_engine(models(architecture), **CHUNKED, dtype=dtype_of(architecture)) as llm:
         assert tokens_of(run(llm, asks())) == expected
         assert tokens_of(run(llm, asks("ada-snapkv", 1.0))) == expected
         assert tokens_of(run(llm, asks("ada-snapkv", 0.2))) != expected
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("architecture", WINDOWED)
+@pytest.mark.parametrize("architecture", MASKED)
 def test_logits_equal_those_of_a_masked_model(models, architecture):
     model = models(architecture)
     evicted = [Ask(300, "ada-snapkv", 0.3), Ask(400, "pyramidkv", 0.3), Ask(120, "full")]
     with evicting_engine(model) as llm:
         answers = run(llm, evicted, logits=True)
     for ask, answer in zip(evicted, answers, strict=True):
-        check(model, ask, answer, atol=1e-4, rtol=1e-4)
+        # States add up what a prompt was, chunk by chunk; Hugging Face's code does so in another order.
+        check(model, ask, answer, atol=1e-3 if architecture in LINEAR else 1e-4, rtol=1e-4)
     ask, answer = evicted[0], answers[0]
     everything = {layer: [range(ask.length)] * len(heads) for layer, heads in answer.kept[0].items()}
-    wrong = [
-        masked_logits(model, ask.prompt, answer.tokens, everything, ask.length),
-        masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], ask.length, window=2 * WINDOW),
-    ]
+    wrong = [masked_logits(model, ask.prompt, answer.tokens, everything, ask.length)]
+    if architecture in WINDOWED:
+        wider = {"window": 2 * WINDOW}
+        wrong.append(masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], ask.length, **wider))
     assert all((answer.logits - logits).abs().max() > 1e-2 for logits in wrong)
 
 
@@ -114,14 +126,17 @@ def test_memory_that_both_kinds_of_layers_are_short_of(models):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
-def test_more_requests_at_once(models, architecture):
+@pytest.mark.parametrize(
+    "architecture, memory, times",
+    [("gpt_oss", 1 << 24, 1.8), ("gemma3_text", 1 << 24, 1.8), ("granitemoehybrid", 1 << 22, 3.0)],
+)
+def test_more_requests_at_once(models, architecture, memory, times):
     prompts = 32
     settings = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 256,
         "max_num_seqs": prompts,
-        "kv_cache_memory_bytes": 1 << 24,
+        "kv_cache_memory_bytes": memory,
     }
     with engine(models(architecture), enable_prefix_caching=False, **settings) as llm:
         at_once = most_running(llm)
@@ -130,11 +145,11 @@ def test_more_requests_at_once(models, architecture):
         ours = most_running(llm)
         run(llm, [Ask(900, "ada-snapkv", 0.2, seed=i, max_tokens=160) for i in range(prompts)])
     assert at_once[0] < prompts
-    assert ours[0] >= 1.8 * at_once[0], (ours, at_once)
+    assert ours[0] >= times * at_once[0], (ours, at_once)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("architecture, blocks", [("gpt_oss", 26), ("gemma3_text", 31)])
+@pytest.mark.parametrize("architecture, blocks", [("gpt_oss", 26), ("gemma3_text", 31), ("falcon_h1", 20)])
 def test_front_end_and_scheduler_know_of_the_same_memory(models, architecture, blocks):
     """The front-end foresees how vLLM groups the layers; it may think of a block less in each group."""
     settings = {"max_model_len": 512, "max_num_batched_tokens": 128, "num_gpu_blocks_override": blocks}
@@ -150,8 +165,9 @@ def test_front_end_and_scheduler_know_of_the_same_memory(models, architecture, b
 
 @pytest.mark.engine
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_workers(models, size):
-    model = models("gpt_oss")
+@pytest.mark.parametrize("architecture", ["gpt_oss", "falcon_h1"])
+def test_workers(models, architecture, size):
+    model = models(architecture)
     evicted = [
         Ask(length, policy, 0.3, seed=i)
         for i, (length, policy) in enumerate([(300, "ada-snapkv"), (200, "lava"), (410, "pyramidkv")])
