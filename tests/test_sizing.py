@@ -194,8 +194,8 @@ def test_what_is_set_aside_beside_the_kv_memory(
         ),
         ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: there is no configuration"),
         ({"num_hidden_layers": None}, [], "its configuration has no num_hidden_layers"),
-        ({"layer_types": ["sliding_attention"]}, [], "models with full attention in every layer only"),
-        ({"kv_lora_rank": 512}, [], "models with full attention in every layer only"),
+        ({"layer_types": ["sliding_attention"]}, [], "which is not computed here"),
+        ({"kv_lora_rank": 512}, [], "which is not computed here"),
     ],
 )
 def test_errors_name_the_flag(

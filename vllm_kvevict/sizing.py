@@ -65,7 +65,7 @@ def read_model(name: str) -> dict[str, int]:
             "max_len": config["max_position_embeddings"],
         }
     except NotImplementedError:
-        reason = "eviction serves models with full attention in every layer only"
+        reason = "its layers are of several kinds, or have one latent vector for all heads, which is not computed here"
     except KeyError as error:
         reason = f"its configuration has no {error.args[0]}"
     except (OSError, ValueError, ImportError) as error:

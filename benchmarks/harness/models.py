@@ -132,7 +132,7 @@ def make_model(
 
     Args:
         path: folder to write.
-        architecture: one of ``ARCHITECTURES``.
+        architecture: a ``model_type`` of transformers; ``ARCHITECTURES`` has further settings of some.
         hidden, layers, heads, kv_heads, head_dim, vocab, max_len: sizes.
         dtype: of the weights.
         seed: of the weights.
@@ -156,7 +156,7 @@ def make_model(
         "bos_token_id": SPECIAL.index("<s>"),
         "eos_token_id": SPECIAL.index("</s>"),
         "pad_token_id": SPECIAL.index("<pad>"),
-        **ARCHITECTURES[architecture],
+        **ARCHITECTURES.get(architecture, {}),
         **overrides,
     }
     recipe = json.dumps({"architecture": architecture, "dtype": str(dtype), "seed": seed, **settings})

@@ -133,6 +133,11 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "kv_cache_spec",
         "GPU servers choose blocks that pages do not divide",
     ),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": (
+        "request_id num_tokens new_computed_blocks num_encoder_tokens total_computed_tokens num_local_computed_tokens "
+        "num_tokens_main_model apply_admission_cap prefill_end",
+        "requests of models with layers of several kinds are admitted that do not fit",
+    ),
     f"{MANAGERS}:FullAttentionManager.get_num_blocks_to_allocate": (
         "request_id num_tokens new_computed_blocks total_computed_tokens num_local_computed_tokens "
         "num_tokens_main_model apply_admission_cap prefill_end",

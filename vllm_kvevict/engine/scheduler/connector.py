@@ -51,8 +51,8 @@ class SchedulerEnd:
         config, _ = options.request_config(None)
         kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
         at_once = min(
-            capacity.pages // (capacity.rows * -(-kept // options.page_size))
-            for capacity in ledger.capacities
+            capacity.pages // (capacity.rows * -(-kept // options.page_size) + beside)
+            for capacity, beside in zip(ledger.capacities, ledger.pages_beside(length), strict=True)
         )
         pages = ", ".join(
             f"rank {r}: {capacity.pages}" for r, capacity in zip(ledger.ranks, ledger.capacities, strict=True)

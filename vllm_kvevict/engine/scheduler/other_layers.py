@@ -72,16 +72,26 @@ class OtherLayers(LedgerState, KVCacheManager):
 
     def blocks_to_begin(self, request: "Request") -> int:
         """The most blocks that the other layers of a waiting request will hold while it is read."""
+        return self._blocks_of_others(min(request.num_tokens, self.max_model_len), 0)
+
+    def pages_beside(self, tokens: int) -> list[int]:
+        """Pages of each rank in the blocks that other layers hold of a request that has read so many tokens."""
+        if self.blocks is None:
+            return [0] * len(self.ranks)
+        blocks = self._blocks_of_others(tokens, tokens - 1)
+        return [blocks * pages for pages in self._pages_per_block]
+
+    def _blocks_of_others(self, tokens: int, computed: int) -> int:
+        """Blocks for the other layers of a request that goes from ``computed`` to ``tokens`` tokens."""
         if self.blocks is None:
             return 0
-        tokens = min(request.num_tokens, self.max_model_len)
         return self.coordinator.get_num_blocks_to_allocate(
-            request_id=request.request_id,
+            request_id="",
             num_tokens=tokens,
             new_computed_blocks=self.empty_kv_cache_blocks.blocks,
             num_encoder_tokens=0,
-            total_computed_tokens=0,
-            num_local_computed_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
             num_tokens_main_model=tokens,
             apply_admission_cap=True,
             prefill_end=tokens,

@@ -25,7 +25,9 @@ class RaggedCUDABuilder(RaggedBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        if vllm_config.additional_config[KEY].get("kernels", ENGINE_DEFAULTS["kernels"]):
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        has_sinks = any(getattr(getattr(layer, "impl", None), "sinks", None) is not None for layer in layers)
+        if vllm_config.additional_config[KEY].get("kernels", ENGINE_DEFAULTS["kernels"]) and not has_sinks:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.NEVER
 

@@ -1,0 +1,92 @@
+"""Families of models that people serve, and what a small model of each is made of."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that people serve.
+
+    Attributes:
+        model_type: transformers' name for it.
+        known_as: models that people know.
+        settings: of the configuration, besides those of :func:`benchmarks.harness.models.make_model`.
+        dtype: bfloat16 where vLLM's CPU build knows no other.
+        tolerance: of logits, against the masked model.
+        architecture: vLLM's name for it, if no small model of it is made, only a configuration: it is refused.
+    """
+
+    model_type: str
+    known_as: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    tolerance: float = 1e-4
+    architecture: str | None = None
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+FAMILIES = [
+    Family("llama", "Llama 2, 3, 3.1; Yi; DeepSeek LLM"),
+    Family("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": None}),
+    Family("mixtral", "Mixtral"),
+    Family("qwen2", "Qwen 2, 2.5"),
+    Family("qwen2_moe", "Qwen 2 MoE", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    Family("qwen3", "Qwen 3"),
+    Family("qwen3_moe", "Qwen 3 MoE", EXPERTS),
+    Family("glm", "GLM 4 (9B)"),
+    Family("glm4", "GLM 4 (0414)"),
+    Family("phi3", "Phi 3, Phi 4"),
+    Family("phi", "Phi 1.5, Phi 2", {"partial_rotary_factor": 0.5}),
+    Family("gemma", "Gemma 1"),
+    Family("granite", "Granite 3"),
+    Family("granitemoe", "Granite 3 MoE", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("olmo", "OLMo 1"),
+    Family("olmo2", "OLMo 2"),
+    Family("olmoe", "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("starcoder2", "StarCoder 2", {"sliding_window": None}),
+    Family("stablelm", "StableLM 2", {"partial_rotary_factor": 0.5}),
+    Family("gpt2", "GPT-2", {"n_inner": 256, "num_key_value_heads": 4}),
+    Family("gpt_neox", "Pythia, GPT-NeoX", {"num_key_value_heads": 4}),
+    Family("opt", "OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "num_key_value_heads": 4}),
+    Family("cohere", "Command R", {"tie_word_embeddings": True, "rms_norm_eps": None, "initializer_range": 0.1}),
+    Family("nemotron", "Nemotron 3, 4, Minitron", {"norm_eps": 1e-5}),
+    Family("seed_oss", "Seed-OSS"),
+    Family("ernie4_5", "ERNIE 4.5"),
+    Family("ernie4_5_moe", "ERNIE 4.5 MoE", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64}),
+    Family("hunyuan_v1_dense", "Hunyuan"),
+    Family("glm4_moe", "GLM 4.5, 4.6, 4.7", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+           "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}),
+    Family("smollm3", "SmolLM 3"),
+    Family("arcee", "Arcee AFM"),
+    Family("apertus", "Apertus", tolerance=1e-3),  # as far from Hugging Face's are vLLM's own
+    Family("gpt_oss", "gpt-oss"),
+    Family("gemma2", "Gemma 2"),
+    Family("gemma3_text", "Gemma 3 (text)"),
+    Family("olmo3", "OLMo 3"),
+    Family("exaone4", "EXAONE 4"),
+    Family("cohere2", "Command A, Command R7B"),
+    Family("granitemoehybrid", "Granite 4"),
+    Family("nemotron_h", "Nemotron H, Nemotron Nano 2"),
+    Family("falcon_h1", "Falcon H1"),
+    Family("qwen3_next", "Qwen3-Next", dtype="bfloat16"),
+    Family("deepseek_v2", "DeepSeek V2, V3, R1; Kimi K2",
+           {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
+            "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+           architecture="DeepseekV2ForCausalLM"),
+    Family("llama4_text", "Llama 4", SMALL | {"attention_chunk_size": 128}, architecture="Llama4ForCausalLM"),
+    Family("bloom", "BLOOM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, architecture="BloomForCausalLM"),
+    Family("mamba", "Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, architecture="MambaForCausalLM"),
+    Family("bert", "BERT", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                            "vocab_size": 512}, architecture="BertModel"),
+]  # fmt: skip
