@@ -59,6 +59,24 @@ def test_chunks_small_pages_and_preemption_by_paged_attention_alone(models):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+def test_layers_with_windows_beside_ours(models, architecture):
+    """With sinks, which our kernel for decodes knows nothing of, and with a softcap."""
+    model = models(architecture)
+    asks = [Ask(150, "ada-snapkv", 0.5, max_tokens=4), Ask(100, "snapkv", 0.5, max_tokens=4)]
+    settings = {"max_model_len": 256, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 9}
+    with emulated_gpu(), evicting_engine(model, **settings) as llm:
+        kernels = llm.collective_rpc(_has_decode_kernel)
+        answers = run(llm, asks, logits=True)
+    assert kernels == [architecture != "gpt_oss"]
+    _check_all(model, asks, answers)
+
+
+def _has_decode_kernel(worker):
+    return get_runtime().decode_attention is not None
+
+
+@pytest.mark.engine
 def test_ranks(models):
     model = models("llama", layers=2)
     asks = [Ask(70, policy, 0.5, max_tokens=2) for policy in ("ada-snapkv", "lava")]

@@ -81,6 +81,8 @@ class PagedKVCache:
     def remove_pages(self, pages: torch.Tensor) -> None:
         """Use less of the storage: what these pages hold moves to others, and the tables follow (waits for the device).
 
+        Segments (:mod:`vllm_kvevict.cache.segments`) know pages beside the tables: there must be none.
+
         Args:
             pages: int64 [N], of those that were added.
 

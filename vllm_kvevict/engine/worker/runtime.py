@@ -1,7 +1,8 @@
 """State of one worker process: its pages, its requests, and what the running step needs."""
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,17 @@ class Runtime:
         config = self.kv_cache_config
         kept = blocks_kept(config.kv_cache_groups, self.vllm_config)
         return (config.num_blocks - kept) * self.block_pages.per_block
+
+    @contextlib.contextmanager
+    def all_blocks_as_pages(self) -> Iterator[None]:
+        """Let all memory be pages meanwhile: at start-up, when no layer has anything to remember."""
+        if self.block_pages is None:
+            yield
+            return
+        pages = self.block_pages.in_blocks(range(1, self.kv_cache_config.num_blocks), self.cache.device)
+        self.cache.add_pages(pages)
+        yield
+        self.cache.remove_pages(pages)
 
     def _find_blocks(self, layer: str, page_bytes: int) -> BlockPages | None:
         """Where the pages of blocks lie, if other layers use blocks of the same memory."""

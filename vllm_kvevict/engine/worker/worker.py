@@ -71,7 +71,8 @@ class _EvictionMixin:
     def compile_or_warm_up_model(self) -> Any:
         runtime = get_runtime()
         if runtime.pages.uses_triton:
-            warm_up(runtime)
+            with runtime.all_blocks_as_pages():
+                warm_up(runtime)
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def shutdown(self) -> None:
