@@ -175,8 +175,8 @@ def make_model(
                 weight.normal_(std=0.5)
             elif name.endswith("sinks"):
                 weight.normal_()
-            elif "experts" in name and not name.endswith("bias"):
-                weight.mul_(4)
+            elif architecture == "gpt_oss" and "experts" in name and not name.endswith("bias"):
+                weight.mul_(4)  # else it says the same of everything
     model.save_pretrained(path)
     _make_tokenizer(vocab).save_pretrained(path)
     mark.write_text(recipe)
