@@ -19,21 +19,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
+from tests.engine.families import SMALL as LLAMA
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
 from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.policies import EvictionConfig, available, take
 
-LLAMA = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-}
 NO_GQA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 
 

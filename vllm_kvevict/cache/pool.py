@@ -31,7 +31,7 @@ class PagePool:
 
     def __init__(self, size: int, device: torch.device | str, is_empty: bool = False) -> None:
         if size < 1:
-            raise ValueError(f"num_pages must be at least 1, got {size}")
+            raise ValueError(f"size must be at least 1, got {size}")
         self.owners = torch.full((size,), OUTSIDE if is_empty else 0, dtype=torch.int8, device=device)
         self._one = self.owners.new_ones(1)
         self._ids = torch.arange(size, dtype=torch.int32, device=device)
