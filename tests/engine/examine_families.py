@@ -26,7 +26,7 @@ from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.kernels.processor import level
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "benchmarks/results/models.json"
+RECORD = Path(__file__).with_name("models.json")
 PAGE = ROOT / "docs/MODELS.md"
 TEMPLATE = Path(__file__).with_name("models.md.in")
 WHOLE = [Ask(300, max_tokens=24), Ask(65, max_tokens=24), Ask(520, max_tokens=24)]
