@@ -409,7 +409,7 @@ def test_the_newest_entries_are_dropped():
     before = [cache.read_keys(slot, layer, 40) for layer in range(L)]
     for more in (1, 24, 25, 90):
         store(cache, cache.extend([slot], [more]), payload)
-        cache.truncate(slot, 40)
+        cache.truncate([slot], [more])
         assert cache.held(slot) == cache.physical_pages == L * H * 2
         cache.verify()
     assert all(torch.equal(cache.read_keys(slot, layer, 40), before[layer]) for layer in range(L))
@@ -421,9 +421,40 @@ def test_what_cannot_be_truncated():
     cache, payload = make(), Payload(D)
     slot = cache.open()
     store(cache, cache.extend([slot], [40]), payload)
-    for tokens in (0, 41):
-        with pytest.raises(ValueError, match=f"cannot be cut to {tokens} entries"):
-            cache.truncate(slot, tokens)
+    for tokens in (-1, 41):
+        with pytest.raises(ValueError, match=f"cannot drop {tokens} tokens: a row has 40 of its own"):
+            cache.truncate([slot], [tokens])
     cache.compact(slot, 1, [torch.arange(30), torch.arange(40)])
-    with pytest.raises(ValueError, match="cannot be cut"):
-        cache.truncate(slot, 20)
+    with pytest.raises(ValueError, match="a row has 30 of its own"):
+        cache.truncate([slot], [31])
+    with pytest.raises(ValueError, match="distinct"):
+        cache.truncate([slot, slot], [1, 1])
+    assert cache.held(slot) == cache.physical_pages
+
+
+def entries_of(cache, slot):
+    """Keys of every row of a request."""
+    found = []
+    for layer, lengths in enumerate(cache.lengths.of(slot)):
+        for head, length in enumerate(lengths.tolist()):
+            entries = torch.arange(length)
+            found.append(cache.gather(slot, layer, torch.full_like(entries, head), entries)[0])
+    return found
+
+
+def test_requests_whose_rows_differ_drop_their_newest_entries():
+    cache, payload = make(), Payload(D)
+    slots = [cache.open(), cache.open()]
+    store(cache, cache.extend(slots, [40, 33]), payload)
+    for layer, kept in enumerate([(3, 31), (32, 1), (17, 40)]):
+        cache.compact(slots[0], layer, [torch.arange(n) for n in kept])
+    cache.settle(slots[0])
+    before = [entries_of(cache, slot) for slot in slots]
+    held = [cache.held(slot) for slot in slots]
+    for dropped in ([1, 1], [5, 2], [20, 90]):
+        store(cache, cache.extend(slots, dropped), payload)
+        cache.truncate(slots, dropped)
+        assert [cache.held(slot) for slot in slots] == held
+        cache.verify()
+    for slot, rows in zip(slots, before, strict=True):
+        assert all(map(torch.equal, entries_of(cache, slot), rows))

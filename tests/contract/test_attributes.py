@@ -62,7 +62,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
-        "connector kv_cache_manager requests running waiting finished_req_ids pause_state",
+        "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state",
         "the ledger cannot be installed",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
@@ -84,10 +84,15 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "vllm_xargs are not read",
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids "
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids "
         "kv_connector_metadata",
         "workers do not learn what begins and ends",
     ),
+    "vllm.v1.core.sched.output:CachedRequestData": (
+        "req_ids num_computed_tokens",
+        "drafts that were rejected stay in the cache",
+    ),
+    "vllm.config:SpeculativeConfig": ("method", "draft models get no KV"),
     "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta kv_connector_stats", "reports get lost"),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "query_start_loc_cpu num_reqs num_actual_tokens max_query_len req_idx",

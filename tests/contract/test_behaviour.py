@@ -360,6 +360,16 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["assert request.is_finished()", "self._free_request_blocks(request)"],
         "the ledger remembers requests for ever",
     ),
+    "rejected-drafts-are-taken-back": (
+        f"{SCHEDULER}.update_from_output",
+        ["num_rejected = num_draft_tokens - num_accepted", "request.num_computed_tokens -= num_rejected"],
+        "drafts that were rejected stay in the cache",
+    ),
+    "one-token-is-padded-as-drafts": (
+        f"{SCHEDULER}.schedule",
+        ["num_new_tokens == 1", "assert num_new_tokens == 1 + self.num_spec_tokens"],
+        "waiting requests need no second token",
+    ),
     "worker-modules-may-make-classes": (
         "vllm.utils.import_utils:resolve_obj_by_qualname",
         ["getattr(module, obj_name)"],

@@ -87,6 +87,7 @@ NAMES = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "the ledger cannot stand in for the block manager",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "asynchronous scheduling, the GPUs' default, has no eviction",
     "vllm.v1.core.sched.interface:PauseState": "prompts are repeated while a server is paused",
+    "vllm.v1.core.sched.output:CachedRequestData": "workers cannot read a step",
     "vllm.v1.core.sched.output:NewRequestData": "take cannot send its probe",
     "vllm.v1.core.sched.output:SchedulerOutput": "workers cannot read a step",
     "vllm.v1.core.sched.scheduler:Scheduler": "there is no scheduler to build on",

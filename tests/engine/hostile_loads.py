@@ -33,6 +33,7 @@ from tests.engine.servers import (
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend.checks import check_policy
+from vllm_kvevict.engine.frontend.requests import check_length
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.policies import available, parameters
@@ -107,6 +108,13 @@ def hostile(seed: int) -> Load:
         if choose.random() < 0.1:
             load.aborts.setdefault(ask.arrival + choose.randrange(100), []).append(ask.name)
     return load
+
+
+def with_drafts(load: Load, seed: int) -> Load:
+    """The same load on a server with speculative decoding, which cannot be scheduled ahead."""
+    drafts = random.Random(f"drafts {seed}").choice((1, 3, 5, 40))
+    setup = dataclasses.replace(load.setup, drafts=drafts, asynchronous=False)
+    return dataclasses.replace(load, setup=sized(setup, 1) if not starts(setup) else setup)
 
 
 def sized(setup: Setup, times: float) -> Setup:
@@ -234,6 +242,7 @@ def check(setup: Setup, ask: Ask) -> Request:
     config, options = make_config(setup), options_of(setup)
     check_policy(config, options.request_config(ask.extra_args)[0], "kv_eviction")
     plan = options.plan(ask.prompt, ask.extra_args)
+    check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
     return make_request(ask.name, ask.prompt, ask.output, ask.extra_args, ask.priority, ask.arrival)
 
@@ -398,12 +407,13 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 # The command.
 
 
-def play_many(first: int, steps: int, servers: int) -> list[Outcome]:
-    """Play servers of ascending seeds, so many or until so many steps are played."""
+def play_many(first: int, steps: int, servers: int, drafts: bool = False) -> list[Outcome]:
+    """Play servers of ascending seeds, so many or until so many steps are played; or the same with drafts."""
     outcomes: list[Outcome] = []
     while len(outcomes) < servers and sum(outcome.steps for outcome in outcomes) < steps:
         seed = first + len(outcomes)
-        outcomes.append(play(hostile(seed), seed))
+        load = hostile(seed)
+        outcomes.append(play(with_drafts(load, seed) if drafts else load, seed))
     return outcomes
 
 
@@ -435,14 +445,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100_000, help="stop after so many")
     parser.add_argument("--servers", type=int, default=500, help="or after so many servers")
     parser.add_argument("--seed", type=int, default=0, help="of the first server; the next ones count on")
+    parser.add_argument("--drafts", action="store_true", help="with speculative decoding")
     parser.add_argument("--only", type=int, metavar="SEED", help="play one server and say what it is")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     started = time.perf_counter()
     if args.only is None:
-        outcomes = play_many(args.seed, args.steps, args.servers)
+        outcomes = play_many(args.seed, args.steps, args.servers, args.drafts)
     else:
         load = hostile(args.only)
+        load = with_drafts(load, args.only) if args.drafts else load
         print(load.setup, *load.asks, load.aborts, sep="\n")
         outcomes = [play(load, args.only)]
     print(summary(outcomes, time.perf_counter() - started))

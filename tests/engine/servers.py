@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -58,6 +58,7 @@ class Setup:
         gpu: whether admission counts as on a GPU, where fewer prompts are evicted layer by layer; holds within
             :func:`surroundings`.
         prefix_caching: whether evicted prefixes are cached; else each request is evicted.
+        drafts: most draft tokens of a request and step; 0 without speculative decoding.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -77,6 +78,7 @@ class Setup:
     has_w_o: bool = True
     gpu: bool = False
     prefix_caching: bool = False
+    drafts: int = 0
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
 
 
@@ -147,6 +149,13 @@ def make_config(setup: Setup) -> VllmConfig:
     config.cache_config.block_size = PAGE
     config.cache_config.enable_prefix_caching = setup.prefix_caching
     config.cache_config.num_gpu_blocks = room.pages // room.rows
+    if setup.drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=setup.drafts,
+            target_model_config=model,
+            target_parallel_config=config.parallel_config,
+        )
     if setup.options is not None:
         config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
     return config

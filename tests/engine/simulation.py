@@ -4,6 +4,7 @@ The workers do what the runtime does with a step: free, open, grow, evict, repor
 lengths and know nothing of the ledger, so that every disagreement shows.
 """
 
+import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.choices import GREEDS, Choices
@@ -233,6 +234,7 @@ class Workers:
                 self._freeze(self.live[name], freezes.pop(name, ()))
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
+        self._take_back_drafts(output)
         for number in message.drops:
             self._drop(number)
         trimmed: list[Resident] = []
@@ -337,6 +339,18 @@ class Workers:
             held, most = by_rank[rank].physical_pages, message.most_pages[rank]
             assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
         return WorkerMessages(by_rank)
+
+    def _take_back_drafts(self, output: SchedulerOutput) -> None:
+        """Forget the rejected draft tokens of requests that go on."""
+        scheduled = output.scheduled_cached_reqs
+        admitted = {admission.request_id for admission in output.kv_connector_metadata.admissions}
+        for name, computed in zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True):
+            resident = self.live.get(name)
+            if resident is None or name in admitted:
+                continue
+            for rows in resident.kv_len:
+                rows -= resident.tokens - computed
+            resident.tokens = computed
 
     def _resumed_tokens(self, output: SchedulerOutput, name: str) -> list[int]:
         """Tokens of a request that was preempted and is admitted again."""
@@ -510,6 +524,7 @@ class Simulation:
         prefilled: tokens computed for prompts and replays so far.
         most_running: most requests ever running at once.
         preemptions: so far, by request id.
+        accepted, rejected: draft tokens so far.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
@@ -524,6 +539,8 @@ class Simulation:
         self.most_running = 0
         self.steps = 0
         self.idle = 0
+        self.accepted = self.rejected = 0
+        self._choose = random.Random(seed)
 
     @property
     def ledger(self) -> PageLedger:
@@ -569,6 +586,24 @@ class Simulation:
                 self.outputs[delivered.request_id] += len(delivered.new_token_ids)
                 if delivered.finish_reason is not None:
                     self.reasons[delivered.request_id] = str(delivered.finish_reason)
+        self._draft(result)
+
+    def _draft(self, result: ModelRunnerOutput) -> None:
+        """Propose tokens for the next step of who was just given some."""
+        names = [
+            name for name, sampled in zip(result.req_ids, result.sampled_token_ids, strict=True) if sampled
+        ]
+        if self.setup.drafts:
+            drafts = [[TOKEN] * self._choose.randint(0, self.setup.drafts) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _sample(self, output: SchedulerOutput, name: str) -> list[int]:
+        """One token, and the drafts before it that are accepted."""
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        accepted = 0 if -1 in drafts else self._choose.randint(0, len(drafts))
+        self.accepted += accepted
+        self.rejected += len(drafts) - accepted
+        return [TOKEN] * (accepted + 1)
 
     def run(self, max_steps: int) -> None:
         """Step until every request is finished and every output delivered."""
@@ -587,7 +622,7 @@ class Simulation:
             if request is None:  # a probe
                 sampled.append([])
                 continue
-            sampled.append([] if request.is_prefill_chunk else [TOKEN])
+            sampled.append([] if request.is_prefill_chunk else self._sample(output, name))
             if request.is_prefill_chunk or output.num_scheduled_tokens[name] > 1:
                 self.prefilled += output.num_scheduled_tokens[name]
         message = None

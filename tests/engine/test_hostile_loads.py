@@ -161,10 +161,11 @@ def test_servers_that_stood_still(seed: int) -> None:
     assert not outcome.failure, f"--only {seed}: {outcome.failure}"
 
 
-def test_hostile_loads() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_hostile_loads(drafts: bool) -> None:
     """5000 steps; `python -m tests.engine.hostile_loads` plays more."""
     started = time.perf_counter()
-    outcomes = play_many(2000, steps=5000, servers=100)
+    outcomes = play_many(2000, steps=5000, servers=100, drafts=drafts)
     assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name, sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from tests.cache.writers import plain, writer
@@ -186,6 +186,7 @@ def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
 @pytest.mark.parametrize("length", [7, 32, 33])
 def test_other_hashes_of_vllm_tell_prefixes_apart(algorithm: str, length: int) -> None:
     hashed = get_hash_fn_by_name(algorithm)
+    init_none_hash(hashed)
     hasher = get_request_block_hasher(PAGE, hashed)
     plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
 
@@ -203,6 +204,7 @@ def test_other_hashes_of_vllm_tell_prefixes_apart(algorithm: str, length: int) -
 @pytest.mark.parametrize("length", [7, 32, 33])
 @pytest.mark.parametrize("row", [0, -1])
 def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
+    init_none_hash(sha256)
     hasher = get_request_block_hasher(PAGE, sha256)
     plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
     keys = []

@@ -158,10 +158,6 @@ def test_a_plain_model_is_accepted(model):
 # Flags.
 
 FLAGS = {
-    "--speculative-config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-    "--spec-method": {"spec_method": "ngram", "spec_tokens": 2},
-    "--spec-model": {"spec_model": "somewhere"},
-    "--spec-tokens": {"spec_tokens": 2},
     "--kv-transfer-config": {
         "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     },
@@ -459,9 +455,19 @@ def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
             checks.check_model(vllm_config)
     vllm_config.model_config.__dict__.pop("is_diffusion", None)
     checks.check_model(vllm_config)
-    object.__setattr__(vllm_config, "speculative_config", object())
-    with pytest.raises(KVEvictionError, match="draft model"):
-        checks.check_model(vllm_config)
+
+
+def test_speculative_decoding_by_other_methods_than_ngram(model):
+    sentence = refusal(model, speculative_config={"model": model, "num_speculative_tokens": 2})
+    assert "speculative decoding by draft_model: " in sentence
+    ngram = {"spec_method": "ngram", "spec_tokens": 2}
+    EngineArgs(model=model, kv_eviction="snapkv", **ngram).create_engine_config()
+
+
+def test_speculative_decoding_on_models_with_states(models):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)
+    assert "on models with states" in sentence
 
 
 @pytest.mark.parametrize(

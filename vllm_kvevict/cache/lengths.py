@@ -103,6 +103,21 @@ class RowLengths:
         self._tokens[request_slots] += new_tokens
         self.pages[request_slots] += pages
 
+    def truncate(self, request_slots: IntArray, dropped: IntArray) -> IntArray:
+        """Record that requests dropped their newest tokens.
+
+        Args:
+            request_slots: int64 [B].
+            dropped: int64 [B], tokens that each request drops.
+
+        Returns:
+            int64 [B], the pages that each request holds less.
+        """
+        self._tokens[request_slots] -= dropped
+        pages, _ = self.demand(request_slots, dropped)
+        self.pages[request_slots] -= pages
+        return pages
+
     def replace(self, request_slot: int, layer: int, lengths: IntArray) -> int:
         """Record that the rows of layers from ``layer`` on now have other lengths (int64 [layers * H]).
 

@@ -398,21 +398,39 @@ class PagedKVCache:
         places += entries % self.page_size
         self._write(self.storage, keys, values, places)
 
-    def truncate(self, request_slot: int, tokens: int) -> None:
-        """Drop the newest entries of a request whose rows are equally long, until each holds ``tokens``.
+    def truncate(self, request_slots: Sequence[int], dropped: Sequence[int]) -> None:
+        """Drop the newest tokens of requests: as many entries of each of their rows.
+
+        Args:
+            request_slots: the requests, each at most once.
+            dropped: how many tokens each of them drops.
 
         Raises:
-            ValueError: its rows differ or are shorter; or it borrows pages that it would have to give up.
+            ValueError: a request slot is not open or occurs twice, or a row has not so many entries, or only in pages
+                that it borrows. Nothing has changed.
         """
-        lengths = self.lengths.of(request_slot)
-        longest = int(lengths.max())
-        lent = int(self.tables.lent_columns[request_slot].max()) * self.page_size
-        if (lengths != longest).any() or not max(lent, 1) <= tokens <= longest:
-            raise ValueError(f"request slot {request_slot} cannot be cut to {tokens} entries in each row")
-        columns = slice(-(-tokens // self.page_size), -(-longest // self.page_size))
-        self.pool.give(self.tables.region(request_slot)[:, columns].flatten())
-        self.lengths.replace(request_slot, 0, np.full(lengths.size, tokens))
-        self.tables.kv_len[request_slot] = tokens
+        which, fewer = self._opened(request_slots), np.asarray(dropped, np.int64)
+        for request_slot, count in zip(request_slots, dropped, strict=True):
+            self._check_truncation(request_slot, count)
+        freed = self.lengths.truncate(which, fewer)
+        batch = to_device(which, self.device)
+        before = self.tables.kv_len.index_select(0, batch)
+        after = before - to_device(fewer, self.device).to(torch.int32)[:, None]
+        most = -(-int(fewer.max(initial=0)) // self.page_size)
+        column = self._pages(after)[..., None] + torch.arange(most, dtype=torch.int32, device=self.device)
+        behind = column < self._pages(before)[..., None]
+        places = self.tables.row_starts.index_select(0, batch)[..., None] + column
+        self.pool.give(self.tables.pages_at(places.flatten()[_where(behind, int(freed.sum()))]))
+        self.tables.kv_len.index_copy_(0, batch, after)
+
+    def _check_truncation(self, request_slot: int, dropped: int) -> None:
+        """Raise ValueError unless a request can drop so many tokens."""
+        lent = self.tables.lent_columns[request_slot] * self.page_size
+        own = int((self.lengths.of(request_slot).ravel() - lent).min())
+        if not 0 <= dropped <= own:
+            raise ValueError(
+                f"request slot {request_slot} cannot drop {dropped} tokens: a row has {own} of its own"
+            )
 
     def copy_entries(self, source: int, to: int, entries: torch.Tensor) -> None:
         """Begin an empty request with copies of some entries of another.

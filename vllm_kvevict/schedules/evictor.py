@@ -348,7 +348,8 @@ class Evictor:
     def drop_extra_entries(self, resident: ResidentRequest) -> None:
         """Drop what the running step stored beside the prompt's own entries."""
         if resident.scratch is None:
-            self.cache.truncate(resident.request_slot, resident.tokens)
+            stored = int(self.cache.lengths.of(resident.request_slot).max())
+            self.cache.truncate([resident.request_slot], [stored - resident.tokens])
             return
         self.cache.close([resident.scratch])
         resident.scratch = None

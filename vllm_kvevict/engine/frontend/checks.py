@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.version import __version__ as vllm_version
 
 from vllm_kvevict.engine.config import KEY, KVEvictionError
@@ -90,12 +91,6 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
     publishes = events and getattr(events, "enable_kv_cache_events", True)
     launched = args.distributed_executor_backend == "external_launcher"
     return {
-        "draft tokens would have to be taken back from pages": {
-            "--speculative-config": args.speculative_config,
-            "--spec-method": args.spec_method,
-            "--spec-model": args.spec_model,
-            "--spec-tokens": args.spec_tokens,
-        },
         "eviction uses vLLM's only KV-connector slot": {
             "--kv-transfer-config": args.kv_transfer_config,
             "--kv-offloading-size": args.kv_offloading_size,
@@ -150,6 +145,8 @@ def check_model(vllm_config: Any) -> None:
             f"--kv-eviction serves only the text of multimodal models ({model.model}): leave the flag out, or add "
             "--language-model-only"
         )
+    if vllm_config.speculative_config is not None:
+        _check_speculation(vllm_config)
     if layer_groups(vllm_config).others:
         _check_mixed_layers(vllm_config)
     _check_kv_dtype(vllm_config)
@@ -171,6 +168,21 @@ def _check_mixed_layers(vllm_config: Any) -> None:
     if not all(evicted_layers_of_stages(vllm_config)):
         raise KVEvictionError(
             "--kv-eviction needs a layer with full attention in each pipeline stage: set --pipeline-parallel-size lower"
+        )
+
+
+def _check_speculation(vllm_config: Any) -> None:
+    """Refuse draft tokens of other origin than the prompt, and models that cannot take them back."""
+    method = vllm_config.speculative_config.method
+    if method != "ngram":
+        raise KVEvictionError(
+            f"--kv-eviction cannot be combined with speculative decoding by {method}: of its methods only ngram needs "
+            "neither KV nor a scheduler of its own, so choose that, or leave the flag out"
+        )
+    if any(isinstance(spec, MambaSpec) for spec in layer_groups(vllm_config).specs):
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with speculative decoding on models with states: they would have to be "
+            "taken back with draft tokens that are rejected, so drop one of the two"
         )
 
 
@@ -203,7 +215,6 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "models that skip attention in some layers": model.has_noops,
         "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,
-        "checkpoints that bring a draft model": vllm_config.speculative_config is not None,
     }
 
 

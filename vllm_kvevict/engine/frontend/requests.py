@@ -149,8 +149,16 @@ def _finder_of_rows(
     return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
 
 
-def _check_length(plan: Plan, longest: int) -> None:
-    """Refuse what is too long to be repeated behind itself."""
+def check_length(plan: Plan, longest: int) -> None:
+    """Refuse what is too long to be repeated behind itself.
+
+    Args:
+        plan: of the request.
+        longest: most tokens of a request.
+
+    Raises:
+        KVEvictionError: one sentence.
+    """
     if plan.evict_at is None:
         return
     conflict = plan.schedule.conflict_with_length(plan.config, plan.evict_at, longest)
@@ -176,7 +184,7 @@ def _checked_fields(
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan(length, fields)
-        _check_length(plan, vllm_config.model_config.max_model_len)
+        check_length(plan, vllm_config.model_config.max_model_len)
         check_fits(vllm_config, options, plan, length, params.min_tokens)
         return fields
     except KVEvictionError as error:

@@ -138,6 +138,10 @@ class Account:
             return own
         return [sum(pair) for pair in zip(own, self.copies, strict=True)]
 
+    def growth(self, tokens: int, later: int) -> list[int]:
+        """Pages of each rank that the request takes from ``tokens`` to ``later`` tokens of its answer."""
+        return [count.at(later) - count.at(tokens) for count in self.counts]
+
     def _is_evicted_by(self, tokens: int) -> bool:
         """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""
         n = self.plan.evict_at

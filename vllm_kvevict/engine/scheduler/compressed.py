@@ -34,7 +34,7 @@ class CompressedPrefixes(LedgerState):
         prompt, and the prefix is dropped if its pages are needed.
         """
         prefix = self.prefixes.find(self.key_of(request))
-        if prefix is None or not prefix.is_ready:
+        if prefix is None or not prefix.is_ready or request.num_tokens - prefix.tokens < self.fewest_read:
             return None
         for rank, capacity in enumerate(self.capacities):
             own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]

@@ -63,16 +63,18 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         head_dims: HeadDims,
         prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
         blocks_kept: int = 0,
+        fewest_read: int = 1,
         **kwargs: Any,
     ):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
-        heads of a rank, by what a request finds a cached prefix, and blocks that are kept for layers that are not
-        evicted; 0 where all are."""
+        heads of a rank, by what a request finds a cached prefix, blocks that are kept for layers that are not
+        evicted (0 where all are), and the tokens that a waiting request computes at least in its first step."""
         super().__init__(*args, **kwargs)
         self.blocks = SharedBlocks(self.block_pool, blocks_kept) if blocks_kept else None
         self.options = options
         self.control = control
         self.prefix_key = prefix_key
+        self.fewest_read = fewest_read
         self.has_w_o = self.has_rotary = True
         self.head_dims = head_dims
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -198,6 +200,21 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self.leave_segments(request, account, tokens)
         self._advance(name, account, tokens)
         return blocks
+
+    def room_for_drafts(self) -> list[int]:
+        """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
+        those that the requests that answer need for one token each."""
+        room = [
+            rank.pages - self.used[index] - self.promised[index] - elsewhere
+            for index, (rank, elsewhere) in enumerate(
+                zip(self.capacities, self.with_others(self.cached_pages), strict=True)
+            )
+        ]
+        for account in self.accounts.values():
+            if not account.is_reading:
+                more = account.growth(account.tokens, account.tokens + 1)
+                room = [free - pages for free, pages in zip(room, more, strict=True)]
+        return room
 
     def _advance(self, name: str, account: Account, tokens: int) -> None:
         """Note that a step computes a request up to so many tokens, and evicts it if that is due."""

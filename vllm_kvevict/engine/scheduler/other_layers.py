@@ -70,6 +70,12 @@ class OtherLayers(LedgerState, KVCacheManager):
                 result = super().allocate_slots(request, *args, **kwargs)
         return result
 
+    def end_of_blocks(self, tokens: int) -> int:
+        """How many tokens the other layers' blocks of a request with so many tokens have room for."""
+        if self.blocks is None:
+            return self.max_model_len
+        return cdiv(tokens, self.block) * self.block
+
     def blocks_to_begin(self, request: "Request") -> int:
         """The most blocks that the other layers of a waiting request will hold while it is read."""
         return self._blocks_of_others(min(request.num_tokens, self.max_model_len), 0)

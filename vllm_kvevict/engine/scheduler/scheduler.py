@@ -47,6 +47,8 @@ class _EvictionMixin:
         """How often a prompt that no step had room for was put off."""
         self._taken: dict[str, int] = {}
         """Tokens of the requests that run in the step that is being scheduled, so far."""
+        self._room_for_drafts: list[int] = []
+        """Pages of each rank that the drafts of the step that is being scheduled may still take."""
         self._ended: list[Request] = []
         vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
         options = require_options(vllm_config)
@@ -60,6 +62,9 @@ class _EvictionMixin:
             log_stats=self.log_stats,  # type: ignore[attr-defined]
             options=options,
             head_dims=head_dims(vllm_config),
+            # A waiting request with one token left would be padded with placeholders for drafts, as rows that must not
+            # follow an eviction.
+            fewest_read=2 if self.num_spec_tokens else 1,  # type: ignore[attr-defined]
             blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),  # type: ignore[attr-defined]
             prefix_key=partial(
                 prefix_key,
@@ -87,6 +92,8 @@ class _EvictionMixin:
         self._probe_waits = False
         self._pausing_for = self._next_in_line()
         self._taken = {request.request_id: 0 for request in self.running}
+        if self.num_spec_tokens:  # type: ignore[attr-defined]
+            self._room_for_drafts = self.kv_cache_manager.room_for_drafts()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._probing is not None and self._probing in output.num_scheduled_tokens:
             self._add_probe(output, self.requests[self._probing])
@@ -158,7 +165,27 @@ class _EvictionMixin:
             num_new_tokens = 0
         else:
             num_new_tokens = self._cut_at_eviction(request, num_computed_tokens, num_new_tokens)
+        if num_new_tokens > 1 and request.request_id in self._taken:
+            num_new_tokens = self._cut_drafts(request, num_new_tokens)
         self._taken[request.request_id] = num_new_tokens
+        return num_new_tokens
+
+    def _cut_drafts(self, request: Request, num_new_tokens: int) -> int:
+        """How many of the tokens a running request computes: no drafts that an answer of full length has no place for,
+        or that would cost others their pages."""
+        computed = request.num_computed_tokens
+        known = request.num_tokens - computed
+        last = request.num_prompt_tokens + request.max_tokens - 1
+        num_new_tokens = min(num_new_tokens, max(known, last - computed))
+        if num_new_tokens <= known:
+            return num_new_tokens
+        ledger = self.kv_cache_manager
+        num_new_tokens = min(num_new_tokens, ledger.end_of_blocks(request.num_tokens) - computed)
+        more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
+        room = [free - pages for free, pages in zip(self._room_for_drafts, more, strict=True)]
+        if min(room) < 0:
+            return known
+        self._room_for_drafts = room
         return num_new_tokens
 
     def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -205,7 +232,8 @@ class _EvictionMixin:
         tokens: int = scheduler.max_num_scheduled_tokens
         for request in self.running:
             done = request.num_computed_tokens + self._taken.get(request.request_id, 0)
-            tokens -= min(max(1, request.num_tokens - done), self.kv_cache_manager.bounds.longest_step)
+            most = max(1 + scheduler.num_spec_tokens, request.num_tokens - done)
+            tokens -= min(most, self.kv_cache_manager.bounds.longest_step)
         return tokens
 
     def _next_in_line(self) -> str | None:

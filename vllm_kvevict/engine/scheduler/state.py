@@ -35,6 +35,7 @@ class LedgerState:
         prefixes, segments: what is cached, compressed and not.
         prefix_key: by what a request finds a compressed prefix.
         waiting_requests: those that are not admitted, in their order; the scheduler says which.
+        fewest_read: tokens that a waiting request computes at least in its first step.
         block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
     """
 
@@ -55,6 +56,7 @@ class LedgerState:
     segments: SegmentCache
     prefix_key: Callable[["Request", Plan], Hashable | None]
     waiting_requests: Callable[[], Iterable["Request"]]
+    fewest_read: int
     block: int
     unit: int
     _plans: dict[str, Plan]

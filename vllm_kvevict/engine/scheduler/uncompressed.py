@@ -36,6 +36,11 @@ class UncompressedPrefixes(LedgerState):
             return 0
         return min(tokens // self.unit, len(request.block_hashes) * self.block // self.unit)
 
+    def _units_to_find(self, request: "Request") -> int:
+        """The most units that a waiting request may begin with."""
+        most = self.plan(request).most_cached(request.num_tokens)
+        return self._units(request, min(most, request.num_tokens - self.fewest_read))
+
     def _keys_of(self, request: "Request") -> Keys:
         return keys_of(request.block_hashes, self.unit // self.block)
 
@@ -44,7 +49,7 @@ class UncompressedPrefixes(LedgerState):
 
         A prompt that fits the pool only if it is evicted layer by layer begins with nothing.
         """
-        most = self._units(request, self.plan(request).most_cached(request.num_tokens))
+        most = self._units_to_find(request)
         found = self.segments.find(self._keys_of(request), most)
         while found is not None and not self._fits_alone(request, *found):
             segment, _ = found
@@ -74,8 +79,7 @@ class UncompressedPrefixes(LedgerState):
         It waits for a step for what that leaves, and longer for who is reading what both begin with; never much longer
         than it would take to read that itself.
         """
-        keys, plan = self._keys_of(request), self.plan(request)
-        most = self._units(request, plan.most_cached(request.num_tokens))
+        keys, most = self._keys_of(request), self._units_to_find(request)
         found = self.segments.find(keys, most)
         units = found[1] // self.segments.unit if found else 0
         if self.segments.soon(keys, most) > units:
@@ -172,7 +176,7 @@ class UncompressedPrefixes(LedgerState):
 
     def _waits_for(self, waiting: "Request", request: "Request") -> bool:
         """Whether a request that is not admitted will begin with what another one leaves."""
-        units = self._units(waiting, self.plan(waiting).most_cached(waiting.num_tokens))
+        units = self._units_to_find(waiting)
         known = self._units(request, self.plan(request).leaves(request.num_tokens))
         shared = min(units, known)
         return shared > 0 and self._keys_of(waiting)(shared) == self._keys_of(request)(shared)

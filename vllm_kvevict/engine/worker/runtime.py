@@ -45,7 +45,7 @@ from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.reports import Repeat
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -276,6 +276,7 @@ class Runtime:
         self._freeze(scheduler_output.finished_req_ids)
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
+        self._take_back_drafts(scheduler_output.scheduled_cached_reqs)
         self.prefixes.drop(message.drops)
         self._exchange_blocks(message)
         self.cache.pool.fewest_free = self.cache.num_free
@@ -286,6 +287,18 @@ class Runtime:
         for admission in message.admissions:
             self.residents[admission.request_id] = self._open(admission)
         self.prefixes.expect(message.stores)
+
+    def _take_back_drafts(self, scheduled: "CachedRequestData") -> None:
+        """Drop what was stored of draft tokens that were rejected: such requests have fewer computed tokens."""
+        slots, dropped = [], []
+        for name, computed in zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True):
+            resident = self.residents.get(name)
+            if resident is not None and resident.tokens > computed:
+                slots.append(resident.request_slot)
+                dropped.append(resident.tokens - computed)
+                resident.tokens = computed
+        if slots:
+            self.cache.truncate(slots, dropped)
 
     def _exchange_blocks(self, message: StepMessage) -> None:
         """Use blocks that became pages, and give up those that other layers need, after moving what they hold."""
