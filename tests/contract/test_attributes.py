@@ -84,8 +84,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "vllm_xargs are not read",
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids "
-        "kv_connector_metadata",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids "
+        "preempted_req_ids kv_connector_metadata",
         "workers do not learn what begins and ends",
     ),
     "vllm.v1.core.sched.output:CachedRequestData": (
