@@ -1,6 +1,7 @@
 """Small random models on disk, complete with a tokenizer and chat template, so that nothing is downloaded."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def make_model(
             elif architecture == "gpt_oss" and "experts" in name and not name.endswith("bias"):
                 weight.mul_(4)  # else it says the same of everything
     model.save_pretrained(path)
-    _make_tokenizer(vocab).save_pretrained(path)
+    make_tokenizer(vocab).save_pretrained(path)
     mark.write_text(recipe)
     return path
 
@@ -204,9 +205,19 @@ def make_variant(path: Path, model: Path, weights: dict[str, torch.Tensor], **ov
     return path
 
 
-def _make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    vocab: int, marks: Mapping[str, int] | None = None, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of words ``w6``, ``w7``, ... with white space between them.
+
+    Args:
+        vocab: tokens.
+        marks: tokens in place of words, each with its id, that are found within words, too.
+        chat_template: of chats.
+    """
     words = {word: index for index, word in enumerate(SPECIAL)}
-    words |= {f"w{index}": index for index in range(len(SPECIAL), vocab)}
+    named = {index: mark for mark, index in (marks or {}).items()}
+    words |= {named.get(index, f"w{index}"): index for index in range(len(SPECIAL), vocab)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -215,5 +226,6 @@ def _make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         pad_token="<pad>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=list(marks or ()),
+        chat_template=chat_template,
     )

@@ -14,7 +14,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "attention_config aux_output_config enable_sleep_mode enable_dbo ubatch_size enable_elastic_ep "
         "decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
         "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
-        "max_num_batched_tokens max_num_scheduled_tokens _api_process_count _api_process_rank",
+        "max_num_batched_tokens max_num_scheduled_tokens disable_chunked_mm_input _api_process_count "
+        "_api_process_rank",
         "--kv-eviction fails, or no longer refuses what it cannot be combined with",
     ),
     "vllm.config.attention:AttentionConfig": (
@@ -24,15 +25,11 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.config.aux_output:AuxOutputConfig": ("enabled", "--enable-return-routed-experts is not refused"),
     "vllm.config:KVEventsConfig": ("enable_kv_cache_events", "--kv-events-config is not refused"),
     "vllm.config:ModelConfig": (
-        "hf_text_config runner_type is_encoder_decoder is_diffusion is_multimodal_model is_attention_free is_hybrid "
+        "hf_text_config runner_type is_encoder_decoder is_diffusion is_mm_prefix_lm is_attention_free is_hybrid "
         "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
         "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices "
-        "get_num_layers get_num_attention_heads get_head_size model_arch_config multimodal_config",
+        "get_num_layers get_num_attention_heads get_head_size model_arch_config",
         "models that eviction cannot serve are not refused, or none can be",
-    ),
-    "vllm.config:MultiModalConfig": (
-        "language_model_only",
-        "multimodal models are refused although only their text is served",
     ),
     "vllm.config.model_arch:ModelArchitectureConfig": (
         "per_layer_overrides",
@@ -72,11 +69,12 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks", "resumed requests fail"),
     "vllm.v1.request:Request": (
         "request_id num_computed_tokens num_tokens num_prompt_tokens max_tokens num_preemptions sampling_params "
-        "prompt_token_ids num_output_tokens num_stale_output_tokens client_index trace_headers",
+        "prompt_token_ids num_output_tokens num_stale_output_tokens client_index trace_headers "
+        "has_encoder_inputs",
         "the ledger cannot read requests",
     ),
     "vllm.v1.engine:EngineCoreRequest": (
-        "resumable sampling_params prompt_token_ids prompt_embeds",
+        "resumable sampling_params prompt_token_ids prompt_embeds mm_features",
         "requests are not checked",
     ),
     "vllm.sampling_params:SamplingParams": (
@@ -177,8 +175,20 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "beam search fails without a reason",
     ),
     "vllm.renderers.base:BaseRenderer": (
-        "config tokenizer _executor default_chat_tok_params render_messages tokenize_prompt",
+        "config tokenizer _executor default_chat_tok_params render_messages tokenize_prompt mm_processor_cache",
         "scope=prefix fails, and no prefix is repeated",
+    ),
+    "vllm.inputs.engine:MultiModalInput": (
+        "mm_placeholders mm_hashes",
+        "policies that read text only are given images, and scope=prefix does not count their tokens",
+    ),
+    "vllm.multimodal.inputs:PlaceholderRange": (
+        "offset length",
+        "scope=prefix does not count tokens of images",
+    ),
+    "vllm.multimodal.cache.base:BaseMultiModalProcessorCache": (
+        "invalidate",
+        "images of a refused request are taken for sent, and the next request that has them fails",
     ),
     "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
     "vllm.renderers.params:TokenizeParams": (

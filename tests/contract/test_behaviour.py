@@ -1,10 +1,12 @@
 """What vLLM does with the seams: who calls whom, in what order, read from its source."""
 
 import ast
+import importlib
 
 import pytest
 
 from tests.contract import source
+from vllm_kvevict.engine.frontend import media
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -390,6 +392,27 @@ def test_lookahead_is_reserved_for_running_and_waiting_requests() -> None:
         source.broken(
             f"Scheduler.schedule calls _reserve_prefill_lookahead {count} times", "chunks cross evictions"
         )
+
+
+def test_media_may_be_named_instead_of_given() -> None:
+    """Chats are rendered once more without loading their images again."""
+    kinds = set(media.MEDIA_PARTS.values())
+    parse = source.text("vllm.renderers.chat_utils:_parse_chat_message_content_mm_part")
+    loaders = {"image_url": "parse_image", "audio_url": "parse_audio", "video_url": "parse_video"}
+    assert kinds == set(loaders)
+    breaks = "scope=prefix loads images once more, or finds no question in chats with images"
+    for kind, loader in loaders.items():
+        body = source.text(f"vllm.renderers.chat_utils:MultiModalContentParser.{loader}")
+        if f'"{kind}" in part' not in parse.replace("'", '"') or f"if {kind} else None" not in body:
+            source.broken(f"{kind} cannot be None beside a uuid", breaks)
+
+
+def test_kinds_of_media_are_known() -> None:
+    """All parts of messages that hold media, but embeddings of whole prompts."""
+    chat_utils = importlib.import_module("vllm.renderers.chat_utils")
+    unknown = chat_utils._MEDIA_CONTENT_PART_KEYS - set(media.MEDIA_PARTS) - {"prompt_embeds"}
+    if unknown:
+        source.broken(f"messages may have {unknown}", "scope=prefix counts their tokens as text")
 
 
 def test_no_renderer_renders_chats_by_itself() -> None:

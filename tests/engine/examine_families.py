@@ -18,10 +18,13 @@ from transformers import AutoConfig
 from vllm import EngineArgs
 from vllm.version import __version__ as vllm_version
 
+import tests.conftest
+import tests.engine.conftest  # noqa: F401  # both say how engines run here, before vLLM is imported
 from benchmarks.harness.models import make_model
 from tests.engine.families import FAMILIES, Family
 from tests.engine.masked import evicted_layers, masked_logits
-from tests.engine.running import Ask, engine, evicting_engine, run
+from tests.engine.multimodal import AskWithImages, make_multimodal_model
+from tests.engine.running import Answer, Ask, engine, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.kernels.processor import level
 
@@ -29,8 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("models.json")
 PAGE = ROOT / "docs/MODELS.md"
 TEMPLATE = Path(__file__).with_name("models.md.in")
-WHOLE = [Ask(300, max_tokens=24), Ask(65, max_tokens=24), Ask(520, max_tokens=24)]
-EVICTED = [Ask(300, "ada-snapkv", 0.3), Ask(400, "pyramidkv", 0.3)]
+WHOLE = [(300, "full", None), (65, "full", None), (520, "full", None)]
+EVICTED = [(300, "ada-snapkv", 0.3), (400, "pyramidkv", 0.3)]
+SIZES = ((56, 56), (112, 84))
+"""Of the images in a prompt, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +65,54 @@ def examine(family: Family, folder: Path) -> Finding:
     """
     if family.architecture is not None:
         return Finding(family.model_type, family.known_as, refusal=_refusal(family, folder))
-    model = make_model(folder / family.model_type, family.model_type, **family.settings)
-    settings = {"dtype": family.dtype, "max_model_len": 1024}
+    model = _make_model(family, folder)
+    settings: dict[str, Any] = {"dtype": family.dtype, "max_model_len": 1024}
+    if family.reads_images:
+        settings["limit_mm_per_prompt"] = {"image": len(SIZES), "video": 0}
     with engine(model, enable_prefix_caching=False, **settings) as llm:
-        stock = [answer.tokens for answer in run(llm, WHOLE, recorded=False)]
+        stock = [answer.tokens for answer in run(llm, _asks(family, WHOLE, 24), recorded=False)]
     with evicting_engine(model, **settings) as llm:
         for policy, budget in (("full", None), ("ada-snapkv", 1.0)):
-            asks = [Ask(ask.length, policy, budget, max_tokens=24) for ask in WHOLE]
+            asks = _asks(family, [(length, policy, budget) for length, *_ in WHOLE], 24)
             assert [answer.tokens for answer in run(llm, asks)] == stock, f"{policy} at {budget}"
-        answers = run(llm, EVICTED, logits=True)
+        evicted = _asks(family, EVICTED)
+        answers = run(llm, evicted, logits=True)
     assert all(answer.kept for answer in answers), "nothing was evicted"
-    difference = _difference(model, answers) if family.dtype == "float32" else None
+    difference = _difference(model, evicted, answers) if family.dtype == "float32" else None
     assert difference is None or difference <= family.tolerance, difference
-    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    layers = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
     evicted = len(evicted_layers(model))
     return Finding(family.model_type, family.known_as, family.dtype, evicted, layers, difference)
 
 
-def _difference(model: Path, answers: Sequence[Any]) -> float:
+def _make_model(family: Family, folder: Path) -> Path:
+    if family.reads_images:
+        return make_multimodal_model(folder, family.model_type)
+    return make_model(folder / family.model_type, family.model_type, **family.settings)
+
+
+def _asks(
+    family: Family, requests: Sequence[tuple[int, str, float | None]], max_tokens: int = 16
+) -> list[Ask]:
+    """Requests of so many tokens with a policy and a budget, and with images if the model reads them."""
+    if not family.reads_images:
+        return [Ask(*request, max_tokens=max_tokens) for request in requests]
+    return [
+        AskWithImages(*request, max_tokens=max_tokens, sizes=SIZES, kind=family.model_type)
+        for request in requests
+    ]
+
+
+def _difference(model: Path, asks: Sequence[Ask], answers: Sequence[Answer]) -> float:
     """The largest difference to the masked model; one that sees everything must differ more."""
     largest = 0.0
-    for ask, answer in zip(EVICTED, answers, strict=True):
-        kept = answer.kept[0]
-        masked = masked_logits(model, ask.prompt, answer.tokens, kept, ask.length)
-        everything = {layer: [range(ask.length)] * len(heads) for layer, heads in kept.items()}
-        seeing = masked_logits(model, ask.prompt, answer.tokens, everything, ask.length)
+    for ask, answer in zip(asks, answers, strict=True):
+        kept, length = answer.kept[0], len(answer.prompt)
+        with_images = isinstance(ask, AskWithImages)
+        images = ask.inputs(model, answer.prompt + answer.tokens) if with_images else None
+        masked = masked_logits(model, answer.prompt, answer.tokens, kept, length, images=images)
+        everything = {layer: [range(length)] * len(heads) for layer, heads in kept.items()}
+        seeing = masked_logits(model, answer.prompt, answer.tokens, everything, length, images=images)
         difference = float((answer.logits - masked).abs().max())
         assert float((answer.logits - seeing).abs().max()) > 10 * difference, (
             "it is all the same to the model"

@@ -14,6 +14,7 @@ class Family:
         settings: of the configuration, besides those of :func:`benchmarks.harness.models.make_model`.
         dtype: bfloat16 where vLLM's CPU build knows no other.
         tolerance: of logits, against the masked model.
+        reads_images: whether its prompts have images.
         architecture: vLLM's name for it, if no small model of it is made, only a configuration: it is refused.
     """
 
@@ -22,6 +23,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     tolerance: float = 1e-4
+    reads_images: bool = False
     architecture: str | None = None
 
 
@@ -80,6 +82,10 @@ FAMILIES = [
     Family("nemotron_h", "Nemotron H, Nemotron Nano 2"),
     Family("falcon_h1", "Falcon H1"),
     Family("qwen3_next", "Qwen3-Next", dtype="bfloat16"),
+    Family("llava", "LLaVA, and others that put an encoder's output in place of tokens", reads_images=True),
+    Family("qwen2_vl", "Qwen2-VL, Qwen2.5-VL", reads_images=True),
+    Family("gemma3", "Gemma 3 with images", {"text_config": {**SMALL, "model_type": "gemma3_text"}},
+           architecture="Gemma3ForConditionalGeneration"),
     Family("deepseek_v2", "DeepSeek V2, V3, R1; Kimi K2",
            {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
             "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},

@@ -1,11 +1,11 @@
 """The model as Hugging Face defines it, in fp32: what its attention sees, and what it says without evicted entries."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -28,6 +28,7 @@ def masked_logits(
     dtype: torch.dtype = torch.float32,
     seen: torch.Tensor | None = None,
     window: int | None = None,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
@@ -36,6 +37,7 @@ def masked_logits(
         evicted_at: rows from this position on see kept entries only.
         seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
         window: of layers that have one, instead of the model's own.
+        images: what a model that reads images is given beside the prompt's tokens.
     """
     layers = evicted_layers(model)
 
@@ -69,10 +71,18 @@ def masked_logits(
     ALL_ATTENTION_FUNCTIONS.register("masked", attention)
     # vLLM serves some models by Hugging Face's own classes, and changes these for the whole process.
     with set_current_vllm_config(_plain_config(model)):
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
+        network = _network(model, dtype, with_images=images is not None)
     with torch.inference_mode():
-        logits = network(torch.tensor([prompt + generated]), use_cache=False).logits[0]
+        logits = network(torch.tensor([prompt + generated]), use_cache=False, **(images or {})).logits[0]
     return logits[len(prompt) - 1 : -1].float()
+
+
+def _network(model: Path, dtype: torch.dtype, with_images: bool) -> torch.nn.Module:
+    """The model, in whose text attention is masked; encoders of images see all of them."""
+    if not with_images:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
+    attention = {"text_config": "masked", "vision_config": "eager"}
+    return AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, attn_implementation=attention)
 
 
 @functools.cache
@@ -82,7 +92,7 @@ def _plain_config(model: Path) -> VllmConfig:
 
 def evicted_layers(model: Path) -> list[int]:
     """Numbers of the model's layers that see the whole text."""
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model).get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [layer for layer, kind in enumerate(kinds) if kind in ("attention", "full_attention", "hybrid")]
 

@@ -48,6 +48,11 @@ class Ask:
         chooser = random.Random(1000 * self.seed + self.length)
         return [chooser.randrange(8, VOCAB) for _ in range(self.length)]
 
+    @property
+    def request(self) -> dict[str, Any]:
+        """As vLLM takes it."""
+        return {"prompt_token_ids": self.prompt}
+
     def sampling(self, logits: bool) -> SamplingParams:
         fields: dict[str, Any] = {"kv_eviction": self.policy}
         if self.budget is not None:
@@ -72,13 +77,14 @@ class Answer:
         logits: [generated, vocabulary], empty unless asked for.
         kept: by global layer, for each global KV head the kept positions, of every eviction in order.
         scores: by global layer and rank, what the choice was made from.
-        preemptions: how often the request was thrown out and replayed.
+        prompt: its tokens as they were read, those of images included.
     """
 
     tokens: list[int]
     logits: torch.Tensor
     kept: list[dict[int, list[list[int]]]] = field(default_factory=list)
     scores: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
 
 
 def _rebind_without_llvmlite(overrides: list[Any]) -> None:
@@ -137,7 +143,7 @@ def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **se
 
 def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool = True) -> list[Answer]:
     """All requests at once."""
-    prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
+    prompts = [ask.request for ask in asks]
     sampling, adapters = [ask.sampling(logits) for ask in asks], [ask.adapter for ask in asks]
     outputs = llm.generate(
         prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None
@@ -149,9 +155,19 @@ def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool =
         for row, entries in zip(rows, completion.logprobs or (), strict=False):
             for token, entry in entries.items():
                 row[token] = entry.logprob
-        answers.append(Answer(list(completion.token_ids), rows))
+        answers.append(Answer(list(completion.token_ids), rows, prompt=list(output.prompt_token_ids)))
     if recorded:
         _bring_decisions(llm, [output.request_id for output in outputs], answers)
+    return answers
+
+
+def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:
+    """Tokens of what came back, with what was kept of each request."""
+    answers = [
+        Answer(list(output.outputs[0].token_ids), torch.empty(0), prompt=list(output.prompt_token_ids))
+        for output in outputs
+    ]
+    _bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
 
 

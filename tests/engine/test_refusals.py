@@ -68,7 +68,7 @@ def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(mo
 
 def test_take_is_refused_for_one_request_on_such_stages(model, monkeypatch):
     config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
-    staged = SimpleNamespace(vllm_config=config.create_engine_config())
+    staged = front_end(config.create_engine_config())
     prompt = {"prompt_token_ids": [1] * 600}
     monkeypatch.setattr(take, "warmup_layers", lambda config, layers: 3)
     with pytest.raises(VLLMValidationError, match=r"^kv_eviction take cannot be combined") as error:
@@ -78,7 +78,7 @@ def test_take_is_refused_for_one_request_on_such_stages(model, monkeypatch):
 
 def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
     config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
-    staged = SimpleNamespace(vllm_config=config.create_engine_config())
+    staged = front_end(config.create_engine_config())
     prompt = {"prompt_token_ids": [1] * 600}
     for policy in ("cake", "layer-defensivekv"):
         EngineArgs(model=model, kv_eviction=policy, pipeline_parallel_size=2).create_engine_config()
@@ -125,13 +125,18 @@ def test_such_policies_are_refused_for_one_request(policy, quantized):
     served = args.create_engine_config()
     prompt, sentence = {"prompt_token_ids": [1] * 600}, f"^kv_eviction {policy} {NEEDS_PROJECTIONS}"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
-        requests._check_generate(SimpleNamespace(vllm_config=served), prompt, asking(policy))
+        requests._check_generate(front_end(served), prompt, asking(policy))
     assert error.value.parameter == "kv_eviction"
-    requests._check_generate(SimpleNamespace(vllm_config=served), prompt, asking("snapkv"))
+    requests._check_generate(front_end(served), prompt, asking("snapkv"))
 
 
 def test_which_policies_read_projections():
     assert READS_PROJECTIONS == ["criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"]
+
+
+def front_end(vllm_config):
+    """What checks requests, of an engine that was never started."""
+    return SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(mm_processor_cache=None))
 
 
 def asking(policy: str) -> SamplingParams:
@@ -182,6 +187,7 @@ FLAGS = {
     "--enable-elastic-ep": {"enable_elastic_ep": True},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
+    "--disable-chunked-mm-input": {"disable_chunked_mm_input": True},
     "--kv-sharing-fast-prefill": {"kv_sharing_fast_prefill": True},
     "--distributed-executor-backend external_launcher": {"distributed_executor_backend": "external_launcher"},
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
@@ -319,7 +325,7 @@ def test_such_policies_are_refused_for_one_request_to_layers_of_several_kinds(tm
     windowed = save_config(tmp_path / "a-model", **WINDOWED)
     settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"policies": "all"}, "dtype": "bfloat16"}
     args = EngineArgs(windowed, skip_tokenizer_init=True, **settings)
-    served, prompt = SimpleNamespace(vllm_config=args.create_engine_config()), {"prompt_token_ids": [1] * 600}
+    served, prompt = front_end(args.create_engine_config()), {"prompt_token_ids": [1] * 600}
     for policy in ("take", "kvzip"):
         with pytest.raises(VLLMValidationError, match="cannot serve this model") as error:
             requests._check_generate(served, prompt, asking(policy))
@@ -348,14 +354,34 @@ QWEN2_AUDIO = (
 )
 
 
-def test_multimodal_models_are_served_as_text(tmp_path):
-    model = save_config(tmp_path / "a-model", *QWEN2_AUDIO)
+GEMMA3 = (
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    {
+        "text_config": LLAMA
+        | {
+            "model_type": "gemma3_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_hidden_layers": 2,
+        },
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    },
+)
+
+
+def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_path):
+    model = save_config(tmp_path / "a-model", *GEMMA3)
     sentence = refusal(model, skip_tokenizer_init=True)
-    assert "multimodal models" in sentence and "a-model" in sentence
-    assert sentence.endswith("add --language-model-only")
+    assert "attended to in both directions" in sentence and "a-model" in sentence
+    assert sentence.endswith("add --language-model-only to serve its text")
     EngineArgs(
         model, kv_eviction="snapkv", skip_tokenizer_init=True, language_model_only=True
     ).create_engine_config()
+
+
+def test_models_that_hear_are_served(tmp_path):
+    model = save_config(tmp_path / "a-model", *QWEN2_AUDIO)
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.engine
@@ -578,13 +604,13 @@ EMBEDDINGS = {
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 def test_take_reads_no_embeddings(kind, on, off):
     prompt, fields = EMBEDDINGS[kind], {"kv_eviction": "take"}
-    sentence = r"^kv_eviction take needs a prompt of tokens, not embeddings"
+    sentence = r"^kv_eviction take needs a prompt of text, without embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(on, fields, prompt=prompt)
     assert error.value.parameter == "prompt"
     # At the call, not at the first token: after that it could not become an HTTP 400.
     with pytest.raises(VLLMValidationError, match=sentence):
-        AsyncLLM.generate(SimpleNamespace(vllm_config=on), prompt, asking("take"), "request")
+        AsyncLLM.generate(front_end(on), prompt, asking("take"), "request")
     assert process(on, {"kv_eviction": "snapkv"}, prompt=prompt).prompt_embeds is not None
     assert process(off, fields, prompt=prompt).prompt_embeds is not None
 

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.clients import complete, eventually, words
-from tests.engine.running import Answer, _bring_decisions, evicting_engine
+from tests.engine.running import decided, evicting_engine
 from tests.engine.serving import Server, log_evictions
 
 pytestmark = pytest.mark.engine
@@ -36,13 +36,6 @@ def llm(models):
 
 def sampling(**fields):
     return SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, extra_args=fields or None)
-
-
-def decided(llm, outputs):
-    """What came back, with what was kept of each request."""
-    answers = [Answer(list(output.outputs[0].token_ids), None) for output in outputs]
-    _bring_decisions(llm, [output.request_id for output in outputs], answers)
-    return answers
 
 
 def chat_with(llm, conversations, params=None):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.multimodal import AskWithImages, make_multimodal_model
 from tests.engine.running import Ask, evicting_engine, num_preemptions, run
 from tests.engine.v2_runner import NewProcess
 
@@ -46,6 +47,17 @@ SMALL = [
 WINDOWED = [ask for ask in ASKS if ask.policy != "take"]
 """What a model can be asked of which some layers see a window only."""
 WINDOWED_BASE = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128}
+WITH_IMAGES = [
+    AskWithImages(250, "ada-snapkv", 0.3, sizes=((56, 56), (112, 56)), kind="qwen2_vl"),
+    AskWithImages(90, "lava", 0.4, sizes=((84, 168),), kind="qwen2_vl", max_tokens=24),
+    Ask(180, "full"),
+]
+WITH_IMAGES_BASE = {
+    "max_num_seqs": 16,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 128,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+}
 CACHING = {"enable_prefix_caching": True, "block_size": 32}
 LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL}
 
@@ -61,7 +73,12 @@ def windowed(models):
 
 
 @pytest.fixture(scope="module")
-def second(model, windowed, tmp_path_factory):
+def seeing(tmp_path_factory):
+    return make_multimodal_model(tmp_path_factory.mktemp("multimodal"), "qwen2_vl")
+
+
+@pytest.fixture(scope="module")
+def second(model, windowed, seeing, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
     mixed, tight, small = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
     process = NewProcess(
@@ -79,6 +96,7 @@ def second(model, windowed, tmp_path_factory):
                 "batches": [WINDOWED, WINDOWED[::-1]],
                 "ahead": True,
             },
+            {"model": seeing, **WITH_IMAGES_BASE, "batches": [WITH_IMAGES], "logits": True, "ahead": True},
         ],
     )
     yield process
@@ -147,3 +165,13 @@ def test_layers_with_windows(windowed, second) -> None:
         for ask, one, other in zip(WINDOWED, expected, answers, strict=True):
             assert one.tokens == other.tokens, ask
             assert one.kept[-1:] == other.kept[-1:], ask
+
+
+@pytest.mark.engine
+def test_images(seeing, second) -> None:
+    (batch,), *_ = second.result()[6]
+    with evicting_engine(seeing, **WITH_IMAGES_BASE) as llm:
+        expected = run(llm, WITH_IMAGES, logits=True)
+    for ask, one, other in zip(WITH_IMAGES, expected, batch, strict=True):
+        assert one.kept == other.kept, ask
+        torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)

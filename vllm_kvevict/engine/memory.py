@@ -111,11 +111,21 @@ def longest_step(scheduler_config: Any) -> int:
     return min(tokens, threshold) if threshold > 0 else tokens
 
 
-def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, min_tokens: int = 0) -> None:
+def check_fits(
+    vllm_config: Any,
+    options: Options,
+    plan: Plan,
+    prompt_len: int,
+    min_tokens: int = 0,
+    in_one_step: bool = True,
+) -> None:
     """Check that an engine's KV memory can hold a request if nobody else holds anything, whatever its policy chooses.
 
     Engines behind one front-end are taken to have the same memory. How long the answer may be beyond ``min_tokens`` is
     known once the prompt is evicted: the ledger sees to that.
+
+    Args:
+        in_one_step: whether one step may read the prompt, if steps can be that long.
 
     Raises:
         KVEvictionError: the prompt does not fit, or not with so many tokens of an answer; one sentence that says what
@@ -127,8 +137,8 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
     holds_more = plan.evict_at is not None and plan.schedule.repeats_prompt
     if (bounds.hold(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):
         return
-    if not bounds.fits(plan, prompt_len):
-        raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest), "prompt")
+    if not bounds.fits(plan, prompt_len, in_one_step):
+        raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest, in_one_step), "prompt")
     # The last token of an answer is not stored.
     most = 1 + bounds.most_tokens(plan, prompt_len, longest) - prompt_len
     if min_tokens > most:
@@ -139,15 +149,17 @@ def check_fits(vllm_config: Any, options: Options, plan: Plan, prompt_len: int, 
         )
 
 
-def _too_long(bounds: MemoryBounds, options: Options, plan: Plan, prompt_len: int, longest: int) -> str:
+def _too_long(
+    bounds: MemoryBounds, options: Options, plan: Plan, prompt_len: int, longest: int, in_one_step: bool
+) -> str:
     """Says which prompts would fit, and which policy this one."""
     policy, fields = plan.config.policy, _fields(plan, plan.config.policy)
-    fitting = bounds.longest_prompt(lambda length: options.plan(length, fields), longest)
+    fitting = bounds.longest_prompt(lambda length: options.plan(length, fields), longest, in_one_step)
     would = f"the longest that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():
         with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have
             bounded = options.plan(prompt_len, _fields(plan, other))
-            if policy != other and bounds.fits(bounded, prompt_len):
+            if policy != other and bounds.fits(bounded, prompt_len, in_one_step):
                 would += f", and kv_eviction={other} would do for this one"
     return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
 

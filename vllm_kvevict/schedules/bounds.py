@@ -83,13 +83,14 @@ class MemoryBounds:
         by_layer = in_one_step and self.gains_from_one_step(plan)
         return self.hold(self.until_read(plan, tokens, by_layer))
 
-    def longest_prompt(self, plan_for: Callable[[int], Plan], most: int) -> int:
+    def longest_prompt(self, plan_for: Callable[[int], Plan], most: int, in_one_step: bool = True) -> int:
         """The longest prompt, at most ``most`` tokens, that fits; longer ones need more.
 
         Args:
             plan_for: the plan of a prompt of so many tokens.
+            in_one_step: as in :meth:`fits`.
         """
-        return last_that(lambda length: self.fits(plan_for(length), length), 0, most)
+        return last_that(lambda length: self.fits(plan_for(length), length, in_one_step), 0, most)
 
     def most_tokens(self, plan: Plan, tokens: int, most: int) -> int:
         """The most tokens, from ``tokens`` to ``most``, that a request can have stored, its eviction done, alone."""

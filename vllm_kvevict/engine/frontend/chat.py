@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvevict.engine.config import options_of
+from vllm_kvevict.engine.frontend import media
 
 PREFIX_LEN = "kv_prefix_len"
 """The entry of a rendered prompt that holds the number of tokens before the question."""
@@ -35,7 +36,7 @@ class Chat:
 
     Attributes:
         renderer: what rendered it.
-        messages: the chat.
+        messages: the chat, with the names of media only.
         params: template and its arguments.
         tok_params: how the text was tokenised.
     """
@@ -108,7 +109,7 @@ def _noted_chats(
     """Note in the prompts that may be evicted what they were rendered from; those whose question is to be found."""
     tok_params = tok_params or renderer.default_chat_tok_params
     chats = [
-        (Chat(renderer, messages, params, tok_params), prompt)
+        (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
         for messages, prompt in zip(conversations, prompts, strict=True)
         if _may_be_evicted(renderer, prompt)
     ]
@@ -149,7 +150,9 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
         other = chat.asking(unused_mark(text))
-        if "prompt_token_ids" in other:  # Mistral's tokenizers give no text
+        if (
+            "prompt_token_ids" in other
+        ):  # Mistral's tokenizers give no text; there a prefix ends at the first image
             return prefix_of_ids(ids, other, chat.asking(WORD))
     except (ValueError, VLLMClientError):  # a template may refuse anything
         return None
@@ -157,6 +160,9 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
     if before is None:
         return None
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
+    images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
+    if images:
+        return media.tokens_before(before_ids[:-1], ids, images)
     return common_length(before_ids[:-1], ids)
 
 

@@ -21,6 +21,7 @@ TESTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals this package was tested against."""
 
 WINDOWED = "models with sliding-window attention in every layer"
+BIDIRECTIONAL = "models whose images are attended to in both directions"
 
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
@@ -96,7 +97,10 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--kv-offloading-size": args.kv_offloading_size,
         },
         "there are no shared blocks to publish": {"--kv-events-config": publishes},
-        "only text is supported": {"--ec-transfer-config": args.ec_transfer_config},
+        "images must be encoded where they are read": {"--ec-transfer-config": args.ec_transfer_config},
+        "a prompt may have to be cut within an image": {
+            "--disable-chunked-mm-input": args.disable_chunked_mm_input
+        },
         "eviction brings its own": {
             "--scheduler-cls": args.scheduler_cls,
             "--worker-cls": args.worker_cls != "auto",
@@ -140,11 +144,6 @@ def check_model(vllm_config: Any) -> None:
                 f"--kv-eviction does not support {kind} ({model.model}): it evicts KV of decoder layers with full "
                 f"attention and KV of their own, so {_way_out(kind, model)}"
             )
-    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
-        raise KVEvictionError(
-            f"--kv-eviction serves only the text of multimodal models ({model.model}): leave the flag out, or add "
-            "--language-model-only"
-        )
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
     if layer_groups(vllm_config).others:
@@ -188,6 +187,8 @@ def _check_speculation(vllm_config: Any) -> None:
 
 def _way_out(kind: str, model: Any) -> str:
     """What to do with a model of a kind that eviction cannot serve."""
+    if kind == BIDIRECTIONAL:
+        return "leave the flag out, or add --language-model-only to serve its text"
     if kind != WINDOWED:
         return "leave the flag out"
     window = model.get_sliding_window()
@@ -204,6 +205,7 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion models": model.is_diffusion,
         "MLA models": model.use_mla,
+        BIDIRECTIONAL: model.is_mm_prefix_lm,
         "models with ALiBi": model.uses_alibi,
         # Qwen2 carries sliding_window without using it; vLLM resolves that for us.
         WINDOWED: WINDOW not in types and model.get_sliding_window() is not None,

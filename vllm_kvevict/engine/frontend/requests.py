@@ -1,8 +1,9 @@
 """Checks of single requests in the front-end, where a refusal becomes an HTTP 400."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
@@ -20,7 +21,7 @@ from vllm_kvevict.engine.config import (
     options_of,
     require_options,
 )
-from vllm_kvevict.engine.frontend import chat
+from vllm_kvevict.engine.frontend import chat, media
 from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
@@ -51,7 +52,9 @@ def install() -> None:
             own = request.sampling_params
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
-                own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens)
+                with_media = bool(request.mm_features)
+                with _forgetting_media_if_refused(self.renderer, prompt):
+                    own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
@@ -125,7 +128,18 @@ def _check_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **
     if isinstance(prompt, dict) and isinstance(sampling_params, SamplingParams):
         token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
         if token_ids is not None or embeds is not None:
-            _checked_fields(self.vllm_config, prompt, sampling_params, token_ids, embeds)
+            with_media = media.has_media(prompt)
+            with _forgetting_media_if_refused(self.renderer, prompt):
+                _checked_fields(self.vllm_config, prompt, sampling_params, token_ids, embeds, with_media)
+
+
+@contextlib.contextmanager
+def _forgetting_media_if_refused(renderer: Any, prompt: Any) -> Iterator[None]:
+    try:
+        yield
+    except VLLMValidationError:
+        media.forget(renderer, prompt)
+        raise
 
 
 def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: Any, **kwargs: Any) -> None:
@@ -167,7 +181,7 @@ def check_length(plan: Plan, longest: int) -> None:
 
 
 def _checked_fields(
-    vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any
+    vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any, with_media: bool
 ) -> dict[str, Any] | None:
     """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
     options = require_options(vllm_config)
@@ -177,15 +191,17 @@ def _checked_fields(
         check_names(params.extra_args or ())
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
-        # A chat that mixes text with embeddings has token ids too, but only placeholders where these stand.
-        if schedule_of(config).reads_token_ids and embeds is not None:
+        # A chat that mixes text with embeddings or images has token ids too, but only placeholders where these stand.
+        if schedule_of(config).reads_token_ids and (embeds is not None or with_media):
+            found = "embeddings" if embeds is not None else "images, audio or video"
             raise KVEvictionError(
-                f"kv_eviction {config.policy} needs a prompt of tokens, not embeddings", "prompt"
+                f"kv_eviction {config.policy} needs a prompt of text, without {found}", "prompt"
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan(length, fields)
         check_length(plan, vllm_config.model_config.max_model_len)
-        check_fits(vllm_config, options, plan, length, params.min_tokens)
+        # vLLM may cut a prompt with media into several steps, as the memory of its encoders allows.
+        check_fits(vllm_config, options, plan, length, params.min_tokens, in_one_step=not with_media)
         return fields
     except KVEvictionError as error:
         given = {"min_tokens": params.min_tokens, **(params.extra_args or {})}

@@ -31,7 +31,7 @@ def prefix_key(
     """What two requests must have in common for one to begin with what the other keeps of its prefix.
 
     That is how it is evicted, what the model is asked when it repeats it, and everything that vLLM's own prefix cache
-    compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter (and images, which are refused). vLLM hashes
+    compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter and images. vLLM hashes
     them block by block; what is left behind the last full block is hashed here likewise.
 
     Args:

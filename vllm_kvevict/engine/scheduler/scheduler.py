@@ -217,9 +217,11 @@ class _EvictionMixin:
         It is then evicted layer by layer and needs less memory. Where memory is not short, it waits for one step at
         most, if that will have room for all of it. Otherwise it waits for such a step; if the prompt fits the pool in
         no other way, also where decodes leave no room: none is admitted before it, so they end, or pause for it.
+
+        A prompt with images does not wait: the memory of encoders may never have room for all of it.
         """
         ledger = self.kv_cache_manager
-        if plan.evict_at is None or not ledger.bounds.gains_from_one_step(plan):
+        if plan.evict_at is None or not ledger.bounds.gains_from_one_step(plan) or request.has_encoder_inputs:
             return False
         soon = plan.evict_at <= self._tokens_next_step()
         if ledger.would_admit(request, num_new_tokens):
