@@ -17,9 +17,11 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessor,
     LlavaProcessor,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
 )
 
 from benchmarks.harness.models import make_model, make_tokenizer
@@ -30,7 +32,8 @@ SIDE = 4 * PATCH
 """Of an image that LLaVA's encoder gets, in pixels."""
 MARKS = {"<image>": 6, "<|image_pad|>": 6, "<|vision_start|>": 7, "<|vision_end|>": 510, "<|video_pad|>": 511}
 """Tokens beside text, in places of words."""
-IMAGE_IDS = {"llava": [6], "qwen2_vl": [7, 6, 510]}
+IMAGE_IDS = {"llava": [6]}
+QWEN_IMAGE_IDS = [7, 6, 510]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' }}"
     "{% if message['content'] is string %}{{ message['content'] + ' ' }}"
@@ -39,51 +42,107 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
-LLAVA: dict[str, Any] = {
-    "image_token_index": MARKS["<image>"],
-    "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "default",
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "projection_dim": 64,
-    },
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "projection_dim": 64,
 }
-QWEN2_VL: dict[str, Any] = {
+QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": PATCH}
+QWEN_MARKS = {
     "image_token_id": MARKS["<|image_pad|>"],
     "video_token_id": MARKS["<|video_pad|>"],
     "vision_start_token_id": MARKS["<|vision_start|>"],
     "vision_end_token_id": MARKS["<|vision_end|>"],
-    "vision_config": {
-        "depth": 2,
-        "embed_dim": 64,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "hidden_size": 128,
-        "patch_size": PATCH,
-    },
 }
-IMAGE = {"llava": "<image>", "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model that reads images.
+
+    Attributes:
+        text: architecture of the model whose text it has.
+        text_config: what differs from that model's configuration.
+        settings: of the whole.
+        processor: of Hugging Face.
+    """
+
+    text: str
+    text_config: dict[str, Any]
+    settings: dict[str, Any]
+    processor: type
+
+
+SHAPES = {
+    "llava": Shape(
+        "llama",
+        {},
+        {
+            "image_token_index": MARKS["<image>"],
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "vision_config": CLIP,
+        },
+        LlavaProcessor,
+    ),
+    "qwen2_vl": Shape(
+        "qwen2",
+        {"model_type": "qwen2_vl_text", "rope_parameters": MROPE},
+        {**QWEN_MARKS, "vision_config": {**QWEN_VISION, "embed_dim": 64, "mlp_ratio": 2, "hidden_size": 128}},
+        Qwen2VLProcessor,
+    ),
+    "qwen2_5_vl": Shape(
+        "qwen2",
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
+        {
+            **QWEN_MARKS,
+            "vision_config": {
+                **QWEN_VISION,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "out_hidden_size": 128,
+                "window_size": 4 * PATCH,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        Qwen2_5_VLProcessor,
+    ),
+    "qwen3_vl": Shape(
+        "qwen3",
+        {"model_type": "qwen3_vl_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        {
+            **QWEN_MARKS,
+            "vision_config": {
+                **QWEN_VISION,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "out_hidden_size": 128,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        Qwen3VLProcessor,
+    ),
+}
+IMAGE = {"llava": "<image>"}
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """What stands for an image in the text of a prompt."""
 
 
 def make_multimodal_model(path: Path, kind: str) -> Path:
-    """Write a random model that reads images: ``llava``, or ``qwen2_vl`` with positions of three dimensions."""
-    text = make_model(path / "text", {"llava": "llama", "qwen2_vl": "qwen2"}[kind])
-    text_config = json.loads((text / "config.json").read_text())
-    settings = LLAVA
-    if kind == "qwen2_vl":
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-        text_config |= {"model_type": "qwen2_vl_text", "rope_parameters": rope}
-        settings = QWEN2_VL
+    """Write a random model that reads images, one of ``SHAPES``."""
+    shape = SHAPES[kind]
+    text = make_model(path / "text", shape.text)
+    text_config = json.loads((text / "config.json").read_text()) | shape.text_config
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(kind, text_config=text_config, tie_word_embeddings=False, **settings)
+        AutoConfig.for_model(kind, text_config=text_config, tie_word_embeddings=False, **shape.settings)
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -109,7 +168,7 @@ def _name_as_published(file: Path) -> None:
 
 def _processor(kind: str) -> Any:
     marks = {mark: index for mark, index in MARKS.items() if (mark == "<image>") == (kind == "llava")}
-    tokenizer = make_tokenizer(VOCAB, marks, CHAT_TEMPLATE.replace("IMAGE", IMAGE[kind]))
+    tokenizer = make_tokenizer(VOCAB, marks, CHAT_TEMPLATE.replace("IMAGE", IMAGE.get(kind, QWEN_IMAGE)))
     if kind == "llava":
         size = {"height": SIDE, "width": SIDE}
         images = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=size)
@@ -117,9 +176,9 @@ def _processor(kind: str) -> Any:
         return LlavaProcessor(
             images, tokenizer, PATCH, "default", tokenizer.chat_template, num_additional_image_tokens=1
         )
-    pixels = {"min_pixels": (2 * PATCH) ** 2, "max_pixels": (16 * PATCH) ** 2}
+    pixels = {"min_pixels": (2 * PATCH) ** 2, "max_pixels": (16 * PATCH) ** 2, "patch_size": PATCH}
     images, videos = Qwen2VLImageProcessor(**pixels), Qwen2VLVideoProcessor(**pixels)
-    return Qwen2VLProcessor(images, tokenizer, videos, tokenizer.chat_template)
+    return SHAPES[kind].processor(images, tokenizer, videos, tokenizer.chat_template)
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
@@ -155,7 +214,7 @@ class AskWithImages(Ask):
 
     @property
     def request(self) -> dict[str, Any]:
-        tokens, marks = list(self.prompt), IMAGE_IDS[self.kind]
+        tokens, marks = list(self.prompt), IMAGE_IDS.get(self.kind, QWEN_IMAGE_IDS)
         for index in reversed(range(len(self.sizes))):
             place = (index + 1) * self.length // (len(self.sizes) + 1)
             tokens[place:place] = marks
@@ -164,6 +223,6 @@ class AskWithImages(Ask):
     def inputs(self, model: Path, tokens: list[int]) -> dict[str, torch.Tensor]:
         """What Hugging Face's model is given beside tokens, those of images included."""
         inputs = AutoImageProcessor.from_pretrained(model)(self.images, return_tensors="pt")
-        if self.kind == "qwen2_vl":
-            inputs["mm_token_type_ids"] = (torch.tensor([tokens]) == QWEN2_VL["image_token_id"]).int()
+        if self.kind != "llava":
+            inputs["mm_token_type_ids"] = (torch.tensor([tokens]) == QWEN_MARKS["image_token_id"]).int()
         return dict(inputs)
