@@ -50,9 +50,13 @@ def test_command(words):
         make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
     elif program == "python" and rest[0] == "-m" and rest[1] == "pytest":
         assert (ROOT / rest[2].split("::")[0]).exists()
+    elif program == "vllm-kvevict" and rest[0] == "doctor":
+        make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
+    elif program == "vllm-kvevict":
+        depth = 2 if rest[0] == "quality" else 1
+        _check_options(" ".join(["vllm_kvevict", *rest[:depth]]), rest)
     elif program == "python" and rest[0] == "-m":
-        name = " ".join(rest[1:3]) if rest[1] == "benchmarks.quality" else rest[1]
-        _check_options(name, rest)
+        _check_options(rest[1], rest)
     elif program == "python":
         assert (ROOT / rest[0]).is_file()
         _check_options(rest[0], rest)
