@@ -13,6 +13,7 @@ PACKAGE = ROOT / "vllm_kvevict"
 ALLOWED: dict[str, set[str]] = {
     "server": set(),
     "__main__": set(),
+    "compatibility": set(),
     "machine": {"kernels"},
     "kernels": {"kernels"},
     "policies": {"policies", "kernels"},

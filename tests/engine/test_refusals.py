@@ -484,12 +484,6 @@ def test_policies_that_do_not_go_with_adapters(policy, reason, model):
 # Surroundings.
 
 
-def test_an_untested_vllm(model, monkeypatch):
-    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
-    sentence = refusal(model)
-    assert "0.32." in sentence and "0.33.1" in sentence
-
-
 def test_another_platform(model, monkeypatch):
     other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
     monkeypatch.setattr(checks, "current_platform", other)
@@ -514,7 +508,6 @@ def test_expandable_segments(model, monkeypatch):
 
 
 def test_surroundings_do_not_matter_when_off(model, monkeypatch):
-    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     EngineArgs(model=model, enable_prefix_caching=True).create_engine_config()
 
