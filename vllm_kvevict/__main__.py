@@ -11,6 +11,7 @@ COMMANDS = {
     "policies": ("vllm_kvevict.policies.__main__", "print all policies and their parameters"),
     "sizing": ("vllm_kvevict.sizing", "compute how many requests fit a KV memory, with and without eviction"),
     "quality": ("vllm_kvevict.quality.__main__", "measure what eviction costs in answers: run, report"),
+    "doctor": ("vllm_kvevict.doctor", "check this installation, and whether a model can be served"),
 }
 """By name: the module, whose ``main(words, program)`` returns an exit code, and what the help says of it."""
 

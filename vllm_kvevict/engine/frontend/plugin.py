@@ -81,6 +81,12 @@ def register() -> None:
     EngineArgs.create_engine_config = with_eviction  # type: ignore[method-assign]
 
 
+def raise_errors() -> None:
+    """Let this process, though its arguments came from a command line, get errors as exceptions."""
+    global _on_command_line
+    _on_command_line = False
+
+
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
     """End a command like argparse does: one line on stderr, exit code 2. Callers from Python get the exception."""
