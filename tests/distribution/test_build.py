@@ -95,6 +95,17 @@ def test_commands_and_plugin(built):
     assert "kvevict = vllm_kvevict.engine:register" in lines
 
 
+def headings(text: str, level: int) -> list[str]:
+    return re.findall(rf"^{'#' * level} (.*)$", text, re.M)
+
+
+def test_the_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first = headings(text, 2)[0]
+    assert re.fullmatch(rf"{re.escape(__version__)} \((not released yet|\d{{4}}-\d\d-\d\d)\)", first)
+    assert headings(text, 3)[:3] == ["Added", "Changed", "Refused"]
+
+
 def links(text: str) -> list[str]:
     """Targets of Markdown's links and pictures, and of HTML's."""
     return re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:href|src)=[\"']([^\"']+)", text)
