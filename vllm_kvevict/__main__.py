@@ -13,7 +13,7 @@ COMMANDS = {
     "quality": ("vllm_kvevict.quality.__main__", "measure what eviction costs in answers: run, report"),
     "doctor": ("vllm_kvevict.doctor", "check this installation, and whether a model can be served"),
 }
-"""By name: the module, whose ``main(words, program)`` returns an exit code, and what the help says of it."""
+"""By name: the module, whose ``main(words, program)`` returns an exit code or None, and what the help says of it."""
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         print(f"{program}: error: {error.name} is not installed: {advice}", file=sys.stderr)
         return 2
-    return int(module.main(arguments.words, program))
+    return module.main(arguments.words, program) or 0
 
 
 if __name__ == "__main__":

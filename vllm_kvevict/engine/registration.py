@@ -1,6 +1,7 @@
 """What vLLM calls in every process: the plugin in the version it was made for, in any other a look for its flags."""
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ def _asked_in_python() -> bool:
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         for name in ("self", "vllm_config"):
-            settings = getattr(frame.f_locals.get(name), "additional_config", None)
+            # Statically: whoever calls may be an object that computes its attributes.
+            settings = inspect.getattr_static(frame.f_locals.get(name), "additional_config", None)
             if isinstance(settings, dict) and KEY in settings:
                 return True
     return False
