@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from benchmarks.harness.answers import Question, answers_table, ask, make_questions
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
-from benchmarks.harness.kept import Run, comparison_table, kept_table, read_evictions
+from benchmarks.harness.kept import Run, comparison_table, kept_table
 from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.options import add_dtype
 from benchmarks.harness.server import Server, ServerError, Snapshot, tail
@@ -26,6 +26,7 @@ from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
+from vllm_kvevict.schedules.reports import read_evictions
 
 SCRATCH = Path(".demo")
 EVICTIONS = SCRATCH / "evictions.jsonl"

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.markdown import picture, table
 from benchmarks.harness.measure import RESULTS, Estimate
 from benchmarks.harness.scenarios import PER_CPU, SPEED, STOCK
+from vllm_kvevict.quality.tables import picture, table
 
 THROUGHPUT, SWEEP, LATENCY, KVPRESS = "throughput-", "throughput-sweep-", "latency", "kvpress"
 AXES = {

@@ -35,7 +35,7 @@ def load(name: str) -> ctypes.CDLL:
 @functools.cache
 def _load(name: str, level: str) -> ctypes.CDLL:
     source = Path(__file__).with_name(f"{name}.cpp")
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found: install g++ or name one in CXX")
     try:
@@ -51,6 +51,11 @@ def _load(name: str, level: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"kernel {name} could not be compiled or loaded: {error}") from None
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: the one that CXX names, else g++ or c++."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def cache_folder() -> Path:

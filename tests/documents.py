@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
+    ROOT / "DESCRIPTION.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docker").glob("*.md")),
@@ -31,3 +32,11 @@ def commands(document: Path) -> list[list[str]]:
             if words:
                 found.append(words[:-1] if words[-1] == "&" else words)
     return found
+
+
+def first_commands(document: Path) -> list[str]:
+    """What a new user types: the lines of the document's first block that installs the package."""
+    for block in blocks(document):
+        if block.startswith("pip install"):
+            return block.splitlines()
+    raise ValueError(f"{document.name} does not say how to install the package")

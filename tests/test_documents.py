@@ -8,6 +8,7 @@ import runpy
 import sys
 
 import pytest
+from vllm.entrypoints.cli.openai import CompleteCommand
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -19,7 +20,7 @@ COMMANDS = [
     for document in DOCUMENTS
     for words in commands(document)
 ]
-ELSEWHERE = ("docker", "ray", "pip", "curl", "git", "hadolint", "export", "cd", "kill", "ls")
+ELSEWHERE = ("docker", "ray", "pip", "curl", "git", "hadolint", "rm", "twine", "export", "cd", "kill", "ls")
 """Programs that are not this project's."""
 
 
@@ -50,9 +51,15 @@ def test_command(words):
         make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
     elif program == "python" and rest[0] == "-m" and rest[1] == "pytest":
         assert (ROOT / rest[2].split("::")[0]).exists()
+    elif program == "vllm" and rest[0] == "complete":
+        CompleteCommand.add_cli_args(FlexibleArgumentParser()).parse_args(rest[1:])
+    elif program == "vllm-kvevict" and rest[0] == "doctor":
+        make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
+    elif program == "vllm-kvevict":
+        depth = 2 if rest[0] == "quality" else 1
+        _check_options(" ".join(["vllm_kvevict", *rest[:depth]]), rest)
     elif program == "python" and rest[0] == "-m":
-        name = " ".join(rest[1:3]) if rest[1] == "benchmarks.quality" else rest[1]
-        _check_options(name, rest)
+        _check_options(rest[1], rest)
     elif program == "python":
         assert (ROOT / rest[0]).is_file()
         _check_options(rest[0], rest)

@@ -4,4 +4,4 @@ Importing this package loads neither torch nor vLLM: `vllm_kvevict.policies` nee
 and only `vllm_kvevict.engine` needs vLLM.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""A server that is only imagined, as ``python -m vllm_kvevict.sizing`` describes it; needs no vLLM."""
+"""A server that is only imagined, as ``vllm-kvevict sizing`` describes it; needs no vLLM."""
 
 from dataclasses import dataclass
 

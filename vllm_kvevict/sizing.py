@@ -1,4 +1,4 @@
-"""How many requests fit a KV memory, with and without eviction: ``python -m vllm_kvevict.sizing --help``.
+"""How many requests fit a KV memory, with and without eviction: ``vllm-kvevict sizing --help``.
 
 No server is started, no weights are read. The engine's own ledger and bounds (``engine/sizing.py``) compute the numbers
 for the kind of device that the installed vLLM is built for; vLLM is imported once they are needed.
@@ -7,6 +7,7 @@ for the kind of device that the installed vLLM is built for; vLLM is imported on
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -82,8 +83,9 @@ def parse_memory(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m vllm_kvevict.sizing", description=__doc__, epilog=LEGEND)
+def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.sizing") -> int:
+    """Print the table for the command line, by default that of ``sys.argv``; the exit code."""
+    parser = argparse.ArgumentParser(program, description=__doc__, epilog=LEGEND)
     parser.add_argument("--model", required=True, help="folder, config.json or Hugging Face id")
     parser.add_argument("--memory", required=True, type=parse_memory, help="per rank, such as 20GiB")
     parser.add_argument("--budget", nargs="+", default=["0.1", "0.2", "0.4"], help="as of --kv-budget")
@@ -94,13 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default the model's")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of keys and values; auto is 16 bit")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(words)
     try:
         print(report(args))
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: the engine's own functions compute the numbers")
     except ValueError as error:
         parser.error(re.sub("|".join(FLAGS), lambda found: FLAGS[found[0]], str(error)))
+    return 0
 
 
 def report(args: argparse.Namespace) -> str:
@@ -137,4 +140,4 @@ def report(args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.harness.measure import RESULTS, Estimate, cpu_model, estimate, save
+from benchmarks.harness.measure import RESULTS, Estimate, estimate, save
 from benchmarks.harness.options import add_counts
+from vllm_kvevict import machine
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -270,7 +271,7 @@ def write(name: str, arguments: argparse.Namespace, results: Any) -> Path:
         "command": shlex.join(["python", "-m", f"benchmarks.gpu.{name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "card": card(),
-        "cpu": cpu_model(),
+        "cpu": machine.cpu_model(),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
         | {package: _version(package) for package in ("torch", "triton", "vllm", "vllm-kvevict")},
         "settings": settings,

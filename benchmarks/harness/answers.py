@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.server import Server
-from benchmarks.quality.tasks import Sample, make, score
+from vllm_kvevict.quality.tasks import Sample, make, score
 
 
 @dataclass(frozen=True)

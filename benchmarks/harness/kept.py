@@ -1,30 +1,13 @@
-"""What evictions kept, read from the file of a server's ``eviction_log``, and the demo's tables."""
+"""The demo's tables: what evictions kept, and servers side by side."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.server import Snapshot
 from vllm_kvevict.schedules.reports import Eviction
-
-
-def read_evictions(path: Path) -> Iterator[Eviction]:
-    """The evictions in the file that a server's ``eviction_log`` named, one at a time: it can be large.
-
-    Raises:
-        ValueError: naming the line that is not of such a file.
-    """
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                eviction = Eviction(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: no line of an eviction log") from error
-            yield eviction
 
 
 def kept_table(eviction: Eviction) -> Table:

@@ -2,20 +2,17 @@
 
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
+from vllm_kvevict import machine
 from vllm_kvevict.kernels import processor
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -56,14 +53,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     return estimate([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
-def cpu_model() -> str:
-    """The processor's name, as Linux gives it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def warn_if_busy(console: Console) -> float:
     """The load average; says so if others are working on this machine."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
@@ -77,18 +66,7 @@ def warn_if_busy(console: Console) -> float:
 
 def record(module: str, results: Any) -> dict[str, Any]:
     """The results with the command, machine, versions and date that made them."""
-    packages = ("vllm-kvevict", "vllm", "torch", "numpy")
-    return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": f"{cpu_model()}, {os.cpu_count()} cores",
-        "level": processor.level(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages},
-        },
-        "results": results,
-    }
+    return machine.record(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]], results)
 
 
 def kind(dtype: str) -> Kind:

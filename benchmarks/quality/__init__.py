@@ -1,4 +1,4 @@
-"""What eviction costs in quality: a small trained model, tasks, a harness for any endpoint, and its report."""
+"""The small trained model that quality is measured with, and how it was trained."""
 
 from pathlib import Path
 

@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.quality.tasks import FUNCTION_WORDS, words
+from vllm_kvevict.quality.tasks import FUNCTION_WORDS, words
 
 PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END = "<pad>", "<unk>", "<system>", "<user>", "<assistant>", "<end>"
 SPECIAL = (PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END)

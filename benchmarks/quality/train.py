@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.quality import NEEDLE
-from benchmarks.quality.tasks import TASKS, Draw, Needle, Sentence
 from benchmarks.quality.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, make_tokenizer, vocabulary
+from vllm_kvevict.quality.tasks import TASKS, Draw, Needle, Sentence
 
 MAX_POSITIONS = 5120
 WEIGHTS = {

@@ -17,11 +17,10 @@ from benchmarks.harness.kept import (
     comparison_table,
     kept_table,
     pages_of_prompt,
-    read_evictions,
 )
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
-from vllm_kvevict.schedules.reports import Eviction
+from vllm_kvevict.schedules.reports import Eviction, read_evictions
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

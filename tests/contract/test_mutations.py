@@ -109,7 +109,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] =
 def _only_elsewhere(reason: str) -> None:
     """Leave a mutation out, unless this is the vLLM that the engine supports."""
     supported = re.search(
-        r'^TESTED_VLLM = "(.+)"', (source.ENGINE / "frontend" / "checks.py").read_text(), re.M
+        r'^TESTED_VLLM = "(.+)"', (source.ENGINE.parent / "compatibility.py").read_text(), re.M
     )
     assert supported and not version().startswith(supported[1]), reason
     pytest.skip(reason)

@@ -62,7 +62,8 @@ def test_plugin_is_found() -> None:
 def test_flags_reach_engine_arguments() -> None:
     """Plain and dotted options in one command line; vLLM's parser hands dotted ones over as one more JSON object."""
     with one_line("--kv-eviction on a command line"):
-        importlib.import_module("vllm_kvevict.engine")
+        # By itself it would leave a version that it does not know as it is.
+        importlib.import_module("vllm_kvevict.engine.frontend.plugin").register()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 

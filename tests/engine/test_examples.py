@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,10 +56,16 @@ def test_readme_serves(line, tmp_path):
         assert eventually(lambda: running.metrics()["evicted_tokens_total"] > 0)
 
 
+def run_ours(line: list[str], places: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of `vllm-kvevict` with other words in some places."""
+    assert line[0] == "vllm-kvevict"
+    words = (places.get(word, word) for word in line[1:])
+    return command(sys.executable, "-m", "vllm_kvevict", *words, *more)
+
+
 def test_readme_on_sizing():
-    (line,) = (line for line in commands(README) if "vllm_kvevict.sizing" in line)
-    places = {"python": sys.executable, "MODEL": str(NEEDLE), "8192": "3072"}
-    done = command(*(places.get(word, word) for word in line))
+    (line,) = (line for line in commands(README) if line[:2] == ["vllm-kvevict", "sizing"])
+    done = run_ours(line, {"MODEL": str(NEEDLE), "8192": "3072"})
     assert done.returncode == 0, done.stderr
     assert "0.1" in done.stdout and "0.2" in done.stdout
 
@@ -82,11 +89,10 @@ def test_readme_on_quality(server, tmp_path):
         "http://localhost:8000/v1": f"{server.url}/v1",
         "out": output,
         "report.md": page,
-        "python": sys.executable,
     }
     small = ("--tasks", "single", "--samples", "1", "--lengths", "512")
     for line, more in ((run, small), (report, ())):
-        done = command(*(places.get(word, word) for word in line), *more)
+        done = run_ours(line, places, *more)
         assert done.returncode == 0, done.stderr
     assert "ada-snapkv" in Path(page).read_text()
 

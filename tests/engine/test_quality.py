@@ -6,8 +6,8 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.quality import NEEDLE
-from benchmarks.quality.tasks import TASKS, Sample, make, score
 from tests.engine.running import engine, evicting_engine
+from vllm_kvevict.quality.tasks import TASKS, Sample, make, score
 
 LENGTH = 1500
 SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 4096}

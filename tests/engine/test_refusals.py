@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import AttentionConfig, ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
@@ -20,12 +19,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.families import SMALL as LLAMA
+from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
 from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.policies import EvictionConfig, available, take
-
-NO_GQA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 
 
 @pytest.fixture(autouse=True)
@@ -86,20 +84,6 @@ def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
 
 
 READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
-
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-QUANTIZED = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**INT8, "strategy": "channel"},
-            "input_activations": {**INT8, "strategy": "token", "dynamic": True},
-        }
-    },
-}
 
 
 NEEDS_PROJECTIONS = "reads each layer's output projection, unquantized, .*: choose another policy"
@@ -250,50 +234,6 @@ def test_a_level_that_the_processor_has_not_ends_the_start(model, monkeypatch):
 
 # Models.
 
-MODELS = {
-    "MLA": (
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        NO_GQA | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
-    ),
-    "without full attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
-    "sliding-window": ("mistral", "MistralForCausalLM", LLAMA | {"sliding_window": 128}),
-    "without full attention (by its layer types)": (
-        "gemma2",
-        "Gemma2ForCausalLM",
-        LLAMA | {"layer_types": ["sliding_attention"] * 2},
-    ),
-    "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
-    "other than full, sliding-window and linear attention": (
-        "llama",
-        "LlamaForCausalLM",
-        LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},
-    ),
-    "encoder-decoder": (
-        "whisper",
-        "WhisperForConditionalGeneration",
-        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-         "decoder_attention_heads": 4},
-    ),
-    "pooling": ("bert", "BertModel", NO_GQA),
-    "ALiBi": ("bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
-    "ALiBi (switched on)": ("falcon", "FalconForCausalLM", NO_GQA | {"alibi": True}),
-    "share KV": ("llama", "LlamaForCausalLM", LLAMA | {"num_kv_shared_layers": 1}),
-    "skip attention": ("llama", "DeciLMForCausalLM", LLAMA),
-    "differ in their heads": (
-        "llama",
-        "LlamaForCausalLM",
-        LLAMA | {"per_layer_config": {1: {"num_key_value_heads": 4}}},
-    ),
-}  # fmt: skip
-
-
-def save_config(folder, model_type, architecture, settings) -> str:
-    config = AutoConfig.for_model(model_type, **settings)
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    return str(folder)
-
 
 @pytest.mark.parametrize("name, recipe", MODELS.items(), ids=MODELS)
 def test_models(name, recipe, tmp_path):
@@ -301,10 +241,6 @@ def test_models(name, recipe, tmp_path):
     sentence = refusal(model, skip_tokenizer_init=True)
     assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
     assert "a-model" in sentence
-
-
-WINDOWED = {"model_type": "gemma2", "architecture": "Gemma2ForCausalLM", "settings": LLAMA}
-"""A layer with a window, then one without."""
 
 
 @pytest.mark.parametrize(
@@ -342,31 +278,6 @@ def test_prefix_caching_is_off_with_layers_of_several_kinds(given, is_said, tmp_
     )
     assert args.create_engine_config().cache_config.enable_prefix_caching is False
     assert is_said == any("prefix caching is off" in line for line in lines)
-
-
-QWEN2_AUDIO = (
-    "qwen2_audio",
-    "Qwen2AudioForConditionalGeneration",
-    {
-        "text_config": LLAMA | {"model_type": "qwen2"},
-        "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2},
-    },
-)
-
-
-GEMMA3 = (
-    "gemma3",
-    "Gemma3ForConditionalGeneration",
-    {
-        "text_config": LLAMA
-        | {
-            "model_type": "gemma3_text",
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_hidden_layers": 2,
-        },
-        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-    },
-)
 
 
 def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_path):
@@ -430,20 +341,6 @@ def test_a_sliding_window_that_no_request_reaches_is_accepted(longest, is_reache
         return
     args = EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True, max_model_len=longest)
     assert args.create_engine_config().cache_config.sliding_window is None
-
-
-FP8_KV = {
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "config_groups": {},
-        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-    },
-    "modelopt": {
-        "quant_method": "modelopt",
-        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []},
-    },
-}
 
 
 @pytest.mark.parametrize("kind", FP8_KV)
@@ -510,12 +407,6 @@ def test_policies_that_do_not_go_with_adapters(policy, reason, model):
 # Surroundings.
 
 
-def test_an_untested_vllm(model, monkeypatch):
-    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
-    sentence = refusal(model)
-    assert "0.32." in sentence and "0.33.1" in sentence
-
-
 def test_another_platform(model, monkeypatch):
     other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
     monkeypatch.setattr(checks, "current_platform", other)
@@ -540,7 +431,6 @@ def test_expandable_segments(model, monkeypatch):
 
 
 def test_surroundings_do_not_matter_when_off(model, monkeypatch):
-    monkeypatch.setattr(checks, "vllm_version", "0.33.1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     EngineArgs(model=model, enable_prefix_caching=True).create_engine_config()
 

@@ -83,3 +83,10 @@ def test_no_folder_for_the_result(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(build.BuildError, match="could not be compiled or loaded"):
         build.load("decode_attention")
+
+
+def test_the_compiler_that_cxx_names_comes_first(monkeypatch):
+    found = build.find_compiler()
+    assert found is not None and "++" in found
+    monkeypatch.setenv("CXX", "true")
+    assert build.find_compiler() == build.shutil.which("true") != found

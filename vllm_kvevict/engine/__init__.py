@@ -1,5 +1,6 @@
-"""The vLLM side: flags, scheduler, workers, attention. Importing this package registers the plugin."""
+"""The vLLM side: flags, scheduler, workers, attention. Importing this package adds the flags to vLLM."""
 
-from vllm_kvevict.engine.frontend.plugin import register
+from vllm_kvevict.engine.registration import install
+from vllm_kvevict.engine.registration import register as register
 
-register()
+install()

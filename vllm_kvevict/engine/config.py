@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.errors import KVEvictionError
+from vllm_kvevict.engine.registration import KEY as KEY
 from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
 from vllm_kvevict.policies.params import to_int
 from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
-
-KEY = "kv_eviction"
-"""The key of our part of ``VllmConfig.additional_config``."""
 
 DEFAULT_BUDGET = 0.2
 SCOPES = ("prompt", "prefix")
@@ -52,14 +51,6 @@ INTERNAL_FIELDS = (REPEAT_ROWS,)
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
-
-
-class KVEvictionError(ValueError):
-    """A setting that cannot be served; the message is one sentence that names the flag or field."""
-
-    def __init__(self, message: str, field_name: str | None = None):
-        super().__init__(message)
-        self.field_name = field_name
 
 
 def parse_budget(value: Any, name: str = "--kv-budget") -> float:

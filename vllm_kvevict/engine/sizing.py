@@ -1,4 +1,4 @@
-"""What a server would admit, without one: the numbers of ``python -m vllm_kvevict.sizing``."""
+"""What a server would admit, without one: the numbers of ``vllm-kvevict sizing``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

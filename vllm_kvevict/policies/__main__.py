@@ -1,4 +1,8 @@
-"""The README's tables of policies and parameters: ``python -m vllm_kvevict.policies``."""
+"""The README's tables of policies and parameters: ``vllm-kvevict policies``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
 
 from .params import MEANINGS
 from .registry import available, lookup, parameters
@@ -25,7 +29,15 @@ def parameter_table() -> str:
     return "\n".join(rows)
 
 
+def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.policies") -> int:
+    """Print both tables; the exit code."""
+    parser = argparse.ArgumentParser(
+        program, description="Prints all policies and their parameters, in Markdown."
+    )
+    parser.parse_args(words)
+    print(policy_table(), parameter_table(), sep="\n\n")
+    return 0
+
+
 if __name__ == "__main__":
-    print(policy_table())
-    print()
-    print(parameter_table())
+    sys.exit(main())

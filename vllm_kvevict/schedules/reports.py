@@ -1,7 +1,9 @@
 """What ranks say of an eviction, and what they are told: what to repeat, and what no rank can decide alone."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_kvevict.policies.cuts import Question, Tally
 
@@ -153,6 +155,21 @@ class Eviction:
     heads: list[list[int]]
     decision_seconds: float
     compaction_seconds: float
+
+
+def read_evictions(path: Path) -> Iterator[Eviction]:
+    """The evictions in the file that a server's ``eviction_log`` named, one at a time: it can be large.
+
+    Raises:
+        ValueError: naming the line that is not of such a file.
+    """
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                eviction = Eviction(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: no line of an eviction log") from error
+            yield eviction
 
 
 def join(request_id: str, reports: Sequence[Report]) -> Eviction:

@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import functools
 import json
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +20,7 @@ from vllm_kvevict.engine.config import (
     parse_budget,
 )
 from vllm_kvevict.engine.devices import CPU, Device
+from vllm_kvevict.engine.errors import end_command
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.schedules.registry import most_extra_rows
@@ -41,8 +40,7 @@ _on_command_line = False
 def register() -> None:
     """Teach vLLM's engine arguments about eviction.
 
-    vLLM calls this in every process through the ``vllm.general_plugins`` entry point. Nothing else happens until
-    a command line, keyword or ``additional_config`` asks for eviction.
+    Nothing else happens until a command line, keyword or ``additional_config`` asks for eviction.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
@@ -83,6 +81,12 @@ def register() -> None:
     EngineArgs.create_engine_config = with_eviction  # type: ignore[method-assign]
 
 
+def raise_errors() -> None:
+    """Let this process, though its arguments came from a command line, get errors as exceptions."""
+    global _on_command_line
+    _on_command_line = False
+
+
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
     """End a command like argparse does: one line on stderr, exit code 2. Callers from Python get the exception."""
@@ -91,9 +95,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except KVEvictionError as error:
         if not _on_command_line:
             raise
-        program = [os.path.basename(sys.argv[0]), *(word for word in sys.argv[1:2] if word[:1] != "-")]
-        print(f"{' '.join(program)}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        end_command(error)
 
 
 def requested_options(args: Any) -> Options | None:

@@ -1,7 +1,7 @@
 """Admission: whether one more request may begin beside those in flight, by what all of them will hold.
 
 Arithmetic on counts alone: no scheduler, no workers, no requests of vLLM. The ledger asks it for every waiting
-request, and ``python -m vllm_kvevict.sizing`` for imagined ones.
+request, and ``vllm-kvevict sizing`` for imagined ones.
 """
 
 from collections.abc import Collection, Sequence

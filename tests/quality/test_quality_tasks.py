@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.quality import tasks
-from benchmarks.quality.tasks import (
+from vllm_kvevict.quality import tasks
+from vllm_kvevict.quality.tasks import (
     FUNCTION_WORDS,
     TASKS,
     Draw,

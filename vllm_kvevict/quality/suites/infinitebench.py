@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.suites import choices, metrics
-from benchmarks.quality.suites.sample import (
+from vllm_kvevict.quality.suites import choices, metrics
+from vllm_kvevict.quality.suites.sample import (
     Metric,
     Record,
     SuiteError,
@@ -74,7 +74,7 @@ def load(
     prompts: Path | None = None,
     templates: str = TEMPLATES,
 ) -> list[SuiteSample]:
-    """The samples; see `benchmarks.quality.suites.load`."""
+    """The samples; see `vllm_kvevict.quality.suites.load`."""
     config = prompts or folder
     if config is None:
         raise SuiteError("InfiniteBench without its folder needs --prompts FOLDER: where prompt.py is")

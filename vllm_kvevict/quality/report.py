@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.measure import record
-from benchmarks.quality import markdown, plots
-from benchmarks.quality.choices import evictions_by_request, kept_shares
-from benchmarks.quality.findings import check_claims, pick
-from benchmarks.quality.results import RESULTS, Column, ResultsError, Settings, read, read_settings
-from benchmarks.quality.scores import Mean, Scores, of_length, of_task
+from vllm_kvevict.machine import record
+from vllm_kvevict.quality import markdown, plots
+from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
+from vllm_kvevict.quality.findings import check_claims, pick
+from vllm_kvevict.quality.results import RESULTS, Column, ResultsError, Settings, read, read_settings
+from vllm_kvevict.quality.scores import Mean, Scores, of_length, of_task
 
 SUMMARY = "summary.json"
 
@@ -41,14 +41,16 @@ class Report:
     kept: Mapping[Column, np.ndarray]
 
 
-def write_report(folder: Path, output: Path, title: str, budget: float, eviction_log: Path | None) -> Path:
-    """Write summary, plots and text; the path of the text.
+def write_report(
+    folder: Path, output: Path, title: str, budget: float, eviction_log: Path | None, command: Sequence[str]
+) -> Path:
+    """Write summary, plots and text, with the command that the user typed; the path of the text.
 
     Raises:
         ResultsError: if the folder has no results.
     """
     report = gather(folder, title, budget, eviction_log)
-    summary = record("quality", summarise(report))
+    summary = record(command, summarise(report))
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     pictures = draw(report, output.with_suffix(""))
     relative = {name: os.path.relpath(path, output.parent) for name, path in pictures.items()}

@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from benchmarks.quality.results import Column
-from benchmarks.quality.scores import Scores
+from vllm_kvevict.quality.results import Column
+from vllm_kvevict.quality.scores import Scores
 
 SCOPE_TITLES = {"prompt": "the policy sees the question", "prefix": "the policy does not see the question"}
 MARKERS = "osD^vP*X<>"

@@ -2,18 +2,16 @@
 
 import json
 import random
-import sys
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from benchmarks.harness.markdown import table
-from benchmarks.quality import __main__ as quality
-from benchmarks.quality.choices import evictions_by_request, kept_shares
-from benchmarks.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict
-from benchmarks.quality.markdown import wins
-from benchmarks.quality.results import (
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
+from vllm_kvevict.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict
+from vllm_kvevict.quality.markdown import wins
+from vllm_kvevict.quality.results import (
     FULL,
     RESULTS,
     Column,
@@ -23,7 +21,8 @@ from benchmarks.quality.results import (
     Store,
     write_settings,
 )
-from benchmarks.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.tables import table
 from vllm_kvevict.schedules.reports import Eviction
 
 FULL_CACHE = Column(FULL)
@@ -240,7 +239,7 @@ def folder(tmp_path):
         at(p, b, s) for p in ("snapkv", "ada-snapkv") for b in (0.1, 0.2) for s in ("prompt", "prefix")
     ]
     run = {
-        "command": "python -m benchmarks.quality run --note x",
+        "command": "vllm-kvevict quality run --note x",
         "date": "2026-01-01T00:00:00+00:00",
         "cpu": "a processor",
         "versions": {"vllm": "0.32.0"},
@@ -260,22 +259,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def report(monkeypatch, *argv: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["quality", "report", *map(str, argv)])
-    return quality.main()
+def report(*words: object) -> int:
+    return quality.main(["report", *map(str, words)])
 
 
-def test_report(folder, monkeypatch):
+def test_report(folder):
     target = folder / "docs" / "QUALITY.md"
     target.parent.mkdir()
     argv = (folder, "--eviction-log", folder / "evictions.jsonl", "--title", "A title", "--output", target)
-    assert report(monkeypatch, *argv) == 0
+    assert report(*argv) == 0
     text = target.read_text()
-    assert (
-        text.startswith("# A title\n")
-        and "on a shelf" in text
-        and "`python -m benchmarks.quality run" in text
-    )
+    assert text.startswith("# A title\n") and "on a shelf" in text and "`vllm-kvevict quality run" in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert len(headings) == 10
     assert (
@@ -291,14 +285,14 @@ def test_report(folder, monkeypatch):
         assert content.startswith(b"\x89PNG") and len(content) < 200_000
 
 
-def test_an_eviction_log_of_other_requests(folder, monkeypatch, capsys):
+def test_an_eviction_log_of_other_requests(folder, capsys):
     (folder / "evictions.jsonl").write_text(eviction_line("chatcmpl-other-0", "snapkv"))
-    assert report(monkeypatch, folder, "--eviction-log", folder / "evictions.jsonl") == 1
+    assert report(folder, "--eviction-log", folder / "evictions.jsonl") == 1
     assert "does not mention the requests" in " ".join(capsys.readouterr().out.split())
 
 
-def test_summary_has_the_numbers_of_the_text(folder, monkeypatch):
-    assert report(monkeypatch, folder) == 0
+def test_summary_has_the_numbers_of_the_text(folder):
+    assert report(folder) == 0
     content = json.loads((folder / "summary.json").read_text())["results"]
     assert content["answers"] == len((folder / RESULTS).read_text().splitlines())
     by_column = {(c["policy"], c["budget"], c["scope"]): c for c in content["columns"]}
@@ -311,19 +305,19 @@ def test_summary_has_the_numbers_of_the_text(folder, monkeypatch):
     assert len(content["picks"]) == 4 and "kept" not in content
 
 
-def test_the_same_results_give_the_same_report(folder, monkeypatch):
-    assert report(monkeypatch, folder) == 0
+def test_the_same_results_give_the_same_report(folder):
+    assert report(folder) == 0
     first = (folder / "report.md").read_text(), (folder / "report" / "scores.png").read_bytes()
-    assert report(monkeypatch, folder) == 0
+    assert report(folder) == 0
     assert first == ((folder / "report.md").read_text(), (folder / "report" / "scores.png").read_bytes())
 
 
-def test_needles_only_and_plain_only(tmp_path, monkeypatch):
+def test_needles_only_and_plain_only(tmp_path):
     write_settings(tmp_path, Settings("m", 0, False, 8, {}), {**RUN})
     with Store(tmp_path) as store:
         for depth in (0.0, 1.0):
             store.add(result(Column("plain"), 0, 1.0, depth=depth))
-    assert report(monkeypatch, tmp_path) == 0
+    assert report(tmp_path) == 0
     assert "| plain | 1.000 [1.000, 1.000] | - |" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report" / "needle-prompt.png").exists()
 
@@ -337,11 +331,11 @@ RUN = {
 }
 
 
-def test_no_results(tmp_path, monkeypatch, capsys):
-    assert report(monkeypatch, tmp_path) == 1
+def test_no_results(tmp_path, capsys):
+    assert report(tmp_path) == 1
     assert "settings.json cannot be read" in capsys.readouterr().out
     write_settings(tmp_path, Settings("m", 0, False, 8, {}), RUN)
-    assert report(monkeypatch, tmp_path) == 1
+    assert report(tmp_path) == 1
     assert "has no results yet" in capsys.readouterr().out
 
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.suites import metrics
-from benchmarks.quality.suites.sample import (
+from vllm_kvevict.quality.suites import metrics
+from vllm_kvevict.quality.suites.sample import (
     Metric,
     Record,
     SuiteError,
@@ -82,7 +82,7 @@ def load(
     prompts: Path | None = None,
     extended: bool = False,
 ) -> list[SuiteSample]:
-    """The samples; see `benchmarks.quality.suites.load`."""
+    """The samples; see `vllm_kvevict.quality.suites.load`."""
     config = prompts or folder
     if config is None:
         raise SuiteError("LongBench without its folder needs --prompts FOLDER: where dataset2prompt.json is")

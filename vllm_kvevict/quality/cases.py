@@ -9,8 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import tasks
-from benchmarks.quality.suites import SuiteSample, load
+from vllm_kvevict.quality import tasks
+from vllm_kvevict.quality.suites import SuiteSample, load
 
 TOKENS_PER_WORD = 3
 """At most, for the words of the generated tasks and the tokenizers of usual models."""
@@ -160,7 +160,7 @@ def _digest(*texts: str) -> str:
 def suite_cases(
     suite: str, folder: Path | None, names: Sequence[str] | None, samples: int | None, prompts: Path | None
 ) -> list[Case]:
-    """The samples of a suite, in turns from all its tasks; see `benchmarks.quality.suites.load`.
+    """The samples of a suite, in turns from all its tasks; see `vllm_kvevict.quality.suites.load`.
 
     Raises:
         SuiteError: what is missing or malformed.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.quality.suites import SuiteError, choices, load, metrics, truncate_middle
+from vllm_kvevict.quality.suites import SuiteError, choices, load, metrics, truncate_middle
 
 LONGBENCH_PROMPTS = {
     "hotpotqa": "Read this.\n{context}\n\nNow say: {input}\nReply:",

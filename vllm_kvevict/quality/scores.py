@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.measure import SAMPLES
-from benchmarks.quality.results import FULL, Column, Result, Sample
+from vllm_kvevict.quality.results import FULL, Column, Result, Sample
+
+RESAMPLES = 10_000
 
 SCOPES = ("prompt", "prefix")
 Columns = Column | Sequence[Column]
@@ -50,7 +51,7 @@ class Bootstrap:
         self,
         tasks: Sequence[str],
         texts: Sequence[Hashable] | None = None,
-        resamples: int = SAMPLES,
+        resamples: int = RESAMPLES,
         seed: int = 0,
     ):
         self._rng, self._resamples = np.random.default_rng(seed), resamples

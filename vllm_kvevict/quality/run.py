@@ -17,10 +17,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.harness.measure import record
-from benchmarks.quality.cases import Case, Generated, fingerprints
-from benchmarks.quality.endpoint import Endpoint, EndpointError, RefusedError, Reply
-from benchmarks.quality.results import FULL, Column, Result, Sample, Settings, Store, write_settings
+from vllm_kvevict.machine import record
+from vllm_kvevict.quality.cases import Case, Generated, fingerprints
+from vllm_kvevict.quality.endpoint import Endpoint, EndpointError, RefusedError, Reply
+from vllm_kvevict.quality.results import FULL, Column, Result, Sample, Settings, Store, write_settings
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Job:
         min_prompt: the server's; shorter prompts are marked as whole.
         timeout, tries, backoff: see Endpoint.
         note: on the server, for the report.
+        command: what the user typed, for the report.
     """
 
     url: str
@@ -56,6 +57,7 @@ class Job:
     tries: int
     backoff: float
     note: str
+    command: Sequence[str]
 
 
 def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[str]) -> list[Column]:
@@ -189,7 +191,7 @@ def settings(job: Job, model: str) -> Settings:
 async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:
     """The run, for the report: command, machine, versions."""
     server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
-    return record("quality", {"server": server, "concurrency": job.concurrency})
+    return record(job.command, {"server": server, "concurrency": job.concurrency})
 
 
 async def answer_all(driver: Driver, job: Job, console: Console) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from benchmarks.quality.suites.sample import SuiteError
+from vllm_kvevict.quality.suites.sample import SuiteError
 
 Pair = Callable[..., float]
 """From a reply and one answer to a score."""

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality import __main__ as quality
-from benchmarks.quality.cases import Case, Generated, fingerprints, suite_case
-from benchmarks.quality.results import RESULTS, SETTINGS, Column, read
-from benchmarks.quality.run import columns
-from benchmarks.quality.suites import SuiteSample
-from tests.benchmarks.fake_openai import FakeServer, words
+from tests.quality.fake_openai import FakeServer, words
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality.arguments import parse_arguments
+from vllm_kvevict.quality.cases import Case, Generated, fingerprints, suite_case
+from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, read
+from vllm_kvevict.quality.run import columns
+from vllm_kvevict.quality.suites import SuiteSample
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--backoff", "0.01", "--tries", "2"]
@@ -27,9 +28,8 @@ def arguments(server: FakeServer, folder: Path, *more: str) -> list[str]:
     return [*basis, "--samples", "3", *FAST, *more]
 
 
-def run(monkeypatch, *argv: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["quality", *argv])
-    return quality.main()
+def run(*words: str) -> int:
+    return quality.main(words)
 
 
 def results(folder: Path) -> list:
@@ -42,11 +42,9 @@ def test_full_is_asked_once_and_the_others_for_every_budget_and_scope():
     assert set(found[1:]) == {Column("snapkv", b, s) for b in (0.1, 0.2) for s in ("prompt", "prefix")}
 
 
-def test_requests_and_results(tmp_path, monkeypatch):
+def test_requests_and_results(tmp_path):
     with FakeServer() as server:
-        code = run(
-            monkeypatch, *arguments(server, tmp_path, "--policies", "full", "snapkv", "--budgets", "0.2")
-        )
+        code = run(*arguments(server, tmp_path, "--policies", "full", "snapkv", "--budgets", "0.2"))
     assert code == 0
     fields = Counter(json.dumps(body["vllm_xargs"], sort_keys=True) for body in server.asked)
     assert fields == {'{"kv_budget": 0.2, "kv_eviction": "snapkv"}': 3, '{"kv_eviction": "full"}': 3}
@@ -60,10 +58,10 @@ def test_requests_and_results(tmp_path, monkeypatch):
     assert full.expected[0] in full.reply and full.request.startswith("chatcmpl-")
 
 
-def test_prefix_len_is_what_two_questions_have_in_common(tmp_path, monkeypatch):
+def test_prefix_len_is_what_two_questions_have_in_common(tmp_path):
     argv = ["--policies", "snapkv", "--budgets", "0.1", "0.2", "--scopes", "prefix", "--concurrency", "4"]
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+        assert run(*arguments(server, tmp_path, *argv)) == 0
     for body in server.asked:
         before = words({"messages": body["messages"][:1]})[:-1]  # without the mark of the reply
         assert body["vllm_xargs"]["kv_prefix_len"] == len(before) + 1  # and the mark of the user
@@ -71,133 +69,133 @@ def test_prefix_len_is_what_two_questions_have_in_common(tmp_path, monkeypatch):
     assert {r.evict_at for r in results(tmp_path)} == {b["vllm_xargs"]["kv_prefix_len"] for b in server.asked}
 
 
-def test_several_questions_about_one_text(tmp_path, monkeypatch):
+def test_several_questions_about_one_text(tmp_path):
     asked = ("--tasks", "single", "facts", "--lengths", "60", "--samples", "2", "--questions", "3")
     argv = (*asked, "--policies", "snapkv", "--budgets", "0.2", "--scopes", "prefix")
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+        assert run(*arguments(server, tmp_path, *argv)) == 0
     found = sorted(results(tmp_path), key=lambda one: one.index)
     # The tasks take turns, over the texts as well.
     assert [(one.index, one.task) for one in found] == list(enumerate(["single", "facts"] * 3))
     texts = Counter(body["messages"][0]["content"] for body in server.asked)
     assert len(server.asked) == 6 and list(texts.values()) == [3, 3]
     assert json.loads((tmp_path / SETTINGS).read_text())["questions"] == 3
-    assert run(monkeypatch, "report", str(tmp_path)) == 0
+    assert run("report", str(tmp_path)) == 0
     text = (tmp_path / "report.md").read_text()
     assert "3 questions about each text" in text and "resamples of the texts" in text
     assert "not asked: multikey, " in text
 
 
-def test_a_note_on_the_server_is_kept_and_not_sent(tmp_path, monkeypatch):
+def test_a_note_on_the_server_is_kept_and_not_sent(tmp_path):
     with FakeServer() as server:
         argv = ("--policies", "snapkv@wide", "--budgets", "0.2")
-        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0
+        assert run(*arguments(server, tmp_path, *argv)) == 0
     assert {body["vllm_xargs"]["kv_eviction"] for body in server.asked} == {"snapkv"}
     assert {r.column for r in results(tmp_path)} == {Column("snapkv@wide", 0.2, "prompt")}
 
 
-def test_prefix_needs_tokenize(tmp_path, monkeypatch, capsys):
+def test_prefix_needs_tokenize(tmp_path, capsys):
     with FakeServer(tokenizes=False) as server:
         argv = arguments(server, tmp_path, "--policies", "full", "snapkv", "--scopes", "prefix")
-        assert run(monkeypatch, *argv) == 1
+        assert run(*argv) == 1
     out = capsys.readouterr().out
     assert "/tokenize answered HTTP 404" in out and "--scopes prompt" in out
 
 
-def test_plain_sends_nothing_of_ours(tmp_path, monkeypatch):
+def test_plain_sends_nothing_of_ours(tmp_path):
     with FakeServer(evicts=False) as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--plain", "--label", "other")) == 0
+        assert run(*arguments(server, tmp_path, "--plain", "--label", "other")) == 0
     assert len(server.asked) == 3 and not any("vllm_xargs" in body for body in server.asked)
     assert {r.column for r in results(tmp_path)} == {Column("other")}
 
 
-def test_a_server_that_ignores_the_fields_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_server_that_ignores_the_fields_is_refused(tmp_path, capsys):
     with FakeServer(evicts=False) as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "snapkv")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "snapkv")) == 1
         assert "ignores kv_eviction" in capsys.readouterr().out and not server.asked
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0  # nothing to ignore
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0  # nothing to ignore
 
 
-def test_instruction(tmp_path, monkeypatch):
+def test_instruction(tmp_path):
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--instruct")) == 0
+        assert run(*arguments(server, tmp_path, "--policies", "full", "--instruct")) == 0
     assert all(body["messages"][0]["content"].startswith("Answer from the text") for body in server.asked)
 
 
-def test_a_failing_endpoint_ends_the_run_but_not_what_is_measured(tmp_path, monkeypatch, capsys):
+def test_a_failing_endpoint_ends_the_run_but_not_what_is_measured(tmp_path, capsys):
     argv = ("--policies", "full", "--samples", "10", "--concurrency", "1")
     with FakeServer(fail=lambda number, body: (503, "overloaded") if number > 4 else None) as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 1
+        assert run(*arguments(server, tmp_path, *argv)) == 1
         out = capsys.readouterr().out.replace("\n", " ")
         assert f"{server.url}/chat/completions failed 2 times" in out and "HTTP 503: overloaded" in out
         assert len(results(tmp_path)) == 4 and len(server.asked) == 6
     with FakeServer(fail=lambda number, body: (503, "busy") if number == 1 else None) as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, *argv)) == 0  # once is no failure
+        assert run(*arguments(server, tmp_path, *argv)) == 0  # once is no failure
     assert len(results(tmp_path)) == 10 and len(server.asked) == 7
 
 
-def test_an_unreachable_endpoint(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_endpoint(tmp_path, capsys):
     with FakeServer() as server:
         argv = arguments(server, tmp_path)
-    assert run(monkeypatch, *argv) == 1
+    assert run(*argv) == 1
     out = capsys.readouterr().out
     assert f"{server.url}/models failed 2 times" in out and "ConnectError" in out
 
 
-def test_a_refused_request_names_itself_and_the_reason(tmp_path, monkeypatch, capsys):
+def test_a_refused_request_names_itself_and_the_reason(tmp_path, capsys):
     with FakeServer(fail=lambda number, body: (400, "too long for me")) as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 1
     out = capsys.readouterr().out
     # Requests are sent side by side: any of them may be refused first.
     assert re.search(
         r"HTTP 400: too long for me \(asked: single, 40 words, sample \d; snapkv 0.1 \(prompt\)", out
     )
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path / "b", "--policies", "lava")) == 1
+        assert run(*arguments(server, tmp_path / "b", "--policies", "lava")) == 1
     assert "unknown policy 'lava'" in capsys.readouterr().out
 
 
-def test_other_settings_need_another_folder(tmp_path, monkeypatch, capsys):
+def test_other_settings_need_another_folder(tmp_path, capsys):
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--seed", "7")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
+        assert run(*arguments(server, tmp_path, "--policies", "full", "--seed", "7")) == 1
         assert "seed: 0, now 7" in capsys.readouterr().out
-        assert run(monkeypatch, *arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
-        assert run(monkeypatch, *arguments(server, tmp_path, "--model", "gpt")) == 1
+        assert run(*arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
+        assert run(*arguments(server, tmp_path, "--model", "gpt")) == 1
         assert "serves fake, not gpt" in capsys.readouterr().out
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 1
         assert "questions: 1, now 2" in capsys.readouterr().out
         settings = json.loads((tmp_path / SETTINGS).read_text())
         assert set(settings["texts"]) == {"single", "facts"} and len(settings["runs"]) == 2
         del settings["questions"]  # folders of before there were several can still be read
         settings["texts"]["single"] = "before a change"
         (tmp_path / SETTINGS).write_text(json.dumps(settings))
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 1
         assert "the texts of task single" in capsys.readouterr().out
 
 
-def test_a_torn_last_line_is_asked_again(tmp_path, monkeypatch):
+def test_a_torn_last_line_is_asked_again(tmp_path):
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
         path = tmp_path / RESULTS
         path.write_bytes(path.read_bytes()[:-20])
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
     assert len(server.asked) == 4 and len(results(tmp_path)) == 3
 
 
-def test_a_damaged_line_is_an_error_that_names_it(tmp_path, monkeypatch, capsys):
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path, capsys):
     with FakeServer() as server:
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 0
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
         path = tmp_path / RESULTS
         path.write_text("{}\n" + path.read_text())
-        assert run(monkeypatch, *arguments(server, tmp_path, "--policies", "full")) == 1
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 1
     assert "line 1 is not a result" in capsys.readouterr().out
 
 
 def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
     more = ["--samples", "1050", "--lengths", "12", "--policies", "full", "snapkv", "--budgets", "0.2"]
     with FakeServer() as server:
-        command = [sys.executable, "-m", "benchmarks.quality", *arguments(server, tmp_path, *more)]
+        command = [sys.executable, "-m", "vllm_kvevict", "quality", *arguments(server, tmp_path, *more)]
         for _ in range(2):
             before = len(server.asked)
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -223,7 +221,7 @@ def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
 def test_ctrl_c_ends_cleanly(tmp_path):
     more = ["--samples", "5000", "--lengths", "12", "--policies", "full"]
     with FakeServer() as server:
-        command = [sys.executable, "-m", "benchmarks.quality", *arguments(server, tmp_path, *more)]
+        command = [sys.executable, "-m", "vllm_kvevict", "quality", *arguments(server, tmp_path, *more)]
         # Shells start background jobs, which may be this test's own parents, with the signal switched off.
         process = subprocess.Popen(
             command,
@@ -260,13 +258,13 @@ def test_ctrl_c_ends_cleanly(tmp_path):
 )
 def test_wrong_arguments(argv, message, capsys):
     with pytest.raises(SystemExit):
-        quality.parse_arguments(["run", "--output", "x", *argv])
+        parse_arguments(["run", "--output", "x", *argv])
     assert message in capsys.readouterr().err
 
 
 def test_several_questions_are_asked_of_all_tasks_that_share_a_text():
     alone, several = (
-        quality.parse_arguments(["run", "--output", "x", "--questions", str(count)]) for count in (1, 5)
+        parse_arguments(["run", "--output", "x", "--questions", str(count)]) for count in (1, 5)
     )
     assert set(alone.tasks) - set(several.tasks) == {"common"} and "common" not in several.tasks
     (text,) = {case.context for case in Generated(several.tasks, [400], [None], 1, 0, False, 8, 300)}
@@ -315,7 +313,7 @@ def test_suite_samples_keep_their_form():
     }
 
 
-def test_a_suite_is_read_from_its_folder(tmp_path, monkeypatch):
+def test_a_suite_is_read_from_its_folder(tmp_path):
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"input": f"text {i} . Question: x y z", "outputs": ["y"]}) for i in range(4)]
     (tmp_path / "data" / "qa_1.jsonl").write_text("\n".join(lines) + "\n")
@@ -342,7 +340,7 @@ def test_a_suite_is_read_from_its_folder(tmp_path, monkeypatch):
             "3",
             *FAST,
         ]
-        assert run(monkeypatch, *argv, "--budgets", "0.2", "--scopes", "prompt", "prefix") == 0
+        assert run(*argv, "--budgets", "0.2", "--scopes", "prompt", "prefix") == 0
     found = results(tmp_path / "out")
     assert Counter(r.column for r in found) == {
         column: 3 for column in columns(["full", "snapkv"], [0.2], ["prompt", "prefix"])

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.results import Column
-from benchmarks.quality.scores import Mean, Scores
+from vllm_kvevict.quality.results import Column
+from vllm_kvevict.quality.scores import Mean, Scores
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told from this many samples"
 TIGHT = 0.2

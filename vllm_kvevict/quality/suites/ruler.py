@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.quality.suites import metrics
-from benchmarks.quality.suites.sample import Metric, Record, SuiteError, SuiteSample, choose, records
+from vllm_kvevict.quality.suites import metrics
+from vllm_kvevict.quality.suites.sample import Metric, Record, SuiteError, SuiteSample, choose, records
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def load(
     limit: int | None = None,
     split: str = "validation",
 ) -> list[SuiteSample]:
-    """The samples; see `benchmarks.quality.suites.load`."""
+    """The samples; see `vllm_kvevict.quality.suites.load`."""
     if folder is None:
         raise SuiteError(
             "RULER is not on the hub: run its scripts/data/prepare.py and give the folder it wrote"

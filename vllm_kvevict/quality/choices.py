@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.kept import read_evictions
-from benchmarks.quality.results import Column, Result
-from vllm_kvevict.schedules.reports import Eviction
+from vllm_kvevict.quality.results import Column, Result
+from vllm_kvevict.schedules.reports import Eviction, read_evictions
 
 
 def evictions_by_request(path: Path) -> dict[str, Eviction]:

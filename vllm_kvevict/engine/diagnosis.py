@@ -1,0 +1,125 @@
+"""Whether a server would start with eviction: the checks of its start over its configuration; no weights are read."""
+
+import copy
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options, policy_config
+from vllm_kvevict.engine.frontend import checks, plugin
+from vllm_kvevict.policies import available
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a server would say of its flags.
+
+    Attributes:
+        model: as given.
+        policy: of ``--kv-eviction``; ``full`` where none was given.
+        refusal: why it would not start, in one sentence; None if it would.
+        policies: those that this model cannot be served with, and why; None where that depends on nothing but the
+            refusal.
+    """
+
+    model: str
+    policy: str
+    refusal: str | None
+    policies: dict[str, str] | None
+
+
+def platform_name() -> str:
+    """The kind of device that vLLM would use."""
+    return str(current_platform.device_name or "unknown")
+
+
+def environment_refusal() -> str | None:
+    """Why no model can be served here, in one sentence; None where nothing speaks against it."""
+    try:
+        checks.check_environment()
+    except KVEvictionError as error:
+        return str(error)
+    return None
+
+
+def diagnose(words: Sequence[str], program: str) -> Diagnosis:
+    """Check the arguments of a ``vllm serve``.
+
+    Args:
+        words: what would follow ``vllm serve``.
+        program: whose arguments errors say they are.
+
+    Raises:
+        SystemExit: the arguments themselves are wrong; one line on stderr says how.
+    """
+    namespace = make_arg_parser(FlexibleArgumentParser(prog=program)).parse_args(list(words))
+    if namespace.model_tag is not None:
+        namespace.model = namespace.model_tag
+    try:
+        args = AsyncEngineArgs.from_cli_args(namespace)
+    except Exception as error:
+        return Diagnosis(namespace.model, namespace.kv_eviction or "full", _by_vllm(error), None)
+    plugin.raise_errors()
+    options = plugin.requested_options(args) or Options.parse({"policy": "full"})
+    config, refusal = _configure(_with_options(args, options))
+    if config is None and options.policy != "full":
+        # Whether it is the policy or the model that is refused.
+        config, _ = _configure(_with_options(args, dataclasses.replace(options, policy="full", params={})))
+    policies = None if config is None else _refused_policies(config, options)
+    return Diagnosis(args.model, options.policy, refusal or _no_compiler(config), policies)
+
+
+def _with_options(args: Any, options: Options) -> Any:
+    """The arguments with these options in the place of all that asks for eviction."""
+    engine = {name: getattr(options, name) for name in ENGINE_DEFAULTS}
+    settings = {"policy": options.policy, "budget": options.budget, **engine, **options.params}
+    changed = copy.copy(args)
+    changed.kv_eviction = changed.kv_budget = changed.kv_eviction_config = None
+    changed.additional_config = {**(args.additional_config or {}), KEY: settings}
+    return changed
+
+
+def _configure(args: Any) -> tuple[Any, str | None]:
+    """vLLM's configuration, or why there is none."""
+    try:
+        return args.create_engine_config(UsageContext.OPENAI_API_SERVER), None
+    except KVEvictionError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, _by_vllm(error)
+
+
+def _by_vllm(error: Exception) -> str:
+    """An error of vLLM's own, in one line. They are of many kinds, and each of them would end the server."""
+    return f"vLLM itself refuses: {' '.join(str(error).split())}"
+
+
+def _refused_policies(config: Any, options: Options) -> dict[str, str]:
+    """Policies that the model cannot be served with, and why."""
+    refused = {}
+    for policy in available():
+        try:
+            params = options.params if policy == options.policy else {}
+            checks.check_policy(config, policy_config(policy, options.budget, params))
+        except KVEvictionError as error:
+            refused[policy] = str(error)
+        except ValueError as error:
+            refused[policy] = f"--kv-eviction {policy}: {error}"
+    return refused
+
+
+def _no_compiler(config: Any) -> str | None:
+    """vLLM's own need of a compiler, which shows only when it is about to compile the model."""
+    compiles = config is not None and current_platform.is_cpu() and not config.model_config.enforce_eager
+    if not compiles or shutil.which(os.environ.get("CXX", "g++")):
+        return None
+    return "vLLM compiles models for a CPU and finds no C++ compiler: install g++, set CXX, or add --enforce-eager"

@@ -1,0 +1,20 @@
+"""What users are told when something cannot be served."""
+
+import os
+import sys
+from typing import NoReturn
+
+
+class KVEvictionError(ValueError):
+    """A setting that cannot be served; the message is one sentence that names the flag or field."""
+
+    def __init__(self, message: str, field_name: str | None = None):
+        super().__init__(message)
+        self.field_name = field_name
+
+
+def end_command(error: object) -> NoReturn:
+    """End this process like argparse does: one line on stderr, exit code 2."""
+    program = [os.path.basename(sys.argv[0]), *(word for word in sys.argv[1:2] if word[:1] != "-")]
+    print(f"{' '.join(program)}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

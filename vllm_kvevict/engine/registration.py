@@ -1,0 +1,71 @@
+"""What vLLM calls in every process: the plugin in the version it was made for, in any other a look for its flags."""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+
+from vllm_kvevict.compatibility import refusal
+from vllm_kvevict.engine.errors import KVEvictionError, end_command
+
+KEY = "kv_eviction"
+"""The key of our part of ``VllmConfig.additional_config``."""
+
+FLAGS = {"--kv-eviction", "--kv-budget", "--kv-eviction-config"}
+
+
+@functools.cache
+def install() -> str | None:
+    """Teach vLLM's engine arguments about eviction, unless this package was not tested with this version.
+
+    Returns:
+        Why it was not done, in one sentence. Then nothing of vLLM is wrapped or imported.
+    """
+    from vllm.version import __version__ as found
+
+    reason = refusal(found)
+    if reason is None:
+        from vllm_kvevict.engine.frontend import plugin
+
+        plugin.register()
+    return reason
+
+
+def register() -> None:
+    """What vLLM calls, through the ``vllm.general_plugins`` entry point.
+
+    Raises:
+        KVEvictionError: eviction was asked for from Python in a version that this package was not tested with.
+        SystemExit: the same on the command line.
+    """
+    reason = install()
+    if reason is None:
+        return
+    if asked_on_command_line(sys.argv[1:]):
+        end_command(reason)
+    if _asked_in_python():
+        raise KVEvictionError(reason)
+
+
+def asked_on_command_line(words: Sequence[str]) -> bool:
+    """Whether flags or ``--additional-config`` ask for eviction, in any of the forms that vLLM takes."""
+    names = {re.split("[=.]", word)[0].replace("_", "-") for word in words if word.startswith("--")}
+    if names & FLAGS:
+        return True
+    return "--additional-config" in names and any(KEY in word.replace("-", "_") for word in words)
+
+
+def _asked_in_python() -> bool:
+    """Whether the engine arguments or the configuration for which vLLM loads its plugins ask for eviction.
+
+    vLLM hands plugins nothing, and wrapping its classes is what must not happen here, so the callers are looked at.
+    """
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        for name in ("self", "vllm_config"):
+            # Statically: whoever calls may be an object that computes its attributes.
+            settings = inspect.getattr_static(frame.f_locals.get(name), "additional_config", None)
+            if isinstance(settings, dict) and KEY in settings:
+                return True
+    return False

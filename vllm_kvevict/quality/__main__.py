@@ -1,0 +1,94 @@
+"""How well a server answers with evicted caches: ask it (`run`), then write down what came out (`report`)."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
+from vllm_kvevict.quality.cases import Case, Generated, suite_cases
+from vllm_kvevict.quality.endpoint import EndpointError
+from vllm_kvevict.quality.results import Column, ResultsError
+from vllm_kvevict.quality.run import Job, columns, run
+from vllm_kvevict.quality.suites import SuiteError
+
+console = Console()
+
+
+def job(arguments: argparse.Namespace) -> Job:
+    """What the arguments of `run` ask for."""
+    if arguments.suite:
+        cases: Generated | list[Case] = suite_cases(
+            arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
+        )
+    else:
+        cases = Generated(
+            list(dict.fromkeys(arguments.tasks)),
+            list(dict.fromkeys(arguments.lengths)),
+            list(dict.fromkeys(arguments.depths or [None])),
+            arguments.samples,
+            arguments.seed,
+            arguments.instruct,
+            arguments.slack,
+            arguments.questions,
+        )
+    names = ("url", "model", "output", "plain", "seed", "instruct", "slack", "concurrency", "min_prompt")
+    more = ("timeout", "tries", "backoff", "note")
+    asked = (
+        [Column(arguments.label)]
+        if arguments.plain
+        else columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
+    )
+    given = {name: getattr(arguments, name) for name in (*names, *more)}
+    return Job(cases=cases, columns=asked, command=arguments.typed, **given)
+
+
+def run_command(arguments: argparse.Namespace) -> None:
+    """Ask."""
+    answers = asyncio.run(run(job(arguments), console))
+    _say(
+        f"{answers:,} new answers in {arguments.output}; next: vllm-kvevict quality report {arguments.output}"
+    )
+
+
+def report_command(arguments: argparse.Namespace) -> None:
+    """Write the report."""
+    from vllm_kvevict.quality.report import write_report  # late: matplotlib takes a while
+
+    path = write_report(
+        arguments.folder,
+        output=arguments.output or arguments.folder / "report.md",
+        title=arguments.title,
+        budget=arguments.budget,
+        eviction_log=arguments.eviction_log,
+        command=arguments.typed,
+    )
+    _say(f"written to {path}")
+
+
+def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Run one command, by default the one of ``sys.argv``; the exit code."""
+    arguments = parse_arguments(sys.argv[1:] if words is None else words, program)
+    try:
+        if arguments.command == "run":
+            run_command(arguments)
+        else:
+            report_command(arguments)
+    except KeyboardInterrupt:
+        _say("interrupted; every answer that came is kept, and the same command goes on from there")
+        return 130
+    except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
+        console.print("The measurement failed:" if arguments.command == "run" else "No report:", style="red")
+        _say(str(error))
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

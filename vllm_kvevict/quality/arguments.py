@@ -1,0 +1,298 @@
+"""The arguments of ``vllm-kvevict quality``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_kvevict.quality.results import FULL
+from vllm_kvevict.quality.suites import SUITES
+from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
+
+PROGRAM = "python -m vllm_kvevict.quality"
+SCOPES = ("prompt", "prefix")
+POLICIES = (
+    FULL,
+    "streaming-llm",
+    "snapkv",
+    "pyramidkv",
+    "ada-snapkv",
+    "ada-pyramid",
+    "lava",
+    "lava-uniform",
+    "cake",
+)
+"""By default: those that the report's claims are about, and the simplest one."""
+BUDGETS = (0.05, 0.1, 0.2, 0.4)
+SAMPLES = 50
+DEFAULT_BUDGET = 0.2
+DESCRIPTION = (
+    "How well a server answers with evicted caches: ask it (run), then write down what came out (report)."
+)
+
+
+def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(program, description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True)
+    asking = commands.add_parser(
+        "run",
+        help="ask a running server; continues where an earlier run with the same --output ended",
+        description="Asks an OpenAI-compatible server that is already running, and appends every answer to "
+        "FOLDER/results.jsonl. Started again, it asks only what has no answer yet. The server must have been started "
+        "with --kv-eviction (full will do), without --kv-eviction-config.scope prefix, and for h2o with "
+        "--kv-eviction-config.policies all. The environment variable OPENAI_API_KEY is sent along.",
+    )
+    _add_target(asking)
+    _add_questions(asking)
+    _add_suite(asking)
+    _add_columns(asking)
+    _add_patience(asking)
+    writing = commands.add_parser(
+        "report",
+        help="write tables, verdicts and plots",
+        description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder of the report's name "
+        "beside it. All figures come from FOLDER/results.jsonl.",
+    )
+    _add_report(writing)
+    arguments = parser.parse_args(words)
+    arguments.typed = ["vllm-kvevict", "quality", *words]
+    if arguments.command == "run":
+        _check(asking, arguments)
+    return arguments
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server and results")
+    group.add_argument(
+        "--url", default="http://localhost:8000/v1", help="base of the server's API (default: %(default)s)"
+    )
+    group.add_argument("--model", metavar="NAME", help="as requests name it (default: the first it lists)")
+    group.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the results")
+    group.add_argument(
+        "--plain",
+        action="store_true",
+        help="measure the server as it is: send nothing of ours, and ask every question once; for servers that are not "
+        "ours. Policies, budgets and scopes do not apply",
+    )
+    group.add_argument(
+        "--label",
+        default="plain",
+        metavar="NAME",
+        help="of a --plain server in the report; %(default)s by default, full makes it the reference",
+    )
+    group.add_argument(
+        "--note", default="", metavar="TEXT", help="on the server's machine and flags, for the report"
+    )
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("questions")
+    group.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=f"of {', '.join(TASKS)}; or of the suite (default: all)",
+    )
+    group.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="of the generated texts, in words and full stops (default: 1024)",
+    )
+    group.add_argument(
+        "--depths",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="where the needle lies, 0 at the beginning to 1 at the end of the text; with --tasks single: the report "
+        "has a heat map of depths and lengths (default: at random)",
+    )
+    group.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="of each task, length and depth; with --questions, texts of each length "
+        f"(default: {SAMPLES}; of a suite: all)",
+    )
+    group.add_argument(
+        "--questions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="about each generated text, in requests of their own; the tasks take turns, without common "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the generated texts (default: %(default)s)"
+    )
+    group.add_argument(
+        "--instruct",
+        action="store_true",
+        help="say in front of the text what to do with it, for models that were not trained on these texts",
+    )
+    group.add_argument(
+        "--slack",
+        type=int,
+        default=8,
+        metavar="N",
+        help="tokens that a reply may have on top of three for each word of the answer (default: %(default)s)",
+    )
+
+
+def _add_suite(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("public suites")
+    group.add_argument("--suite", choices=SUITES, help="ask a suite's questions instead of generated ones")
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="the suite's checkout or download (default: through the package datasets, which may download it)",
+    )
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FOLDER",
+        help="with the suite's prompts, where --data has none: LongBench's config folder, InfiniteBench's src",
+    )
+
+
+def _add_columns(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("eviction")
+    group.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        metavar="POLICY",
+        help="the server checks their names; full is asked once, without budgets; POLICY@NOTE asks for POLICY and "
+        "tells it apart in the report, such as kvzip@chunk of a server with other parameters "
+        f"(default: {' '.join(POLICIES)})",
+    )
+    group.add_argument(
+        "--budgets",
+        type=_budget,
+        nargs="+",
+        default=list(BUDGETS),
+        metavar="X",
+        help="ratios of the prompt, or above 1 tokens per KV head (default: "
+        f"{' '.join(f'{budget:g}' for budget in BUDGETS)})",
+    )
+    group.add_argument(
+        "--scopes",
+        nargs="+",
+        choices=SCOPES,
+        default=["prompt"],
+        help="prompt: the policy sees the question; prefix: only what comes before it, found with the server's "
+        "/tokenize (default: prompt)",
+    )
+    group.add_argument(
+        "--min-prompt",
+        type=int,
+        default=256,
+        metavar="N",
+        help="the server's min_prompt: results of shorter prompts are marked as kept whole (default: %(default)s)",
+    )
+
+
+def _add_patience(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--concurrency", type=int, default=8, metavar="N", help="requests at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds that an answer may take (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tries",
+        type=int,
+        default=5,
+        metavar="N",
+        help="of each request, while the server cannot be reached or fails (default: %(default)s)",
+    )
+    group.add_argument(
+        "--backoff",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds before the second try, twice as many before each further one (default: %(default)s)",
+    )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the results")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the Markdown file (default: FOLDER/report.md)"
+    )
+    parser.add_argument(
+        "--title", default="Quality under eviction", help="of the report (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--eviction-log",
+        type=Path,
+        metavar="FILE",
+        help="of the server, its --kv-eviction-config.eviction_log: adds what the policies kept in each layer and head",
+    )
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default=DEFAULT_BUDGET,
+        metavar="X",
+        help="of the tables by task and of the heat maps; the nearest that was measured (default: %(default)s)",
+    )
+
+
+def _budget(text: str) -> float:
+    value = float(text)
+    if not (0 < value <= 1 or (value > 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
+    return value
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be asked, and fill in what depends on other arguments."""
+    if arguments.suite is None:
+        if arguments.data or arguments.prompts:
+            parser.error("--data and --prompts belong to a --suite")
+        _check_tasks(parser, arguments)
+        arguments.samples = SAMPLES if arguments.samples is None else arguments.samples
+    if arguments.questions > 1 and (arguments.suite or arguments.depths):
+        parser.error(
+            "--questions belongs to generated texts whose needles lie anywhere: no --suite, no --depths"
+        )
+    if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
+        parser.error("--depths must lie between 0 and 1")
+    least = {
+        "samples": 1,
+        "questions": 1,
+        "concurrency": 1,
+        "tries": 1,
+        "slack": 0,
+        "min_prompt": 0,
+        "timeout": 0,
+        "backoff": 0,
+    }
+    for name, bound in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < bound:
+            parser.error(f"--{name.replace('_', '-')} must be at least {bound}")
+    if any(length < 1 for length in arguments.lengths):
+        parser.error("--lengths must be positive")
+
+
+def _check_tasks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """The same for generated tasks, some of which cannot share a text."""
+    several = arguments.questions > 1
+    arguments.tasks = arguments.tasks or [task for task in TASKS if not several or task not in ALONE]
+    unknown = [task for task in arguments.tasks if task not in TASKS]
+    if unknown:
+        parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
+    alone = [task for task in arguments.tasks if task in ALONE]
+    if several and alone:
+        parser.error(f"--tasks {' '.join(alone)} asks about the whole text: not with --questions")
+    if arguments.questions > most_questions():
+        parser.error(f"--questions must be at most {most_questions()}: there are no more names")
