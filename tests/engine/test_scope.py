@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.clients import complete, eventually, words
-from tests.engine.running import Answer, _bring_decisions, evicting_engine
+from tests.engine.running import Answer, bring_decisions, evicting_engine
 from tests.engine.serving import Server, log_evictions
 
 pytestmark = pytest.mark.engine
@@ -41,7 +41,7 @@ def sampling(**fields):
 def decided(llm, outputs):
     """What came back, with what was kept of each request."""
     answers = [Answer(list(output.outputs[0].token_ids), None) for output in outputs]
-    _bring_decisions(llm, [output.request_id for output in outputs], answers)
+    bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
 
 
