@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import LayerScores
@@ -121,6 +122,35 @@ def take_decisions(worker: Any) -> list[Decision]:
     assert isinstance(recorder, Recorder)
     decisions, recorder.decisions = recorder.decisions, []
     return decisions
+
+
+@dataclass
+class Layout:
+    """A rank's layers and pages.
+
+    Attributes:
+        layers: numbers, within the model, of the rank's layers that are evicted.
+        num_model_kv_heads: KV heads of the model in each of them.
+        page_size: tokens of one KV head in a page.
+        page_bytes: memory of a page.
+    """
+
+    layers: list[int]
+    num_model_kv_heads: int
+    page_size: int
+    page_bytes: int
+
+
+def layout(worker: Any) -> Layout:
+    """How the rank stores KV."""
+    runtime = get_runtime()
+    cache = runtime.cache
+    return Layout(
+        sorted(map(extract_layer_index, runtime.layer_index)),
+        runtime.vllm_config.model_config.get_total_num_kv_heads(),
+        cache.page_size,
+        cache.storage[0].nbytes,
+    )
 
 
 def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[Eviction]]:
