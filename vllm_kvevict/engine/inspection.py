@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
+from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
 from vllm_kvevict.inspect.text import tokenize
@@ -52,22 +54,37 @@ def inspect(
 
     Raises:
         ValueError: the prompt, a policy or an argument cannot be served.
+        RuntimeError: vLLM does not start.
     """
     tell(f"starting vLLM with {model}")
     with _engine(model, policies, budget, arguments or {}) as llm:
-        prompt = tokenize(llm.get_tokenizer(), text)
-        if not prompt.ids:
-            raise ValueError("the prompt has no tokens")
-        tell(f"the prompt has {len(prompt.ids):,} tokens")
-        ranks = llm.collective_rpc(recording.layout)
-        layers = sorted({layer for rank in ranks for layer in rank.layers})
-        shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
-        kept = []
-        for policy in policies:
-            fields = {"kv_eviction": policy, "kv_budget": budget, "kv_prefix_len": prefix_len}
-            mask = _mask(llm, prompt, {key: x for key, x in fields.items() if x is not None}, shape)
-            kept.append(Kept(policy, budget, mask))
-            tell(f"{policy} keeps {int(mask.sum()):,} of {mask.size:,} entries")
+        return read(llm, model, text, policies, budget, prefix_len, tell)
+
+
+def read(
+    llm: LLM,
+    model: str,
+    text: str,
+    policies: Sequence[str],
+    budget: float,
+    prefix_len: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Inspection:
+    """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
+    prompt = tokenize(llm.get_tokenizer(), text)
+    if not prompt.ids:
+        raise ValueError("the prompt has no tokens")
+    tell(f"the prompt has {len(prompt.ids):,} tokens")
+    ranks = llm.collective_rpc(recording.layout)
+    layers = sorted({layer for rank in ranks for layer in rank.layers})
+    shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
+    kept = []
+    for policy in policies:
+        fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": budget}
+        if prefix_len is not None:
+            fields["kv_prefix_len"] = prefix_len
+        kept.append(Kept(policy, budget, _mask(llm, prompt, fields, shape)))
+        tell(f"{policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
     evicted = len(prompt.ids) if prefix_len is None else prefix_len
     return Inspection(model, prompt, evicted, layers, ranks[0].page_size, ranks[0].page_bytes, kept)
 
@@ -84,7 +101,12 @@ def _engine(
         "policies": list(policies[1:]),
     }
     ours = {"kv_eviction": policies[0], "kv_budget": budget, "kv_eviction_config": config}
-    llm = LLM(model, **{**QUIET, **arguments, **ours})
+    try:
+        llm = LLM(model, **{**QUIET, **arguments, **ours})
+    except KVEvictionError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"vLLM does not start ({error}); VLLM_LOGGING_LEVEL=INFO shows more") from error
     try:
         llm.collective_rpc(recording.record)
         yield llm
@@ -94,13 +116,20 @@ def _engine(
 
 def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
     """Read the prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
-    sampling = SamplingParams(max_tokens=1, temperature=0, extra_args=fields)
-    (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], sampling, use_tqdm=False)
+    # With one token the request could end before it is evicted: before a second one it waits for that.
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, extra_args=fields)
+    try:
+        (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], sampling, use_tqdm=False)
+    except VLLMValidationError as error:
+        raise ValueError(error.args[0]) from error
     joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
     done = recording.of_request(joined, output.request_id)
     mask = np.ones(shape, bool)
-    if not done:  # all of it fits the budget, or the policy evicts nothing
+    plan = require_options(llm.llm_engine.vllm_config).plan(len(prompt.ids), fields)
+    if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
         return mask
+    if not done:
+        raise ValueError("there is no room for an answer after this prompt: give a longer --max-model-len")
     mask[:, :, : fields.get("kv_prefix_len", len(prompt.ids))] = False
     for layer, heads in done[-1].kept.items():
         for head, positions in enumerate(heads):

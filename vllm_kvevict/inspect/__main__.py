@@ -7,9 +7,11 @@ network. All further arguments are vLLM's, as `vllm serve` takes them: --dtype, 
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +19,20 @@ from vllm_kvevict.inspect.data import Inspection
 from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policies import available
 
-FLAGS = {"--kv-eviction-config": "--kv-eviction-config", "--kv-eviction": "--policy", "--kv-budget": "--budget"}
-"""Flags that errors of the engine name, and what they are called here."""
+FLAGS = {
+    "--kv-eviction": "--policy",
+    "kv_eviction": "--policy",
+    "--kv-budget": "--budget",
+    "kv_budget": "--budget",
+    "kv_prefix_len": "--prefix-len",
+}
+"""Flags and fields that errors of the engine name, and what they are called here."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that its workers can be asked
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
-    "GLOO_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # of workers
 }
 """What is set before vLLM is imported, unless the user has set it."""
 
@@ -73,25 +81,25 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
     add_arguments(parser)
     args, words = parser.parse_known_args(arguments)
     try:
-        inspection = _inspect(args, words, program)
+        inspection = _read(args, words, program)
         args.output.write_text(render(inspection), "utf-8")
         if args.json:
             args.json.write_text(json.dumps(inspection.to_json(), ensure_ascii=False), "utf-8")
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: the prompt is read by a vLLM engine")
     except (OSError, ValueError, RuntimeError) as error:
-        parser.error(_in_one_sentence(error))
+        parser.error(" ".join(str(error).split()))
     _tell(f"wrote {args.output}" + (f" and {args.json}" if args.json else ""))
 
 
-def _inspect(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspection:
+def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspection:
+    """Read the prompt with an engine; vLLM is imported once the command's own arguments are known to be good."""
     policies = list(dict.fromkeys([args.policy, *args.compare]))
-    text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text("utf-8")
-    for target in filter(None, (args.output, args.json)):
-        if not target.resolve().parent.is_dir():
-            raise ValueError(f"{target} cannot be written: there is no such folder")
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    text = _prompt(args.prompt)
+    for flag, target in {"--output": args.output, "--json": args.json}.items():
+        if target and not target.resolve().parent.is_dir():
+            raise ValueError(f"{flag} {target}: there is no such folder")
+    _set_environment()
     from vllm_kvevict.engine import inspection
     from vllm_kvevict.engine.config import parse_budget
 
@@ -99,18 +107,38 @@ def _inspect(args: argparse.Namespace, words: Sequence[str], program: str) -> In
     given = inspection.parse_engine_arguments(program, words)
     for name, ours in {"kv_eviction": "--policy", "kv_budget": "--budget"}.items():
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} is called {ours} here")
-    return inspection.inspect(args.model, text, policies, budget, args.prefix_len, given, _tell)
+            raise ValueError(f"--{name.replace('_', '-')} is no argument here: use {ours}")
+    try:
+        return inspection.inspect(args.model, text, policies, budget, args.prefix_len, given, _tell)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(_by_our_names(str(error))) from error
+
+
+def _prompt(name: str) -> str:
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"--prompt {name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompt {name} is no text in UTF-8") from None
+
+
+def _set_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    warnings.simplefilter("ignore", FutureWarning)
 
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _in_one_sentence(error: Exception) -> str:
-    """An error as one line, by the names of this command's flags."""
-    names = "|".join(rf"{flag}(?![\w-])" for flag in FLAGS)
-    return re.sub(names, lambda found: FLAGS[found[0]], " ".join(str(error).split()))
+def _by_our_names(message: str) -> str:
+    names = "|".join(rf"(?<![\w.-]){flag}(?![\w.-])" for flag in FLAGS)
+    return re.sub(names, lambda found: FLAGS[found[0]], message)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ function bytes(number) {
   const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; number >= 1024 && unit < units.length - 1; unit++) number /= 1024;
-  return `${unit && number < 100 ? number.toFixed(1) : Math.round(number)} ${units[unit]}`;
+  return `${whole(Number(number.toFixed(number < 100 ? 1 : 0)))} ${units[unit]}`;
 }
 
 /** An element with attributes (or properties) and children. */
