@@ -50,6 +50,13 @@ def test_a_prompt_without_room_for_an_answer_is_refused(models):
         shown = page_of(llm, ["snapkv"])["policies"][0]
         with pytest.raises(ValueError, match="repeats behind a prompt"):
             page_of(llm, ["kvzip"])
+    # Layers of several stages compete: a later step decides, and then the request must still be there.
+    short = {"max_model_len": LENGTH + 1, "pipeline_parallel_size": 2}
+    with (
+        evicting_engine(models("llama"), **short) as llm,
+        pytest.raises(ValueError, match="no room for an answer"),
+    ):
+        page_of(llm, ["lava"])
     assert shown["entries"]["kept"] == 8 * 60
 
 

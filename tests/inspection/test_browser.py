@@ -146,7 +146,7 @@ def test_totals_and_bars(page):
     for card, policy in zip(cards, totals, strict=False):
         assert f"{policy['entries']['kept']:,} of {policy['entries']['of']:,} entries" in card.text
         before, after = (policy["bytes"][name] / 1024 for name in ("before", "after"))
-        assert f"memory {before:.0f} KiB → {after:.0f} KiB" in card.text
+        assert f"memory {before:.0f} → {after:.0f} KiB" in card.text
     most = max(kept.entries.max() for kept in INSPECTION.kept[:2])
     for layer in range(LAYERS):
         for head in range(HEADS):

@@ -61,11 +61,13 @@ function shade(share) {
 const whole = (number) => number.toLocaleString("en");
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
-function bytes(number) {
+/** Two sizes, in the unit of the first one. */
+function sizes(before, after) {
   const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  for (; number >= 1024 && unit < units.length - 1; unit++) number /= 1024;
-  return `${whole(Number(number.toFixed(number < 100 ? 1 : 0)))} ${units[unit]}`;
+  const unit = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, before)) / 10));
+  const [from, to] = [before, after].map((size) => size / 1024 ** unit);
+  const digits = (size) => whole(Number(size.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0)));
+  return `${digits(from)} \u2192 ${digits(to)} ${units[unit]}`;
 }
 
 /** An element with attributes (or properties) and children. */

@@ -102,7 +102,7 @@ function showPolicies() {
     const bar = make("div", { className: "bar" });
     bar.style.setProperty("--part", part);
     const kept = ` of the KV cache kept: ${whole(policy.entries.kept)} of ${whole(policy.entries.of)} entries`;
-    const memory = `memory ${bytes(policy.bytes.before)} \u2192 ${bytes(policy.bytes.after)}`;
+    const memory = `memory ${sizes(policy.bytes.before, policy.bytes.after)}`;
     const budget = policy.budget <= 1 ? `${percent(policy.budget)} of the prompt` : `${whole(policy.budget)} tokens per head`;
     const share = make("span", {}, make("b", { className: "kept" }, percent(part)), kept);
     const facts = make("p", { className: "facts" }, share, make("span", {}, memory));
