@@ -126,6 +126,9 @@ def test_a_token_shows_the_heads_that_keep_it(page):
         assert f"{kept.policy}: kept by {kept.mask[:, :, token].sum()} of {LAYERS * HEADS} heads" in text
     marked = page.find_elements(By.CSS_SELECTOR, "#heads .has")
     assert len(marked) == sum(kept.mask[:, :, token].sum() for kept in INSPECTION.kept[:2])
+    head_button(page, 0, 1, 1).click()
+    outlined = page.find_elements(By.CSS_SELECTOR, "#text .at")
+    assert [span.get_attribute("data-token") for span in outlined] == [str(token)] * 2
     page.find_element(By.ID, "text").send_keys(Keys.ARROW_RIGHT)
     assert page.find_element(By.ID, "token").text.startswith(f"Token {token + 1} ")
 

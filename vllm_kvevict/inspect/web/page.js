@@ -74,10 +74,9 @@ function preview(layer = state.layer, head = state.head) {
 function pointAt(token, isClick) {
   if (isClick && token !== null) state.token = token === state.token ? null : token;
   const at = token ?? state.token;
-  document.querySelectorAll(".at").forEach((span) => span.classList.remove("at"));
+  text.mark(at);
   markHeads(state.layer, state.head, at);
   document.getElementById("token").replaceChildren(...(at === null ? [HINT] : describe(at)));
-  if (at !== null) text.spansOf(at).forEach((span) => span.classList.add("at"));
 }
 
 /** A token, and how many heads keep it. */
@@ -159,7 +158,7 @@ function listenToPage() {
     if (step < 0) token = characterOf(token);
     text.paint(text.rows.findLast(({ start }) => start <= token));
     pointAt(token === state.token ? null : token, true);
-    text.spansOf(token)[0]?.scrollIntoView({ block: "nearest" });
+    text.spansOf(characterOf(token))[0]?.scrollIntoView({ block: "nearest" });
   };
   addEventListener("keydown", (event) => event.key === "Escape" && form.reset());
   addEventListener("beforeprint", () => text.paintAll());

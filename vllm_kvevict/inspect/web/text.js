@@ -21,6 +21,7 @@ class PromptText {
   /** `sides` policies beside each other, whose shades `shades[side]` holds by token. */
   constructor(sides, pointAt) {
     this.shades = [];
+    this.marked = null;
     this.cells = new Map();
     this.element = document.getElementById("text");
     this.element.replaceChildren();
@@ -74,14 +75,22 @@ class PromptText {
     row.cells.forEach((cell, side) => {
       if (!cell.firstElementChild) cell.replaceChildren(...tokenSpans(row.start, row.stop));
       for (const span of cell.children) {
-        const classes = span.dataset.more ? ` ${span.dataset.more}` : "";
-        span.className = `shade-${this.shades[side][span.dataset.token]}${classes}`;
+        const token = Number(span.dataset.token);
+        span.className = `shade-${this.shades[side][token]} ${span.dataset.more ?? ""}`;
+        span.classList.toggle("at", token === this.marked);
       }
     });
   }
 
+  /** Outline a token, or none (null). */
+  mark(token) {
+    this.element.querySelectorAll(".at").forEach((span) => span.classList.remove("at"));
+    this.marked = token === null ? null : characterOf(token);
+    this.spansOf(this.marked).forEach((span) => span.classList.add("at"));
+  }
+
   spansOf(token) {
-    return this.element.querySelectorAll(`[data-token="${characterOf(token)}"]`);
+    return this.element.querySelectorAll(`[data-token="${token}"]`);
   }
 
   /** Scroll to a token. */
