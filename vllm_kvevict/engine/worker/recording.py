@@ -1,0 +1,190 @@
+"""The positions that evictions keep, for those who want to see them: workers themselves know counts alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.policies import LayerScores
+from vllm_kvevict.schedules.evictor import Evictor, ResidentRequest
+
+
+@dataclass
+class Decision:
+    """What one layer of one rank keeps with one eviction of a request.
+
+    Attributes:
+        request_id: vLLM's own; it begins with the one that its user knows.
+        layer: among all layers of the model that are evicted.
+        first_head: the rank's first KV head, among those of the model.
+        kept: of each of the rank's heads the positions in the prompt, int64, ascending.
+        scores: what the choice was made from, fp32 [Hkv, m]; None if not asked for, or if there are none.
+    """
+
+    request_id: str
+    layer: int
+    first_head: int
+    kept: list[Tensor]
+    scores: Tensor | None
+
+
+@dataclass
+class Eviction:
+    """What all layers and heads of the model keep.
+
+    Attributes:
+        kept: by layer, for each KV head the positions in the prompt.
+        scores: by layer [Hkv, m], where they were asked for.
+    """
+
+    kept: dict[int, list[Tensor]]
+    scores: dict[int, Tensor]
+
+
+@dataclass
+class _Stored:
+    """The positions that a layer's rows held after the last eviction, when the prompt had so many tokens."""
+
+    tokens: int
+    positions: list[Tensor]
+
+
+class Recorder:
+    """Observes a rank's evictor.
+
+    An eviction names entries by their order in the row. It is their position in the prompt until the first eviction;
+    later ones of the same prompt count what the earlier ones kept.
+    """
+
+    def __init__(self, evictor: Evictor, with_scores: bool):
+        self.evictor = evictor
+        self.with_scores = with_scores
+        self.decisions: list[Decision] = []
+        self._stored: dict[tuple[str, int], dict[int, _Stored]] = {}
+        self._scores: dict[tuple[str, int], dict[int, Tensor]] = {}
+
+    def on_scores(self, resident: ResidentRequest, scores: LayerScores) -> None:
+        if self.with_scores and scores.scores is not None:
+            layers = self._scores.setdefault(_key(resident), {})
+            layers[scores.layer - self.evictor.first_layer] = scores.scores.cpu().clone()
+
+    def on_compaction(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
+        heads = self.evictor.cache.num_kv_heads
+        layers = self._stored.setdefault(_key(resident), {})
+        for first in range(0, len(kept), heads):
+            index = layer + first // heads
+            before = layers.get(index) or _Stored(0, [torch.empty(0, dtype=torch.int64)] * heads)
+            new = torch.arange(before.tokens, resident.tokens)
+            positions = [
+                torch.cat([held, new])[entries.cpu()]
+                for held, entries in zip(before.positions, kept[first : first + heads], strict=True)
+            ]
+            layers[index] = _Stored(resident.tokens, positions)
+
+    def on_eviction(self, resident: ResidentRequest) -> None:
+        comm, key = self.evictor.comm, _key(resident)
+        first_head = comm.local_heads.start if comm else 0
+        scores = self._scores.pop(key, {})
+        for layer, stored in sorted(self._stored[key].items()):
+            self.decisions.append(
+                Decision(
+                    resident.admission.request_id,
+                    self.evictor.first_layer + layer,
+                    first_head,
+                    stored.positions,
+                    scores.get(layer),
+                )
+            )
+        if resident.tokens == resident.plan.evict_at:
+            del self._stored[key]
+
+
+def _key(resident: ResidentRequest) -> tuple[str, int]:
+    return resident.admission.request_id, resident.admission.epoch
+
+
+# For `collective_rpc`, which calls them in every worker.
+
+
+def record(worker: Any, with_scores: bool = False) -> None:
+    """Record evictions from now on."""
+    evictor = get_runtime().evictor
+    evictor.observer = Recorder(evictor, with_scores)
+
+
+def take_decisions(worker: Any) -> list[Decision]:
+    """What was recorded since the last call."""
+    recorder = get_runtime().evictor.observer
+    assert isinstance(recorder, Recorder)
+    decisions, recorder.decisions = recorder.decisions, []
+    return decisions
+
+
+@dataclass
+class Layout:
+    """A rank's layers and pages.
+
+    Attributes:
+        layers: numbers, within the model, of the rank's layers that are evicted.
+        num_model_kv_heads: KV heads of the model in each of them.
+        page_size: tokens of one KV head in a page.
+        page_bytes: memory of a page.
+    """
+
+    layers: list[int]
+    num_model_kv_heads: int
+    page_size: int
+    page_bytes: int
+
+
+def layout(worker: Any) -> Layout:
+    """How the rank stores KV."""
+    runtime = get_runtime()
+    cache = runtime.cache
+    return Layout(
+        sorted(map(extract_layer_index, runtime.layer_index)),
+        runtime.vllm_config.model_config.get_total_num_kv_heads(),
+        cache.page_size,
+        cache.storage[0].nbytes,
+    )
+
+
+def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[Eviction]]:
+    """Join what all ranks recorded: by request id, its evictions in their order.
+
+    Args:
+        ranks: of :func:`take_decisions`, as ``collective_rpc`` returns it.
+    """
+    joined: dict[str, list[Eviction]] = {}
+    for decisions in ranks:
+        times: dict[tuple[str, int], int] = {}
+        for decision in decisions:
+            done = joined.setdefault(decision.request_id, [])
+            time = times.get((decision.request_id, decision.layer), 0)
+            times[decision.request_id, decision.layer] = time + 1
+            if time == len(done):
+                done.append(Eviction({}, {}))
+            _add(done[time], decision)
+    return joined
+
+
+def _add(eviction: Eviction, decision: Decision) -> None:
+    """Add a rank's heads behind those of the ranks before it; replicas of the same heads decide the same."""
+    layer, first = decision.layer, decision.first_head
+    heads = eviction.kept.get(layer, [])
+    assert len(heads) >= first, "ranks come in the order of their heads"
+    eviction.kept[layer] = heads[:first] + decision.kept
+    if decision.scores is not None:
+        before = [eviction.scores[layer][:first]] if first else []
+        eviction.scores[layer] = torch.cat([*before, decision.scores])
+
+
+def of_request(joined: Mapping[str, list[Eviction]], request_id: str) -> list[Eviction]:
+    """The evictions of a request, by the id that its user knows; none if all of it was kept."""
+    found = [name for name in joined if name == request_id or name.startswith(f"{request_id}-")]
+    assert len(found) <= 1
+    return joined[found[0]] if found else []
