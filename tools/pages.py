@@ -24,7 +24,7 @@ PAGES = (
     "benchmarks/quality/needle/README.md",
 )
 # Code is matched first, so that what looks like a link there stays as it is.
-_CODE_OR_LINK = re.compile(r"^```.*?^```|`[^`\n]*`(?!\])|\[([^\[\]]*)\]\(([^)\s]+)\)", re.M | re.S)
+_CODE_OR_LINK = re.compile(r"^```.*?^```|`[^`\n]*`(?!\])|(!?)\[([^\[\]]*)\]\(([^)\s]+)\)", re.M | re.S)
 _ADDRESS = re.compile(r"[a-z]+:|#")
 
 
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = PurePosixPath(_in_repository(page.file.src_uri)).parent
 
     def rewritten(match: re.Match[str]) -> str:
-        text, target = match.groups()
+        picture, text, target = match.groups()
         if target is None or _ADDRESS.match(target):
             return match[0]
         path, mark, anchor = target.partition("#")
@@ -65,10 +65,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = _on_site(path)
         if files.get_file_from_path(uri):
             link = os.path.relpath(uri, PurePosixPath(page.file.src_uri).parent)
-            return f"[{text}]({link}{mark}{anchor})"
-        if not (_root(config) / path).exists():
+            return f"{picture}[{text}]({link}{mark}{anchor})"
+        if picture or not (_root(config) / path).exists():
             return match[0]  # broken, which the strict build reports
-        named = text.strip("`") in (path, target, PurePosixPath(path).stem)
+        name = PurePosixPath(path)
+        named = text.strip("`") in (path, target, name.name, name.stem)
         return f"`{text.strip('`')}`" if named else f"{text} (`{path}`)"
 
     # Nested lists are indented by two spaces in the repository, by four on the site.
