@@ -71,6 +71,37 @@ def test_command(words):
         assert program in ELSEWHERE, f"nobody tests {program}"
 
 
+PAGES = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
+UNCLEAR = (
+    "nothing behind them is evicted",
+    "whose own policy cannot do with it",
+    "parameters belong into",
+    "an answer ends where the memory does",
+    "of what is possible without saving prefill",
+    "whose last tokens choose",
+    "who outlives that is expected to double",
+    "the mark goes with a recorded run",
+    "and mended here",
+)
+"""Phrases at which readers stumbled: each was replaced by a plain sentence."""
+
+
+def unclear(text: str) -> list[str]:
+    """The phrases of UNCLEAR in a text, also where lines or columns break them."""
+    words = " ".join(re.sub(r"[|*`]", " ", text).lower().split())
+    return [phrase for phrase in UNCLEAR if phrase in words]
+
+
+def test_an_unclear_phrase_is_seen():
+    assert unclear("Found by the soak, **and\nmended** here") == ["and mended here"]
+    assert not unclear("found by the soak and fixed")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_unclear_phrase_is_left(page):
+    assert not unclear(page.read_text())
+
+
 def test_links_lead_somewhere():
     broken = []
     for document in DOCUMENTS:

@@ -14,6 +14,7 @@ import pytest
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.policies.__main__ import parameter_table, policy_table
 from vllm_kvevict.policies.params import MEANINGS
+from vllm_kvevict.policies.registry import lookup
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -99,10 +100,22 @@ def test_the_two_commands_are_make_targets(target, runs):
     assert runs in shown.stdout
 
 
-def test_readme_tables_come_from_the_registry():
-    # python -m vllm_kvevict.policies prints them
-    assert f"\n{policy_table()}\n\n" in README
-    assert f"\n{parameter_table()}\n\n" in README
+def test_tables_come_from_the_registry():
+    # vllm-kvevict policies prints them
+    reference = (ROOT / "docs/POLICY-REFERENCE.md").read_text()
+    assert f"\n{policy_table()}\n\n" in reference
+    assert reference.endswith(f"\n{parameter_table()}\n")
+
+
+def test_policies_link_to_their_papers():
+    # The form of the address only: nothing is fetched.
+    known = re.compile(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|openreview\.net/forum\?id=\w{10})")
+    assert {name for name in available() if not known.fullmatch(lookup(name).url)} == {"full"}
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1400
 
 
 def test_every_parameter_is_explained():

@@ -19,7 +19,7 @@ from tests.documents import ROOT, first_commands
 
 pytestmark = pytest.mark.engine
 
-DOCUMENT = ROOT / "DESCRIPTION.md"
+DOCUMENT = ROOT / "README.md"
 WORDS = 600
 """Of the text that is sent, which are as many tokens: more than are kept whole."""
 

@@ -1,5 +1,6 @@
-"""README's code and the examples, run as a reader would: against the server that README starts, and alone."""
+"""The code of README and docs, and the examples, run as a reader would: against a server, and alone."""
 
+import ast
 import os
 import re
 import subprocess
@@ -14,6 +15,8 @@ from tests.engine.clients import eventually, words
 from tests.engine.serving import Server, command
 
 README = ROOT / "README.md"
+CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
+MEASURING = ROOT / "docs/MEASURING-QUALITY.md"
 NEEDLE = ROOT / "benchmarks/quality/needle"
 MEMORY = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--dtype", "float32")
 """What fits a test's machine, which may have no instructions for the model's own bfloat16."""
@@ -21,18 +24,26 @@ MEMORY = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--dtype",
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The server of README's section on quality."""
-    (serve,) = (line for line in commands(README) if "benchmarks/quality/needle" in line)
+    """The server of the page on measuring quality."""
+    (serve,) = (line for line in commands(MEASURING) if "benchmarks/quality/needle" in line)
     folder = tmp_path_factory.mktemp("examples")
-    with Server(
-        NEEDLE, folder / "server.log", *serve[3:], *MEMORY, "--served-model-name", "MODEL"
-    ) as running:
+    flags = ("--served-model-name", "MODEL", "--enable-prompt-tokens-details")
+    with Server(NEEDLE, folder / "server.log", *serve[3:], *MEMORY, *flags) as running:
         yield running
 
 
+def serve_flags(name: str) -> list[str]:
+    """Flags of the command with which an example's docstring starts the server."""
+    lines = (ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text())) or "").splitlines()
+    (line,) = re.findall(
+        r"vllm serve MODEL (.*) &", " ".join(line.strip() for line in lines).replace("\\ ", "")
+    )
+    return line.split()
+
+
 @pytest.mark.engine
-def test_readme_over_http(server):
-    requests = [block for block in blocks(README, "python") if "chat.completions" in block]
+def test_requests_over_http(server):
+    requests = [block for block in blocks(CONFIGURATION, "python") if "chat.completions" in block]
     assert len(requests) == 2
     code = "\n".join(requests).replace("http://localhost:8000", server.url)
     before = server.metrics()
@@ -42,13 +53,13 @@ def test_readme_over_http(server):
     )
 
 
-SERVES = [line for line in commands(README) if line[:3] == ["vllm", "serve", "MODEL"]]
+SERVES = [line for line in commands(CONFIGURATION) if line[:3] == ["vllm", "serve", "MODEL"]]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("line", SERVES, ids=" ".join)
-def test_readme_serves(line, tmp_path):
-    """As printed, but for the model, whose context is shorter than the longest in README."""
+def test_serves(line, tmp_path):
+    """As printed, but for the model, whose context is shorter than the longest in the documents."""
     flags = ["4096" if word == "131072" else word for word in line[3:]]
     with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
         body = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
@@ -63,8 +74,8 @@ def run_ours(line: list[str], places: dict[str, str], *more: str) -> subprocess.
     return command(sys.executable, "-m", "vllm_kvevict", *words, *more)
 
 
-def test_readme_on_sizing():
-    (line,) = (line for line in commands(README) if line[:2] == ["vllm-kvevict", "sizing"])
+def test_sizing():
+    (line,) = (line for line in commands(CONFIGURATION) if line[:2] == ["vllm-kvevict", "sizing"])
     done = run_ours(line, {"MODEL": str(NEEDLE), "8192": "3072"})
     assert done.returncode == 0, done.stderr
     assert "0.1" in done.stdout and "0.2" in done.stdout
@@ -80,9 +91,9 @@ def test_demo():
 
 
 @pytest.mark.engine
-def test_readme_on_quality(server, tmp_path):
+def test_measuring_quality(server, tmp_path):
     _, run, report = (
-        line for line in commands(README) if "needle" in " ".join(line) or "quality" in " ".join(line)
+        line for line in commands(MEASURING) if "needle" in " ".join(line) or "quality" in " ".join(line)
     )
     output, page = str(tmp_path / "out"), str(tmp_path / "report.md")
     places = {
@@ -106,10 +117,46 @@ def test_policies_per_request(server):
 
 
 @pytest.mark.engine
+def test_one_document_with_many_questions(tmp_path):
+    flags = serve_flags("rag_shared_document")
+    assert "kvzip" in flags
+    with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+        done = command(sys.executable, "examples/rag_shared_document.py", "--url", f"{running.url}/v1")
+    assert done.returncode == 0, done.stderr
+    cached, tokens = zip(*re.findall(r"(\d+) of (\d+) tokens cached", done.stdout), strict=True)
+    assert len(cached) > 5 and cached[0] == "0"
+    # The first question reads the document; the others read their few words only.
+    assert all(int(hit) > 0.9 * int(all_) for hit, all_ in zip(cached[1:], tokens[1:], strict=True))
+    answers = re.findall(r"'\w+ \w+ (\w+)' \(expected (\w+)\)", done.stdout)
+    assert sum(said == expected for said, expected in answers) > 0.7 * len(cached), done.stdout
+
+
+@pytest.mark.engine
+def test_a_chat_of_many_turns(server):
+    assert set(serve_flags("chat_agent")) <= {*server.arguments, "full"}
+    done = command(sys.executable, "examples/chat_agent.py", "--url", f"{server.url}/v1")
+    assert done.returncode == 0, done.stderr
+    turns = re.findall(r"turn \d+: (\d+) prompt tokens, (\d+) cached", done.stdout)
+    tokens, cached = ([int(number) for number in column] for column in zip(*turns, strict=True))
+    assert len(turns) == 8
+    # Each turn finds all full blocks of the one before.
+    assert all(now > before - 128 for now, before in zip(cached[1:], tokens, strict=False))
+    assert server.metrics()['evictions_total{policy="ada-snapkv"}'] >= 8
+
+
+@pytest.mark.engine
 def test_offline():
     done = command(sys.executable, "examples/offline.py", NEEDLE)
     assert done.returncode == 0, done.stderr
     assert re.search(r"evicted_tokens [1-9]", done.stdout), done.stdout
+    assert {"full", "ada-snapkv", "lava"} == set(re.findall(r"^(\S+): \d+ prompt", done.stdout, re.M))
+
+
+def test_every_example_is_listed():
+    page = (ROOT / "docs/EXAMPLES.md").read_text()
+    assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} == set(
+        re.findall(r"\(\.\./(examples/\w+\.py)\)", page)
+    )
 
 
 @pytest.mark.engine

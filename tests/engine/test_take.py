@@ -148,6 +148,6 @@ def test_a_prompt_that_the_pool_could_never_hold_whole(models) -> None:
             VLLMValidationError, match=r"32000 tokens do not fit the KV cache: the longest .*take would do"
         ):
             run(llm, [dataclasses.replace(asks[0], policy="full")])
-        # An answer ends where the memory does; its last token is not stored.
+        # An answer that fills the memory ends; its last token is not stored.
         long = run(llm, [Ask(6000, "full", max_tokens=4000)])[0]
         assert 6000 + len(long.tokens) - 1 == 6144

@@ -1,4 +1,4 @@
-"""The README's tables of policies and parameters: ``vllm-kvevict policies``."""
+"""The tables of policies and parameters in docs/POLICY-REFERENCE.md: ``vllm-kvevict policies``."""
 
 import argparse
 import sys
@@ -15,7 +15,8 @@ def policy_table() -> str:
         policy = lookup(name)
         mark = " (experimental)" if policy.experimental else ""
         settings = ", ".join(f"`{key}={value}`" for key, value in parameters(name).items())
-        rows.append(f"| `{name}`{mark} | {policy.summary} | {policy.source} | {settings} |")
+        source = f"[{policy.source}]({policy.url})" if policy.url else policy.source
+        rows.append(f"| `{name}`{mark} | {policy.summary} | {source} | {settings} |")
     return "\n".join(rows)
 
 

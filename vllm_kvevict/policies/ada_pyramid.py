@@ -31,5 +31,6 @@ register(
         layer_budgets=pyramidkv.layer_budgets,
         heads_compete=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2407.11550",
     )
 )

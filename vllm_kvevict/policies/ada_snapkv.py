@@ -30,5 +30,6 @@ register(
         scores_by_mean=True,
         heads_compete=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2407.11550",
     )
 )

@@ -80,5 +80,6 @@ register(
         needs=("q_window",),
         schedule="by weight",
         always_kept=("window",),
+        url="https://arxiv.org/abs/2503.12491",
     )
 )

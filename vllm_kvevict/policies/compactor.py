@@ -120,5 +120,6 @@ register(
         heads_compete=True,
         always_kept=("window", "sinks"),
         check=_check,
+        url="https://arxiv.org/abs/2507.08143",
     )
 )

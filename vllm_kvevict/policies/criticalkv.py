@@ -79,5 +79,6 @@ register(
         needs=("q_window", "values", "w_o"),
         scores_by_mean=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2502.03805",
     )
 )

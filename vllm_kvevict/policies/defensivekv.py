@@ -104,5 +104,6 @@ register(
         heads_compete=True,
         always_kept=("window",),
         experimental=True,
+        url="https://arxiv.org/abs/2510.13334",
     )
 )

@@ -86,5 +86,6 @@ register(
         PARAMETERS,
         needs=("values", "rotary", "query_moments"),
         always_kept=("sinks",),
+        url="https://arxiv.org/abs/2510.00636",
     )
 )

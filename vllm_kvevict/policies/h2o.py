@@ -66,5 +66,6 @@ register(
         PARAMETERS,
         needs=("col_sums",),
         always_kept=("window",),
+        url="https://arxiv.org/abs/2306.14048",
     )
 )

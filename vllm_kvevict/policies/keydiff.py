@@ -53,5 +53,6 @@ register(
         select,
         (OPTIONAL_WINDOW,),
         always_kept=("window",),
+        url="https://arxiv.org/abs/2504.15364",
     )
 )

@@ -56,5 +56,6 @@ register(
         PARAMETERS,
         layer_budgets=layer_budgets,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2406.11430",
     )
 )

@@ -87,5 +87,6 @@ register(
         schedule="by repeat",
         always_kept=("sinks", "window"),
         check=_check,
+        url="https://arxiv.org/abs/2505.23416",
     )
 )

@@ -94,5 +94,6 @@ register(
         schedule="by weight",
         heads_compete=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2509.09754",
     )
 )

@@ -28,5 +28,6 @@ register(
         layer_budgets=pyramidkv.layer_budgets,
         heads_compete=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2509.09754",
     )
 )

@@ -27,5 +27,6 @@ register(
         scores_by_mean=True,
         heads_compete=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2509.09754",
     )
 )

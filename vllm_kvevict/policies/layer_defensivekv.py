@@ -19,5 +19,6 @@ register(
         schedule="by score",
         always_kept=("window",),
         experimental=True,
+        url="https://arxiv.org/abs/2510.13334",
     )
 )

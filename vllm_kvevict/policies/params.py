@@ -149,7 +149,7 @@ MEANINGS = {
     "epsilon": "added to the expected attention before the value's norm counts",
     "take_chunk": "tokens of a chunk, after each of which the prompt is evicted",
     "take_probe": "last tokens of the prompt, whose queries guide every eviction and which always stay",
-    "take_guide": "whose last tokens choose: the prompt's, or each chunk's own, to see what the former are worth",
+    "take_guide": "which queries choose: those of the prompt's last tokens, or of each chunk's own, to compare",
     "kvzip_chunk": "tokens that the model repeats at once, each chunk by itself",
     "kvzip_sees": "what it sees meanwhile: all of the prompt, or the first tokens and the chunk, which is cheaper",
     "take_alpha": "weight of the earlier chunks in the probe's averaged queries",

@@ -47,5 +47,6 @@ register(
         scores_by_mean=True,
         layer_budgets=layer_budgets,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2406.02069",
     )
 )

@@ -30,6 +30,8 @@ class Policy:
     score: ScoreFn
     select: SelectFn
     parameters: tuple[Parameter, ...] = ()
+    url: str = ""
+    """Where the paper can be read."""
     evicts: bool = True
     """False: keeps everything, takes no budget."""
     needs: tuple[str, ...] = ()

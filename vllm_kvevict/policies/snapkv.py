@@ -42,5 +42,6 @@ register(
         needs=("q_window",),
         scores_by_mean=True,
         always_kept=("window",),
+        url="https://arxiv.org/abs/2404.14469",
     )
 )

@@ -46,5 +46,6 @@ register(
         select,
         (SINKS,),
         always_kept=("sinks",),
+        url="https://arxiv.org/abs/2309.17453",
     )
 )

@@ -13,7 +13,7 @@ others. The first W = take_warmup_layers layers do not choose: head by head they
 until the last chunk take_warmup_budget entries, if that is more than B. So no layer ever stores more than that and a
 chunk.
 
-With take_guide="chunk" there are no probe rows and nothing is averaged: each chunk's own last tokens choose, and
+With take_guide="chunk" there are no probe rows and nothing is averaged: the last tokens of each chunk choose, and
 compete like all others unless the chunk is the last one. It shows what the probe is worth.
 
 The paper leaves open what probe rows attend to and where they stand, how the last chunk ends, and the defaults of
@@ -196,5 +196,6 @@ register(
         always_kept=("take_probe",),
         window="take_probe",
         check=_check,
+        url="https://openreview.net/forum?id=kMLfUshPwo",
     )
 )

@@ -48,5 +48,6 @@ register(
         needs=("q_window",),
         scores_by_mean=True,
         last=1,
+        url="https://arxiv.org/abs/2401.06104",
     )
 )

@@ -46,5 +46,6 @@ register(
         needs=("q_window", "values"),
         scores_by_mean=True,
         always_kept=("window", "sinks"),
+        url="https://arxiv.org/abs/2406.12335",
     )
 )
