@@ -43,6 +43,7 @@ class Snapshot:
         running, waiting: requests.
         kv_usage: share of the KV memory in use.
         preemptions, output_tokens: counters.
+        draft_tokens, accepted_drafts: counters, 0 without speculative decoding.
         evictions, freed_pages: counters, 0 without eviction.
         decision_seconds, compaction_seconds: sums over all evictions.
         physical_pages, logical_entries: held over all ranks, an entry is one token in one layer and KV head; None
@@ -55,6 +56,8 @@ class Snapshot:
     kv_usage: float = 0.0
     preemptions: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_drafts: int = 0
     evictions: int = 0
     freed_pages: int = 0
     decision_seconds: float = 0.0
@@ -93,6 +96,8 @@ class Snapshot:
             kv_usage=totals.get("vllm:kv_cache_usage_perc", 0.0),
             preemptions=count("num_preemptions_total"),
             output_tokens=count("generation_tokens_total"),
+            draft_tokens=count("spec_decode_num_draft_tokens_total"),
+            accepted_drafts=count("spec_decode_num_accepted_tokens_total"),
             evictions=count("kv_eviction_evictions_total"),
             freed_pages=count("kv_eviction_freed_pages_total"),
             decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),

@@ -90,6 +90,14 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "req_ids num_computed_tokens",
         "drafts that were rejected stay in the cache",
     ),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler": (
+        "sampler",
+        "with ngram on a CPU a request with top_k ends the engine",
+    ),
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": (
+        "num_draft_tokens",
+        "with ngram no step can be sampled",
+    ),
     "vllm.config:SpeculativeConfig": ("method", "draft models get no KV"),
     "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta kv_connector_stats", "reports get lost"),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (

@@ -101,6 +101,7 @@ NAMES = {
     "vllm.v1.engine.input_processor:InputProcessor": "requests are not checked before they reach the engine",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "vLLM asks for more KV memory than eviction needs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "the connector cannot be built",
+    "vllm.v1.sample:rejection_sampler": "with ngram on a CPU requests are sampled wrongly",
     "vllm.v1.outputs:KVConnectorOutput": "reports cannot be read",
     "vllm.v1.request:Request": "the ledger cannot read requests",
     "vllm.v1.request:RequestStatus": "requests that cannot go on are never ended",

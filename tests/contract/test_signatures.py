@@ -30,6 +30,14 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "request num_computed_tokens num_new_tokens",
         "chunks cross eviction positions, so later tokens see KV that should be gone",
     ),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
+        "metadata draft_probs logits sampling_metadata",
+        "with ngram no step can be sampled",
+    ),
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
+        "x cu_num_tokens num_tokens replace_from replace_to",
+        "with ngram on a CPU tokens are drawn by values that nobody set",
+    ),
     f"{MANAGER}:KVCacheManager.new_step_starts": (
         "",
         "no prompt whose policy needs the reserve follows another",

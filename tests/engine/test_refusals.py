@@ -387,6 +387,12 @@ def test_speculative_decoding_by_other_methods_than_ngram(model):
     EngineArgs(model=model, kv_eviction="snapkv", **ngram).create_engine_config()
 
 
+def test_speculative_decoding_on_pipeline_stages(model):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    sentence = refusal(model, speculative_config=ngram, pipeline_parallel_size=2)
+    assert "so set --pipeline-parallel-size to 1" in sentence
+
+
 def test_speculative_decoding_on_models_with_states(models):
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
     sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)

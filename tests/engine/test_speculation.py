@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.hits_and_misses import metric
-from tests.engine.running import Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.running import VOCAB, Ask, engine, evicting_engine, num_preemptions, run
 from tests.engine.servers import Setup, make_request
 from tests.engine.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.worker.sampling import expand_batch_to_tokens
 from vllm_kvevict.policies import available
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -129,6 +131,89 @@ def test_layers_with_windows(models):
         with evicting_engine(model, speculative_config=NGRAM, **settings, **blocks) as llm:
             assert_equal(expected, run(llm, asks, logits=True), asks)
             assert all(drafts(llm))
+
+
+KINDS = [
+    {"n": 2, "temperature": 1, "top_k": 1},
+    {"structured_outputs": StructuredOutputsParams(choice=["w6w7w6", "w8w9"])},
+    {"structured_outputs": StructuredOutputsParams(regex="w6(w7|w8)+")},
+    {"prompt_logprobs": 2},
+    {"stop_token_ids": list(range(0, VOCAB, 3))},
+    {"repetition_penalty": 1.3},
+    {"min_tokens": 20, "stop_token_ids": list(range(VOCAB // 2))},
+]
+"""What requests may ask for beside."""
+
+
+def answers_of_all_kinds(llm) -> list[list[list[int]]]:
+    """To the same prompt kept whole and evicted, asked in each way."""
+    asks = [
+        (ask, fields)
+        for ask in (Ask(200, "full", max_tokens=40), Ask(250, "ada-snapkv", 0.3, max_tokens=40))
+        for fields in KINDS
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": ask.prompt} for ask, _ in asks],
+        [
+            SamplingParams(
+                **{"temperature": 0, **fields},
+                max_tokens=40,
+                ignore_eos=True,
+                extra_args=ask.sampling(False).extra_args,
+            )
+            for ask, fields in asks
+        ],
+        use_tqdm=False,
+    )
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+@pytest.mark.engine
+def test_requests_of_every_kind(model):
+    with evicting_engine(model, **SMALL_STEPS) as llm:
+        expected = answers_of_all_kinds(llm)
+    with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
+        assert answers_of_all_kinds(llm) == expected
+        assert all(drafts(llm))
+    lengths = {len(answer) for answers in expected for answer in answers}
+    assert len(lengths) > 3, "all are equally long: nothing stopped"
+
+
+def test_each_draft_has_the_values_of_its_request():
+    values, ends = torch.tensor([0.7, 0.0, 1.3, 2.0]), torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+    expected = [0.7, 0.7, 1.0, 2.0, 2.0, 2.0]
+    assert expand_batch_to_tokens(values, ends, 6, 0, 1).tolist() == torch.tensor(expected).tolist()
+    top_k = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    found = expand_batch_to_tokens(top_k, ends, 6)
+    assert found.tolist() == [5, 5, 6, 8, 8, 8] and found.dtype == torch.int32
+
+
+@pytest.mark.engine
+def test_vllm_alone_cannot_sample_beside_drafts(model, monkeypatch):
+    """Why the workers replace a part of its sampler."""
+    monkeypatch.setattr("vllm_kvevict.engine.worker.worker.repair_sampling", lambda runner: None)
+    top_k = SamplingParams(temperature=1, top_k=1, max_tokens=4)
+    with (
+        evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm,
+        pytest.raises(RuntimeError, match="max"),
+    ):
+        llm.generate([{"prompt_token_ids": ASKS[0].prompt}], top_k, use_tqdm=False)
+
+
+@pytest.mark.engine
+def test_an_abort_leaves_nothing(model, expected):
+    """Requests end with drafts in their pages that were never judged."""
+    with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
+        engine_ = llm.llm_engine
+        ledger = engine_.engine_core.engine_core.scheduler.kv_cache_manager
+        for index, ask in enumerate(ASKS[:4]):
+            engine_.add_request(str(index), {"prompt_token_ids": ask.prompt}, ask.sampling(False))
+        while drafts(llm)[0] < 20:
+            engine_.step()
+        assert any(ledger.used)
+        engine_.abort_request(list(map(str, range(4))))
+        assert_equal(expected[:2], run(llm, ASKS[:2], logits=True, recorded=False), ASKS[:2])
+        assert not any(ledger.used)
 
 
 CACHING: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 32}

@@ -163,12 +163,17 @@ def _check_mixed_layers(vllm_config: Any) -> None:
 
 
 def _check_speculation(vllm_config: Any) -> None:
-    """Refuse draft tokens of other origin than the prompt, and models that cannot take them back."""
+    """Refuse draft tokens of other origin than the prompt, and stages and models that cannot deal with them."""
     method = vllm_config.speculative_config.method
     if method != "ngram":
         raise KVEvictionError(
             f"--kv-eviction cannot be combined with speculative decoding by {method}: of its methods only ngram needs "
             "neither KV nor a scheduler of its own, so choose that, or leave the flag out"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with speculative decoding on several pipeline stages: vLLM's workers of "
+            "all but the last one fail at start-up, so set --pipeline-parallel-size to 1"
         )
     if any(isinstance(spec, MambaSpec) for spec in layer_groups(vllm_config).specs):
         raise KVEvictionError(

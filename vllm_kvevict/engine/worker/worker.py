@@ -14,6 +14,7 @@ from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
+from vllm_kvevict.engine.worker.sampling import repair_sampling
 from vllm_kvevict.engine.worker.warmup import warm_up
 
 
@@ -39,6 +40,8 @@ class _EvictionMixin:
         runtime = start_runtime(self)
         if device.is_asynchronous:
             forbid_decode_graphs(self.model_runner, runtime.reads_prompts)  # type: ignore[attr-defined]
+        else:
+            repair_sampling(self.model_runner)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
