@@ -49,7 +49,7 @@ def rendered(table) -> str:
 
 
 def test_metrics_of_an_evicting_server():
-    assert Snapshot.parse(METRICS) == Snapshot(13, 3, 0.75, 2, 128, 4, 40)
+    assert Snapshot.parse(METRICS) == Snapshot(13, 3, 0.75, 2, 128, evictions=4, freed_pages=40)
 
 
 def test_metrics_of_a_stock_server():
