@@ -4,7 +4,6 @@ import contextlib
 import gc
 import multiprocessing
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.triton_utils import dispatcher
 from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
@@ -29,7 +27,6 @@ from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 VOCAB = 512
 KV_BYTES = 1 << 27
-REBIND = dispatcher._rebind_kernels
 
 
 @dataclass
@@ -88,17 +85,6 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
 
 
-def _rebind_without_llvmlite(overrides: list[Any]) -> None:
-    """vLLM's own, which looks at every object of every module and fails at one of llvmlite's that seems to have any
-    attribute. Drafts by ngram import that library, so no second engine would start in a process."""
-    module = sys.modules.pop("llvmlite.binding.ffi", None)
-    try:
-        REBIND(overrides)
-    finally:
-        if module is not None:
-            sys.modules["llvmlite.binding.ffi"] = module
-
-
 @contextlib.contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     """An engine that is shut down at the end."""
@@ -114,7 +100,6 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
         torch._dynamo.config.patch(disable=settings["enforce_eager"]),
         # On CPUs vLLM starts each worker anew, whatever its settings say: for longer than these tests take, and without
         # what a test has changed in this process.
-        mock.patch.object(dispatcher, "_rebind_kernels", _rebind_without_llvmlite),
         mock.patch.object(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork")),
     ):
         llm = LLM(

@@ -122,11 +122,12 @@ def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) 
     """vLLM's server has sent status 200 by the time a prompt reaches the input processor."""
     vllm_config = configure(models, blocks=48, kv_eviction="snapkv", max_num_batched_tokens=2048)
     asking, prompt = SamplingParams(min_tokens=5634, max_tokens=6000), {"prompt_token_ids": [7] * 5000}
+    engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(mm_processor_cache=None))
     with pytest.raises(VLLMValidationError, match=r"min_tokens is 5634, but .* only 5633 tokens") as error:
-        _check_generate(SimpleNamespace(vllm_config=vllm_config), prompt, asking)
+        _check_generate(engine, prompt, asking)
     assert (error.value.parameter, error.value.value) == ("min_tokens", 5634)
     asking.min_tokens = 5633
-    _check_generate(SimpleNamespace(vllm_config=vllm_config), prompt, asking)
+    _check_generate(engine, prompt, asking)
     assert asking.max_tokens == 6000
 
 

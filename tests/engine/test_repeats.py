@@ -405,7 +405,7 @@ def test_clients_cannot_send_them(renderers):
                 process(renderer, prompt, **{REPEAT_ROWS: value})
             assert error.value.parameter == REPEAT_ROWS
             with pytest.raises(VLLMValidationError, match=UNKNOWN):
-                engine = SimpleNamespace(vllm_config=renderer.config)
+                engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
                 requests._check_generate(engine, prompt, SamplingParams(extra_args={REPEAT_ROWS: value}))
 
 
@@ -418,7 +418,7 @@ def test_a_check_that_the_scheduler_makes_too_would_let_them_through(renderers, 
 def test_embeddings_cannot_be_repeated(renderers):
     renderer = renderers(policy="snapkv", policies="all")
     prompt = embeds_input(torch.zeros(100, 128))
-    sentence = r"^kv_eviction kvzip needs a prompt of tokens, not embeddings"
+    sentence = r"^kv_eviction kvzip needs a prompt of text, without embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(renderer, prompt, kv_eviction="kvzip")
     assert error.value.parameter == "prompt"
