@@ -114,7 +114,7 @@ def step_operations(batch: int, context: int, share: float, dtype: str) -> list[
                 part.cache.compact(slot, layer, kept)
 
     def metadata() -> list[Tensor]:
-        laid = lay_out(part.cache, part.step, kernel=False)
+        laid = lay_out(part.cache, part.step, most_new_tokens=0)
         plans = [part.plan(call, layer) for call in laid.calls for layer in range(LAYERS)]
         tables = [t for call in laid.calls for t in (call.block_tables, call.query_start_loc)]
         return [*plans, *tables]
@@ -149,7 +149,7 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
 
     refill(prompt.cache, context - chunk)
     step = prompt.cache.extend([0], [chunk])
-    batch = lay_out(prompt.cache, step, kernel=False)
+    batch = lay_out(prompt.cache, step, most_new_tokens=0)
     places = prompt.cache.entry_slots(step)
     queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(prompt.dtype)
     entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(prompt.dtype)

@@ -1,13 +1,13 @@
-// Attention of one new token per request over ragged pages, which first take in the token's key and value.
+// Attention of one or a few new tokens per request over ragged pages, which first take in their keys and values.
 //
-// A sequence is one (request, KV head): its pages hold entries of this head only, and its query rows are the
-// query heads that share the head. A page is its keys, transposed, then its values:
+// A sequence is one (request, KV head): its pages hold entries of this head only, and its query rows are, token by
+// token, the query heads that share the head. A page is its keys, transposed, then its values:
 //   keys [head_dim][page_size], values [page_size][head_dim].
 //
 // Pages are read once, each from its first byte to its last: neighbouring pages of a row then are one stream,
 // which the hardware fetches ahead. Reading the keys of several pages first, then their values, is half as fast.
 // Everything is computed in fp32, whatever the pages hold. Sequences are cut at fixed lengths, so a result depends
-// neither on the rest of the batch nor on the number of threads.
+// neither on the rest of the batch nor on the number of threads, nor on the tokens that come after it in the step.
 
 #include <algorithm>
 #include <cmath>
@@ -66,7 +66,7 @@ struct BFloat16 {
 };
 
 struct Shape {
-  int group, head_dim, page_size;
+  int rows, head_dim, page_size;  // rows: query rows that are handled
 };
 
 // e^x for x <= 0, to about one unit in the last place; 0 below -87.
@@ -140,9 +140,10 @@ void add(const typename T::type* values, const float* weights, int entries, Shap
   if (d < shape.head_dim) add_dims<T, ROWS, 1, FETCH>(values + d, weights, entries, shape, out + d, next);
 }
 
-// Softmax-weighted sums over some entries, not yet divided, of `group` rows.
+// Softmax-weighted sums over some entries, not yet divided, of some query rows.
 struct Part {
-  float *largest, *sum, *out;  // [group], [group], [group][head_dim]
+  float *largest, *sum, *out;  // [rows], [rows], [rows][head_dim]
+  Part from(int row, Shape shape) const { return {largest + row, sum + row, out + row * shape.head_dim}; }
 };
 
 // One page, for at most four query rows: as many as the registers hold.
@@ -180,14 +181,14 @@ void attend_page(const typename T::type* page, int entries, const float* query, 
     add<T, ROWS, FETCH>(values + t * shape.head_dim, scores + t, std::min(BLOCK, entries - t), shape, part.out, next);
 }
 
-// One page, for all query rows; the page `next` elements further on is fetched meanwhile.
+// One page, for all rows of the shape; the page `next` elements further on is fetched meanwhile.
 template <class T, bool FETCH>
 void attend_rows(const typename T::type* page, int entries, const float* query, Shape shape, float* scores,
                  Part part, int64_t next) {
-  for (int r = 0; r < shape.group;) {
+  for (int r = 0; r < shape.rows;) {
     const float* q = query + r * shape.head_dim;
-    const Part rows = {part.largest + r, part.sum + r, part.out + r * shape.head_dim};
-    switch (std::min(shape.group - r, 4)) {
+    const Part rows = part.from(r, shape);
+    switch (std::min(shape.rows - r, 4)) {
       case 1: attend_page<T, 1, FETCH>(page, entries, q, shape, scores, rows, next); r += 1; break;
       case 2: attend_page<T, 2, FETCH>(page, entries, q, shape, scores, rows, next); r += 2; break;
       case 3: attend_page<T, 3, FETCH>(page, entries, q, shape, scores, rows, next); r += 3; break;
@@ -196,30 +197,52 @@ void attend_rows(const typename T::type* page, int entries, const float* query, 
   }
 }
 
+// Where a sequence's entries are, and which of them a thread takes.
+struct Span {
+  const int32_t* table;
+  int first, last;
+  int length, tokens;  // of the sequence: all its entries, the last of which are those of the step's tokens
+};
+
+// One page that begins at entry `start`. A token sees the entries before it and its own.
+template <class T, bool FETCH>
+void attend_tokens(const typename T::type* page, int start, Span span, const float* query, Shape shape, float* scores,
+                   Part part, int64_t next) {
+  const int end = std::min(start + shape.page_size, span.last), seen_by_first = span.length - span.tokens + 1;
+  if (end <= seen_by_first) {
+    attend_rows<T, FETCH>(page, end - start, query, shape, scores, part, next);
+    return;
+  }
+  const Shape of_token = {shape.rows / span.tokens, shape.head_dim, shape.page_size};
+  for (int i = 0; i < span.tokens; ++i) {
+    const int entries = std::min(end, seen_by_first + i) - start, row = i * of_token.rows;
+    if (entries > 0)
+      attend_rows<T, FETCH>(page, entries, query + row * shape.head_dim, of_token, scores, part.from(row, shape), next);
+  }
+}
+
 template <class T>
-void attend(const typename T::type* pages, const int32_t* table, int first, int last, const float* query,
-            Shape shape, float* scores, Part part) {
+void attend(const typename T::type* pages, Span span, const float* query, Shape shape, float* scores, Part part) {
   const int size = shape.page_size, dim = shape.head_dim;
   const int64_t page_elements = 2 * (int64_t)size * dim;
-  std::fill_n(part.largest, shape.group, LOWEST);
-  std::fill_n(part.sum, shape.group, 0.0f);
-  std::fill_n(part.out, shape.group * dim, 0.0f);
-  for (int start = first; start < last; start += size) {
-    const int32_t* id = table + start / size;
+  std::fill_n(part.largest, shape.rows, LOWEST);
+  std::fill_n(part.sum, shape.rows, 0.0f);
+  std::fill_n(part.out, shape.rows * dim, 0.0f);
+  for (int start = span.first; start < span.last; start += size) {
+    const int32_t* id = span.table + start / size;
     const auto* page = pages + *id * page_elements;
-    const int entries = std::min(size, last - start);
     // A neighbour is fetched by the hardware, which does not see a jump coming.
-    const int64_t jump = start + size < last ? id[1] - id[0] : 1;
+    const int64_t jump = start + size < span.last ? id[1] - id[0] : 1;
     if (jump == 1)
-      attend_rows<T, false>(page, entries, query, shape, scores, part, 0);
+      attend_tokens<T, false>(page, start, span, query, shape, scores, part, 0);
     else
-      attend_rows<T, true>(page, entries, query, shape, scores, part, jump * page_elements);
+      attend_tokens<T, true>(page, start, span, query, shape, scores, part, jump * page_elements);
   }
 }
 
 // total = total + next
 void merge(Part total, Part next, Shape shape) {
-  for (int r = 0; r < shape.group; ++r) {
+  for (int r = 0; r < shape.rows; ++r) {
     const float largest = std::max(total.largest[r], next.largest[r]);
     const float mine = std::exp(total.largest[r] - largest), other = std::exp(next.largest[r] - largest);
     total.largest[r] = largest;
@@ -248,8 +271,9 @@ template <class T>
 struct Step {
   Tokens<const typename T::type> query, keys, values;
   Tokens<typename T::type> output;
-  const int64_t* tokens;  // of each request, its row in the matrices; null: the request's own number
-  int64_t token(int request) const { return tokens ? tokens[request] : request; }
+  const int64_t* places;      // of each token, its row in the matrices; null: the token's own number
+  const int32_t* new_tokens;  // of each request; null: one each
+  int64_t place(int token) const { return places ? places[token] : token; }
 };
 
 // Write an entry into its page.
@@ -259,57 +283,100 @@ void store(const E* key, const E* value, E* page, int entry, Shape shape) {
   std::memcpy(page + (shape.page_size + entry) * shape.head_dim, value, shape.head_dim * sizeof *value);
 }
 
+// A part of a sequence that one thread takes, and the step's tokens of its request.
 struct Item {
-  int request, head, first, last;
-  bool newest;  // whether it holds the entry that the step adds
+  Span span;
+  Shape shape;  // of all its query rows
+  int head, first_token;
+  size_t floats;  // where its sums are
+  size_t end() const { return floats + (size_t)shape.rows * (shape.head_dim + 2); }
 };
 
+// The parts of all sequences, those of a sequence one after the other.
+template <class T>
+std::vector<Item> divide(const Step<T>& step, const Rows& rows, int requests, int heads, Shape shape) {
+  const int cut = std::max(CUT / shape.page_size, 1) * shape.page_size;
+  std::vector<Item> items;
+  int token = 0;
+  for (int i = 0; i < requests; ++i) {
+    const int tokens = step.new_tokens ? step.new_tokens[i] : 1;
+    for (int h = 0; h < heads; ++h) {
+      const int64_t row = rows.slots[i] * rows.stride + rows.first + h;
+      const int length = rows.lengths[row];
+      for (int first = 0; first < length; first += cut) {
+        const Span span = {rows.arena + rows.starts[row], first, std::min(first + cut, length), length, tokens};
+        const Shape all = {shape.rows * tokens, shape.head_dim, shape.page_size};
+        items.push_back({span, all, h, token, items.empty() ? 0 : items.back().end()});
+      }
+    }
+    token += tokens;
+  }
+  return items;
+}
+
+// Write those of the step's entries that are in a part.
+template <class T>
+void store_new(const Step<T>& step, const Item& item, typename T::type* pages, Shape shape) {
+  const Span& span = item.span;
+  const int64_t page_elements = 2 * (int64_t)shape.page_size * shape.head_dim;
+  const int before = span.length - span.tokens, own = item.head * shape.head_dim;
+  for (int entry = std::max(span.first, before); entry < span.last; ++entry) {
+    const int64_t place = step.place(item.first_token + entry - before);
+    store(step.keys.head(place, own), step.values.head(place, own),
+          pages + span.table[entry / shape.page_size] * page_elements, entry % shape.page_size, shape);
+  }
+}
+
+// A sequence's queries in the order (token, head), scaled, as fp32. `shape` is of one token.
+template <class T>
+void load_queries(const Step<T>& step, const Item& item, Shape shape, float scale, float* query) {
+  const int width = shape.rows * shape.head_dim;
+  for (int i = 0; i < item.span.tokens; ++i) {
+    const auto* from = step.query.head(step.place(item.first_token + i), item.head * width);
+    for (int d = 0; d < width; ++d) query[i * width + d] = scale * T::value(from[d]);
+  }
+}
+
+template <class T>
+void write_output(const Step<T>& step, const Item& item, Shape shape, Part total) {
+  const int dim = shape.head_dim;
+  for (int i = 0; i < item.span.tokens; ++i) {
+    auto* to = step.output.head(step.place(item.first_token + i), item.head * shape.rows * dim);
+    const Part token = total.from(i * shape.rows, shape);
+    for (int r = 0; r < shape.rows; ++r)
+      for (int d = r * dim; d < (r + 1) * dim; ++d)
+        to[d] = T::element(token.out[d / BLOCK * BLOCK + T::place(d % BLOCK)] / token.sum[r]);
+  }
+}
+
+// `shape` is of one token.
 template <class T>
 void decode(const Step<T>& step, typename T::type* pages, const Rows& rows, int requests, int heads, Shape shape,
             float scale) {
-  const int group = shape.group, dim = shape.head_dim, size = shape.page_size;
-  const int cut = std::max(CUT / size, 1) * size;
-  const int64_t page_elements = 2 * (int64_t)size * dim;
-  std::vector<Item> items;
-  for (int i = 0; i < requests; ++i)
-    for (int h = 0; h < heads; ++h) {
-      const int length = rows.lengths[rows.slots[i] * rows.stride + rows.first + h];
-      for (int first = 0; first < length; first += cut)
-        items.push_back({i, h, first, std::min(first + cut, length), first + cut >= length});
-    }
-  const int count = items.size(), floats = group * (dim + 2);
-  std::vector<float> parts((size_t)count * floats);
-  auto part = [&](int i) {
-    float* from = parts.data() + (size_t)i * floats;
-    return Part{from, from + group, from + 2 * group};
+  const std::vector<Item> items = divide(step, rows, requests, heads, shape);
+  const int count = items.size();
+  int most_rows = 0;
+  for (const Item& item : items) most_rows = std::max(most_rows, item.shape.rows);
+  std::vector<float> parts(count ? items.back().end() : 0);
+  auto part = [&](const Item& item) {
+    float* from = parts.data() + item.floats;
+    return Part{from, from + item.shape.rows, from + 2 * item.shape.rows};
   };
 #pragma omp parallel
   {
-    std::vector<float> scaled(group * dim), scores(std::min(group, 4) * size);
+    std::vector<float> query(most_rows * shape.head_dim), scores(std::min(most_rows, 4) * shape.page_size);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < count; ++i) {
-      const Item item = items[i];
-      const int64_t token = step.token(item.request);
-      const int32_t* table =
-          rows.arena + rows.starts[rows.slots[item.request] * rows.stride + rows.first + item.head];
-      if (item.newest) {
-        const int entry = item.last - 1, own = item.head * dim;
-        store(step.keys.head(token, own), step.values.head(token, own), pages + table[entry / size] * page_elements,
-              entry % size, shape);
-      }
-      const auto* q = step.query.head(token, item.head * group * dim);
-      for (int d = 0; d < group * dim; ++d) scaled[d] = scale * T::value(q[d]);
-      attend<T>(pages, table, item.first, item.last, scaled.data(), shape, scores.data(), part(i));
+      store_new(step, items[i], pages, shape);
+      load_queries(step, items[i], shape, scale, query.data());
+      attend<T>(pages, items[i].span, query.data(), items[i].shape, scores.data(), part(items[i]));
     }
 #pragma omp for schedule(static)
     for (int i = 0; i < count; ++i) {
-      if (items[i].first) continue;  // the first part of a sequence takes the others in
-      const Part total = part(i);
-      for (int j = i + 1; j < count && items[j].first; ++j) merge(total, part(j), shape);
-      auto* to = step.output.head(step.token(items[i].request), items[i].head * group * dim);
-      for (int r = 0; r < group; ++r)
-        for (int d = r * dim; d < (r + 1) * dim; ++d)
-          to[d] = T::element(total.out[d / BLOCK * BLOCK + T::place(d % BLOCK)] / total.sum[r]);
+      if (items[i].span.first) continue;  // the first part of a sequence takes the others in
+      const Part total = part(items[i]);
+      for (int j = i + 1; j < count && items[j].span.first; ++j) merge(total, part(items[j]), items[i].shape);
+      write_output(step, items[i], shape, total);
     }
   }
 }
@@ -317,16 +384,17 @@ void decode(const Step<T>& step, typename T::type* pages, const Rows& rows, int 
 }  // namespace
 
 // query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim]; their strides are in
-// elements from token to token. pages: [pages, 2 * page_size * head_dim]. starts, lengths: [slots, stride], all
-// lengths of the batch positive, the new entry included.
+// elements from token to token. pages: [pages, 2 * page_size * head_dim]. starts, lengths: [slots, stride]; a length is
+// at least its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests in turn.
 #define DECODE_ATTENTION(NAME, TYPE)                                                                              \
   extern "C" void NAME(const TYPE::type* query, int64_t query_stride, const TYPE::type* keys, int64_t key_stride, \
                        const TYPE::type* values, int64_t value_stride, TYPE::type* output, int64_t output_stride, \
-                       const int64_t* tokens, TYPE::type* pages, const int32_t* arena, const int32_t* starts,     \
-                       const int32_t* lengths, const int64_t* slots, int64_t stride, int64_t first, int requests, \
-                       int heads, int group, int head_dim, int page_size, float scale) {                          \
+                       const int64_t* places, const int32_t* new_tokens, TYPE::type* pages, const int32_t* arena, \
+                       const int32_t* starts, const int32_t* lengths, const int64_t* slots, int64_t stride,       \
+                       int64_t first, int requests, int heads, int group, int head_dim, int page_size,            \
+                       float scale) {                                                                             \
     decode<TYPE>({{query, query_stride}, {keys, key_stride}, {values, value_stride}, {output, output_stride},     \
-                  tokens},                                                                                        \
+                  places, new_tokens},                                                                            \
                  pages, {arena, starts, lengths, slots, stride, first}, requests, heads,                          \
                  {group, head_dim, page_size}, scale);                                                            \
   }

@@ -1,6 +1,7 @@
-"""Attention of one new token per request over ragged pages, on a CPU."""
+"""Attention of one or a few new tokens per request over ragged pages, on a CPU."""
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from vllm_kvevict.kernels.build import load
 _MATRIX = [ctypes.c_void_p, ctypes.c_int64]
 _ARGUMENTS = [
     *(_MATRIX * 4),
-    *([ctypes.c_void_p] * 6),
+    *([ctypes.c_void_p] * 7),
     *([ctypes.c_int64] * 2),
     *([ctypes.c_int] * 5),
     ctypes.c_float,
@@ -37,9 +38,10 @@ class Rows:
     Attributes:
         arena: int32 [size], page ids.
         starts: int32 [request slots, rows], contiguous: place in the arena of each row's first page.
-        lengths: int32 [request slots, rows], contiguous: entries of each row, with the new token's.
+        lengths: int32 [request slots, rows], contiguous: entries of each row, with those of the new tokens.
         request_slots: int64 [R], the batch's requests.
         first: row of the layer's first KV head.
+        new_tokens: int32 [R], of each request; None: one each. More than one where the kernel says it takes more.
     """
 
     arena: Tensor
@@ -47,6 +49,7 @@ class Rows:
     lengths: Tensor
     request_slots: Tensor
     first: int
+    new_tokens: Tensor | None = None
 
 
 class DecodeAttention:
@@ -57,9 +60,15 @@ class DecodeAttention:
             [head_dim, page_size], then the values, [page_size, head_dim].
         page_size: entries per page.
 
+    Attributes:
+        most_new_tokens: of a request in a call. From the first token on, a request's tokens see one another's entries
+            as attention does: each its own and those before it.
+
     Raises:
         BuildError: the kernel cannot be compiled here.
     """
+
+    most_new_tokens = 8
 
     def __init__(self, pages: Tensor, page_size: int):
         self.page_size = page_size
@@ -77,14 +86,14 @@ class DecodeAttention:
         tokens: Tensor | None,
         scale: float,
     ) -> None:
-        """Store each request's new entry as the last of its rows, and attend: softmax(scale * q k) v, in fp32.
+        """Store the new entries as the last of their rows, and attend: softmax(scale * q k) v, in fp32.
 
         Args:
             query: [T, Hq, head_dim], the dtype of the pages; the tokens may lie apart, a token's heads may not.
             key, value: [T, Hkv, head_dim], likewise. Hq / Hkv query heads share a KV head.
             output: as the query, filled in place for the tokens below.
-            rows: of the batch, R requests.
-            tokens: int64 [R], of each request its token among the T; None: the first R, in order.
+            rows: of the batch, R requests with N new tokens.
+            tokens: int64 [N], where among the T the new tokens are, request by request; None: the first N, in order.
             scale: of the logits.
         """
         kv_heads, head_dim = key.shape[1:]
@@ -96,6 +105,7 @@ class DecodeAttention:
         self._decode(
             *matrices,
             None if tokens is None else tokens.data_ptr(),
+            None if rows.new_tokens is None else rows.new_tokens.data_ptr(),
             self.pages.data_ptr(),
             rows.arena.data_ptr(),
             rows.starts.data_ptr(),
@@ -128,11 +138,15 @@ def reference(
     group = query.shape[1] // kv_heads
     keys = pages[:, : page_size * head_dim].view(-1, head_dim, page_size)
     values = pages[:, page_size * head_dim :].view(-1, page_size, head_dim)
-    for i, request_slot in enumerate(rows.request_slots.tolist()):
-        token = i if tokens is None else int(tokens[i])
-        for head in range(kv_heads):
-            row = rows.first + head
-            start, length = int(rows.starts[request_slot, row]), int(rows.lengths[request_slot, row])
+    requests = len(rows.request_slots)
+    new_tokens = [1] * requests if rows.new_tokens is None else rows.new_tokens.tolist()
+    places = iter(range(len(query)) if tokens is None else tokens.tolist())
+    for request_slot, count in zip(rows.request_slots.tolist(), new_tokens, strict=True):
+        mine = list(itertools.islice(places, count))
+        for head, token_number in itertools.product(range(kv_heads), range(count)):
+            token, row = mine[token_number], rows.first + head
+            start = int(rows.starts[request_slot, row])
+            length = int(rows.lengths[request_slot, row]) - count + token_number + 1
             table = rows.arena[start : start + -(-length // page_size)].long()
             last = table[-1], (length - 1) % page_size
             keys[last[0], :, last[1]] = key[token, head]

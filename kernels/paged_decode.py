@@ -234,7 +234,10 @@ class PagedDecode:
 
     Attributes:
         arena_address: int64 [1], where the arena lies that :meth:`set_arena` was last given.
+        most_new_tokens: of a request in a call.
     """
+
+    most_new_tokens = 1
 
     def __init__(
         self,

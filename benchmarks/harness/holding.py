@@ -38,7 +38,7 @@ class Holding:
             if share < 1:
                 self._evict(slot, context, share, random)
         self.step = self.cache.extend(slots, [1] * batch)
-        self.calls = lay_out(self.cache, self.step, kernel=False).calls
+        self.calls = lay_out(self.cache, self.step, most_new_tokens=0).calls
         self.query = torch.randn(batch, QUERY_HEADS, HEAD_DIM).to(self.dtype)
         self.entries = torch.randn(batch, KV_HEADS, HEAD_DIM).to(self.dtype)
         self.output = torch.empty_like(self.query)

@@ -24,14 +24,14 @@ def _cache():
     )
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("lengths", [[1, 1, 1], [5], [1, 40, 1, 7], [1, 1, 600], [300, 1]])
-def test_calls_cover_the_batch_in_head_order(lengths, kernel):
+@pytest.mark.parametrize("most_new_tokens", [0, 1, 7])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5], [1, 40, 1, 7], [1, 1, 600], [300, 1], [6, 1, 3]])
+def test_calls_cover_the_batch_in_head_order(lengths, most_new_tokens):
     cache = _cache()
     slots = [cache.open() for _ in lengths]
     history = [10 * (i + 1) for i in range(len(lengths))]
     cache.extend(slots, history)
-    batch = lay_out(cache, cache.extend(slots, lengths), kernel)
+    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens)
     starts = np.cumsum([0, *lengths])
     assert batch.num_tokens == sum(lengths)
     seen = []
@@ -51,29 +51,31 @@ def test_calls_cover_the_batch_in_head_order(lengths, kernel):
                 pages = cache.tables.region(slots[request])[layer * HEADS + head, : -(-total // PAGE)]
                 assert torch.equal(call.block_tables[layer, sequence, : len(pages)], pages)
             seen += places
-    if kernel and 1 in lengths:
+    if min(lengths) <= most_new_tokens:
         decodes = batch.decodes
-        tokens = list(range(len(lengths))) if decodes.tokens is None else decodes.tokens.tolist()
-        requests = [i for i, length in enumerate(lengths) if length == 1]
+        tokens = list(range(sum(lengths))) if decodes.tokens is None else decodes.tokens.tolist()
+        requests = [i for i, length in enumerate(lengths) if length <= most_new_tokens]
+        new_tokens = [1] * len(requests) if decodes.new_tokens is None else decodes.new_tokens.tolist()
         assert decodes.request_slots.tolist() == [slots[i] for i in requests]
-        assert tokens == [starts[i] for i in requests]
+        assert new_tokens == [lengths[i] for i in requests]
+        assert tokens == [token for i in requests for token in range(starts[i], starts[i + 1])]
         seen += [token * HEADS + head for token in tokens for head in range(HEADS)]
     else:
         assert batch.decodes is None
     assert sorted(seen) == list(range(sum(lengths) * HEADS))
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("lengths", [[1, 1], [40, 1, 7], [300]])
-def test_tokens_that_are_not_in_the_order_of_requests(lengths, kernel):
+@pytest.mark.parametrize("most_new_tokens", [0, 1, 7])
+@pytest.mark.parametrize("lengths", [[1, 1], [40, 1, 7], [300], [3, 1]])
+def test_tokens_that_are_not_in_the_order_of_requests(lengths, most_new_tokens):
     """A batch in which some rows belong to no request of the step, and those of a request need not be together."""
     cache, plain = _cache(), _cache()
     slots = [cache.open() for _ in lengths]
     assert slots == [plain.open() for _ in lengths]
     total = sum(lengths)
     order = np.random.default_rng(0).permutation(total + 5)[:total]
-    batch = lay_out(cache, cache.extend(slots, lengths), kernel, total + 5, order)
-    usual = lay_out(plain, plain.extend(slots, lengths), kernel)
+    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens, total + 5, order)
+    usual = lay_out(plain, plain.extend(slots, lengths), most_new_tokens)
     assert batch.num_tokens == total + 5
     if usual.entry_slots is None:
         assert batch.entry_slots is None
@@ -95,17 +97,18 @@ def test_decodes_have_calls_of_their_own():
     slots = [cache.open() for _ in lengths]
     step = cache.extend(slots, lengths)
     prefill = [40] * 3 + [7] * 3
-    by_op = lay_out(cache, step, kernel=False)
+    by_op = lay_out(cache, step, most_new_tokens=0)
     assert [call.seq_lens[0].tolist() for call in by_op.calls] == [[1] * 6, prefill]
-    by_both = lay_out(cache, step, kernel=True)
+    by_both = lay_out(cache, step, most_new_tokens=1)
     assert [call.seq_lens[0].tolist() for call in by_both.calls] == [prefill]
     assert torch.equal(by_op.entry_slots, by_both.entry_slots)
 
 
-def test_a_step_of_decodes_needs_no_index_tensors_with_the_kernel():
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 3]])
+def test_a_step_of_decodes_needs_no_index_tensors_with_the_kernel(lengths):
     cache = _cache()
     slots = [cache.open() for _ in range(3)]
-    batch = lay_out(cache, cache.extend(slots, [1] * 3), kernel=True)
+    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens=7)
     assert batch.entry_slots is None and batch.calls == [] and batch.decodes.request_slots.tolist() == slots
 
 

@@ -70,6 +70,35 @@ class Case(NamedTuple):
         )
         return output, pages
 
+    def one_by_one(self) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`run`, a call for each new token of a request."""
+        pages, rows = self.pages.clone(), self.rows
+        output = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype)
+        kernel = DecodeAttention(pages, self.page_size)
+        new_tokens = rows.new_tokens.tolist()
+        ends = rows.new_tokens.cumsum(0)
+        for number in range(max(new_tokens)):
+            which = torch.tensor([i for i, count in enumerate(new_tokens) if number < count])
+            behind = rows.new_tokens[which] - number - 1
+            lengths = rows.lengths.clone()
+            lengths[rows.request_slots[which]] -= behind.unsqueeze(1)
+            now = replace(rows, lengths=lengths, request_slots=rows.request_slots[which], new_tokens=None)
+            tokens = ends[which] - behind - 1
+            kernel(self.query, self.key, self.value, output, now, tokens, self.scale)
+        return output, pages
+
+
+def _with_new_tokens(case: Case, new_tokens: list[int]) -> Case:
+    """The same entries with more of them new."""
+    total = sum(new_tokens)
+    random = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(total, *x.shape[1:], generator=random).to(x.dtype)
+        for x in (case.query, case.key, case.value)
+    )
+    rows = replace(case.rows, new_tokens=torch.tensor(new_tokens, dtype=torch.int32))
+    return case._replace(query=query, key=key, value=value, rows=rows)
+
 
 def _case(dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=None, seed=0) -> Case:
     """Random pages in random order, two layers, slots that are not in order; unwritten entries are NaN."""
@@ -138,6 +167,54 @@ def test_head_sizes_that_only_narrow_vectors_divide(lanes, dtype):
         assert torch.allclose(
             case.run()[0].float(), case.expected()[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
         )
+
+
+DRAFTED = ((2, 31), (40, 33), (64, 200), (2047, 2048), (2049, 4100), (2050, 7))
+NEW_TOKENS = [2, 8, 1, 5, 3, 7]
+"""Some start a page, some cross from one to the next, and one from what a thread takes to what the next takes."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 7])
+def test_several_new_tokens_equal_the_reference(dtype, head_dim, group):
+    case = _with_new_tokens(_case(dtype, 32, head_dim, group, DRAFTED), NEW_TOKENS)
+    output, pages = case.run()
+    expected, expected_pages = case.expected()
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("page_size, group", [(32, 1), (64, 2), (32, 5)])
+def test_several_new_tokens_equal_one_after_the_other(lanes, dtype, page_size, group):
+    """To the last bit, whatever comes after a token; so drafts do not change what a request answers."""
+    case = _with_new_tokens(_case(dtype, page_size, 64, group, DRAFTED), NEW_TOKENS)
+    output, pages = case.run()
+    expected, expected_pages = case.one_by_one()
+    assert torch.equal(output, expected)
+    assert torch.equal(pages.nan_to_num(), expected_pages.nan_to_num())
+
+
+def test_a_token_that_sees_those_after_it_answers_otherwise():
+    """What the two tests above would find: here the last entry is there when the token before it attends."""
+    case = _with_new_tokens(_case(torch.float32, 32, 64, 2, [(40, 60)]), [2])
+    output, pages = case.run()
+    lengths = case.rows.lengths
+    seeing = case._replace(pages=pages, rows=replace(case.rows, lengths=lengths, new_tokens=None))
+    wrong = seeing._replace(query=case.query[:1], key=case.key[1:], value=case.value[1:]).run()[0]
+    assert (wrong[0] - output[0]).abs().max() > 1e-2
+
+
+def test_several_new_tokens_may_be_anywhere_in_a_batch():
+    case = _with_new_tokens(_case(torch.float32, 32, 64, 2, [(40, 60), (7, 90)]), [3, 2])
+    tokens = torch.tensor([5, 0, 7, 2, 3])
+    query, key, value = (torch.randn(9, *x.shape[1:]) for x in (case.query, case.key, case.value))
+    query[tokens], key[tokens], value[tokens] = case.query, case.key, case.value
+    output, pages = case._replace(query=query, key=key, value=value, tokens=tokens).run()
+    expected, expected_pages = case.run()
+    assert torch.equal(output[tokens], expected)
+    assert torch.equal(pages.nan_to_num(), expected_pages.nan_to_num())
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])

@@ -88,15 +88,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Decodes:
-    """Requests with one query token, which our kernel serves. R requests.
+    """Requests with so few query tokens that our kernel serves them. R requests with N tokens.
 
     Attributes:
         request_slots: int64 [R], the requests; negative ones are padding.
-        tokens: int64 [R], their tokens in the batch; None when these are all of it.
+        tokens: int64 [N], their tokens in the batch, request by request; None when these are all of it, in this order.
+        new_tokens: int32 [R], of each request; None: one each.
     """
 
     request_slots: Tensor
     tokens: Tensor | None
+    new_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def lay_out_by_layer(cache: PagedKVCache, request_slot: int, rows: slice) -> ByL
 def lay_out(
     cache: PagedKVCache,
     step: Step,
-    kernel: bool,
+    most_new_tokens: int,
     num_tokens: int | None = None,
     order: IntArray | None = None,
 ) -> Batch:
@@ -161,12 +163,12 @@ def lay_out(
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
-        kernel: whether our kernel serves decodes; paged attention serves the rest.
+        most_new_tokens: requests with at most so many tokens are our kernel's; paged attention serves the others.
         num_tokens: tokens of the batch; None when they are the step's.
         order: where in the batch the step's tokens are, request by request; None when they are in this order.
     """
     total = num_tokens or int(step.tokens.sum())
-    served = (step.tokens == 1) if kernel else np.zeros(len(step.tokens), bool)
+    served = step.tokens <= most_new_tokens
     decodes = _decodes(step, served, order) if served.any() else None
     if served.all():
         return Batch(total, None, [], decodes)
@@ -179,13 +181,15 @@ def lay_out(
 
 def _decodes(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Decodes:
     """Those of the step's requests that our kernel serves."""
-    device = step.request_slots.device
+    device, lengths = step.request_slots.device, step.tokens[served]
+    new_tokens = None if lengths.max() == 1 else to_device(lengths.astype(np.int32), device)
     if served.all():
-        return Decodes(step.request_slots, None if order is None else to_device(order, device))
-    first = (step.tokens.cumsum() - step.tokens)[served]
+        return Decodes(step.request_slots, None if order is None else to_device(order, device), new_tokens)
+    tokens = np.flatnonzero(np.repeat(served, step.tokens))
     if order is not None:
-        first = order[first]
-    return Decodes(step.request_slots[to_device(np.flatnonzero(served), device)], to_device(first, device))
+        tokens = order[tokens]
+    request_slots = step.request_slots[to_device(np.flatnonzero(served), device)]
+    return Decodes(request_slots, to_device(tokens, device), new_tokens)
 
 
 def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order: IntArray | None) -> Call:

@@ -253,7 +253,7 @@ class Runtime:
         tables, first = self.cache.tables, layer * self.cache.num_kv_heads
         # Kernels on a GPU look up where the arena is: it moves, and CUDA graphs outlive that.
         arena = self.decode_attention.arena_address if self.pages.uses_triton else tables.arena
-        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.request_slots, first)
+        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.request_slots, first, decodes.new_tokens)
         self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
 
     # A step, from the scheduler's message to the report.
@@ -414,7 +414,8 @@ class Runtime:
             slots.append(self._slot_in_step(name))
         step = self.cache.extend(slots, lengths)
         self._freeze(spans)
-        return lay_out(self.cache, step, self.decode_attention is not None, num_tokens, order)
+        most_new_tokens = 0 if self.decode_attention is None else self.decode_attention.most_new_tokens
+        return lay_out(self.cache, step, most_new_tokens, num_tokens, order)
 
     def _slot_in_step(self, name: str) -> int:
         """The request slot that a request's token rows in the step join, opened now if that is for a repeat alone."""
