@@ -63,6 +63,7 @@ class Ask:
             ignore_eos=True,
             extra_args=fields,
             logprobs=VOCAB if logits else None,
+            detokenize=False,  # of each of those, too, which takes longer than all else
         )
 
 
