@@ -150,9 +150,8 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
         other = chat.asking(unused_mark(text))
-        if (
-            "prompt_token_ids" in other
-        ):  # Mistral's tokenizers give no text; there a prefix ends at the first image
+        # Mistral's tokenizers give no text; there a prefix ends at the first image.
+        if "prompt_token_ids" in other:
             return prefix_of_ids(ids, other, chat.asking(WORD))
     except (ValueError, VLLMClientError):  # a template may refuse anything
         return None
