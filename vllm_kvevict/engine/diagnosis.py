@@ -15,8 +15,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options, policy_config
+from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import checks, plugin
 from vllm_kvevict.policies import available
+
+BY_VLLM = "vLLM itself refuses: "
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     plugin.raise_errors()
     options = plugin.requested_options(args) or Options.parse({"policy": "full"})
     config, refusal = _configure(_with_options(args, options))
-    if config is None and options.policy != "full":
-        # Whether it is the policy or the model that is refused.
+    if refusal is not None and not refusal.startswith(BY_VLLM) and options.policy != "full":
+        # Whether it is the policy or the model that is refused. vLLM asks for no policy, and may take long to say no.
         config, _ = _configure(_with_options(args, dataclasses.replace(options, policy="full", params={})))
     policies = None if config is None else _refused_policies(config, options)
     return Diagnosis(args.model, options.policy, refusal or _no_compiler(config), policies)
@@ -100,7 +103,7 @@ def _configure(args: Any) -> tuple[Any, str | None]:
 
 def _by_vllm(error: Exception) -> str:
     """An error of vLLM's own, in one line. They are of many kinds, and each of them would end the server."""
-    return f"vLLM itself refuses: {' '.join(str(error).split())}"
+    return f"{BY_VLLM}{in_one_line(error)}"
 
 
 def _refused_policies(config: Any, options: Options) -> dict[str, str]:
