@@ -15,6 +15,14 @@ class KVEvictionError(ValueError):
         self.field_name = field_name
 
 
+def no_rotary(policy: str) -> KVEvictionError:
+    """What a server says of a policy that would undo the model's rotary embedding, and cannot."""
+    return KVEvictionError(
+        f"--kv-eviction {policy} needs a rotary embedding that turns by position alone, the same in each layer, and "
+        "does not find it in this model: choose another policy"
+    )
+
+
 def in_one_line(error: Exception) -> str:
     """What an error of vLLM's says. Its configuration's come from pydantic, which adds addresses and objects."""
     text = str(error)
