@@ -177,7 +177,9 @@ def test_an_address_that_is_no_api(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [{}, {"data": None}, {"data": ["fake"]}, {"data": [{}]}, {"data": [None]}])
+@pytest.mark.parametrize(
+    "content", [{}, {"data": None}, {"data": ["fake"]}, {"data": [{}]}, {"data": [None]}]
+)
 def test_a_list_of_models_that_is_none(content, tmp_path, capsys):
     with FakeServer() as server:
         server.respond = lambda path, body: (200, content)

@@ -80,7 +80,11 @@ def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         _say("interrupted; every answer that came is kept, and the same command goes on from there")
         return 130
     except ModuleNotFoundError as error:
-        _fail(program, arguments, f"{error.name} is not installed: install vllm-kvevict with its extra `quality`")
+        _fail(
+            program,
+            arguments,
+            f"{error.name} is not installed: install vllm-kvevict with its extra `quality`",
+        )
         return 2
     except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
         _fail(program, arguments, str(error))
