@@ -76,16 +76,6 @@ def test_a_full_disk(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
 
 
-def test_ctrl_c(monkeypatch, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "_read", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["MODEL", "--prompt", "prompt.txt"], "inspect")
-    assert ended.value.code == 130 and capsys.readouterr().err == "inspect: interrupted\n"
-
-
 HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"
 
 

@@ -259,7 +259,7 @@ def test_a_package_that_the_report_needs_is_named(tmp_path):
     ended = subprocess.run(report, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2 and not ended.stdout
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("vllm-kvevict quality report: error: matplotlib") and "extra `quality`" in line
+    assert line.startswith("vllm-kvevict quality: error: matplotlib") and "extra `quality`" in line
 
 
 def test_a_damaged_line_is_an_error_that_names_it(tmp_path, capsys):

@@ -42,9 +42,6 @@ ENVIRONMENT = {
 }
 """What is set before vLLM is imported, unless the user has set it."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; others are vLLM's."""
@@ -100,8 +97,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
         parser.error(f"{package} is not installed: the prompt is read by a vLLM engine")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        parser.exit(INTERRUPTED, f"{program}: interrupted\n")
     _tell(f"wrote {args.output}" + (f" and {args.json}" if args.json else ""))
 
 

@@ -79,22 +79,11 @@ def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     except KeyboardInterrupt:
         _say("interrupted; every answer that came is kept, and the same command goes on from there")
         return 130
-    except ModuleNotFoundError as error:
-        _fail(
-            program,
-            arguments,
-            f"{error.name} is not installed: install vllm-kvevict with its extra `quality`",
-        )
-        return 2
     except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
-        _fail(program, arguments, str(error))
+        # As argparse says it of wrong arguments.
+        print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-def _fail(program: str, arguments: argparse.Namespace, reason: str) -> None:
-    """Say why nothing came of a command, as argparse does of wrong arguments."""
-    print(f"{program} {arguments.command}: error: {' '.join(reason.split())}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
