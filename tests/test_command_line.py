@@ -1,5 +1,6 @@
 """The command line `vllm-kvevict`: what it offers, what it loads, and what it says where something is missing."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -94,3 +95,13 @@ def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
     assert command_line.main(["quality", "report", "folder"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("vllm-kvevict quality: error: rich") and "extra `quality`" in line
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_ctrl_c_ends_a_command_without_a_traceback(name, monkeypatch, capsys):
+    def interrupted(words, program):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(command_line.COMMANDS[name][0]), "main", interrupted)
+    assert command_line.main([name]) == 130
+    assert capsys.readouterr().err == f"vllm-kvevict {name}: interrupted\n"

@@ -19,6 +19,9 @@ COMMANDS = {
 }
 """By name: the module, whose ``main(words, program)`` returns an exit code or None, and what the help says of it."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command's name; all that follows is the command's own."""
@@ -43,6 +46,10 @@ def main(words: Sequence[str] | None = None) -> int:
     program = f"vllm-kvevict {arguments.command}"
     try:
         module = importlib.import_module(COMMANDS[arguments.command][0])
+        return module.main(arguments.words, program) or 0
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vllm_kvevict"):
             raise
@@ -53,7 +60,6 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         print(f"{program}: error: {error.name} is not installed: {advice}", file=sys.stderr)
         return 2
-    return module.main(arguments.words, program) or 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.models import make_model
+from benchmarks.harness.server import end
 from tests.documents import ROOT, first_commands
 
 pytestmark = pytest.mark.engine
@@ -136,8 +136,7 @@ def test_three_commands(environment, folder):
         counts = re.findall(r"^vllm:kv_eviction_evictions_total\{.*\} (.*)$", metrics, re.M)
         assert sum(map(float, counts)) == 1
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
+        end(server)
 
     assert "--kv-eviction-config" in environment.run("vllm serve --help=KVEviction", folder)
     assert "would be served" in environment.run("vllm-kvevict doctor MODEL --kv-eviction lava", folder)

@@ -1,11 +1,15 @@
 """`vllm-kvevict doctor` says of a model what a server would say, and names every kind that is refused."""
 
+import json
+import re
 from importlib.metadata import EntryPoint
 
 import pytest
 from vllm import EngineArgs
 from vllm.model_executor.models import registry
 
+from tests.documents import ROOT
+from tests.engine import test_refusals
 from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, WINDOWED, save_config
 from vllm_kvevict import compatibility, doctor, machine
@@ -84,6 +88,100 @@ def test_every_kind_that_is_refused(name, recipe, examine, tmp_path):
     assert "The policy makes no difference" in text
 
 
+def test_diffusion_models_are_refused_by_vllm_on_a_cpu(examine, tmp_path):
+    model = save_config(tmp_path / "a-model", "llama", "LlamaForCausalLM", LLAMA | {"canvas_length": 64})
+    code, text = examine(model, "--kv-eviction", "snapkv")
+    assert code == 1 and re.search(r"would not be served\n  .* diffusion models", text)
+
+
+def rows_of_refused_models():
+    """Model type and sentence, as docs/MODELS.md has them."""
+    section = (
+        (ROOT / "docs/MODELS.md").read_text().split("\n## What is refused\n")[1].split("\nWhat it would")[0]
+    )
+    return re.findall(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", section, re.M)
+
+
+@pytest.mark.parametrize("model_type, sentence", rows_of_refused_models())
+def test_what_the_documents_refuse(model_type, sentence, examine, tmp_path):
+    (recipe,) = [recipe for recipe in KINDS.values() if recipe[0] == model_type]
+    code, text = examine(save_config(tmp_path / "a-model", *recipe), "--kv-eviction", "snapkv")
+    assert code == 1 and f"\n  {sentence}\n" in re.sub(r" \(\S*/a-model\)", "", text)
+
+
+CONFLICTS = {
+    "--kv-transfer-config": ['{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'],
+    "--kv-offloading-size": ["1"],
+    "--kv-events-config": ['{"enable_kv_cache_events": true}'],
+    "--ec-transfer-config": ['{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'],
+    "--scheduler-cls": ["vllm.v1.core.sched.scheduler.Scheduler"],
+    "--worker-cls": ["vllm.v1.worker.cpu_worker.CPUWorker"],
+    "--attention-backend": ["TRITON_ATTN"],
+    "--attention-config.backend_per_kind": ['{"sliding_window": "TRITON_ATTN"}'],
+    "--attention-config.use_non_causal": ["true"],
+    "--enable-return-routed-experts": [],
+    "--enable-sleep-mode": [],
+    "--enable-dbo": [],
+    "--enable-elastic-ep": [],
+    "--decode-context-parallel-size": ["2"],
+    "--prefill-context-parallel-size": ["2"],
+    "--disable-chunked-mm-input": [],
+    "--kv-sharing-fast-prefill": [],
+    "--distributed-executor-backend": ["external_launcher"],
+    "--kv-cache-dtype": ["fp8"],
+}
+
+
+def test_no_flag_that_is_refused_is_left_out():
+    assert {name.split()[0] for name in test_refusals.FLAGS} == set(CONFLICTS)
+
+
+@pytest.mark.parametrize("flag", CONFLICTS)
+def test_flags_that_conflict(flag, model, examine):
+    code, text = examine(model, "--kv-eviction", "snapkv", flag, *CONFLICTS[flag])
+    assert code == 1 and f"would not be served\n  --kv-eviction cannot be combined with {flag}" in text
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "architecture, settings, flags, sentence",
+    [
+        ("llama", {"model": "DRAFT", "num_speculative_tokens": 2}, [], "speculative decoding by draft_model"),
+        (
+            "llama",
+            NGRAM,
+            ["--pipeline-parallel-size", "2"],
+            "speculative decoding on several pipeline stages",
+        ),
+        ("granitemoehybrid", NGRAM, [], "speculative decoding on models with states"),
+    ],
+)
+def test_speculation_that_is_refused(architecture, settings, flags, sentence, models, model, examine):
+    config = json.dumps(settings).replace("DRAFT", model)
+    words = ["--kv-eviction", "snapkv", "--speculative-config", config, *flags]
+    code, text = examine(str(models(architecture)), *words)
+    assert code == 1
+    assert f"would not be served\n  --kv-eviction cannot be combined with {sentence}" in text
+
+
+def test_speculation_that_runs(model, examine):
+    code, text = examine(model, "--kv-eviction", "snapkv", "--speculative-config", json.dumps(NGRAM))
+    assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [("VLLM_USE_RUST_FRONTEND", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
+)
+def test_variables_that_are_refused(variable, value, model, examine, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    code, text = examine(model, "--kv-eviction", "snapkv")
+    refusal = f"--kv-eviction cannot be combined with {variable}={value}"
+    assert code == 1 and f"problem: {refusal}" in text and f"would not be served\n  {refusal}" in text
+
+
 @pytest.mark.parametrize(
     "flags, settings",
     [
@@ -99,6 +197,11 @@ def test_flags_that_are_refused(flags, settings, model, examine):
     assert code == 1 and refusal_at_start(model, **settings) in text
 
 
+QWEN2_VL = {
+    "text_config": LLAMA
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 128, "num_heads": 2},
+}
 POLICIES = {
     "layers of several kinds": ([], WINDOWED, {"take", "kvzip"}, "computes some tokens twice"),
     "quantized": (
@@ -113,6 +216,12 @@ POLICIES = {
         {"model_type": "llama", "architecture": "LlamaForCausalLM", "settings": LLAMA},
         {"criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv", "kvzip"},
         "cannot be combined with --enable-lora",
+    ),
+    "positions of three dimensions": (
+        [],
+        {"model_type": "qwen2_vl", "architecture": "Qwen2VLForConditionalGeneration", "settings": QWEN2_VL},
+        {"compactor", "expected-attention"},
+        "needs a rotary embedding",
     ),
     "pipeline stages": (
         ["--pipeline-parallel-size", "2"],
@@ -136,9 +245,18 @@ def test_policies_that_a_model_cannot_be_served_with(flags, recipe, refused, sen
         assert all(f"\n  --kv-eviction {other} " in text for other in refused)
 
 
-def test_what_vllm_itself_refuses(tmp_path, examine):
-    code, text = examine(str(tmp_path / "nothing"), "--kv-eviction", "snapkv")
-    assert code == 1 and "would not be served\n  vLLM itself refuses: " in text
+@pytest.mark.parametrize("missing", [True, False])
+def test_what_vllm_itself_refuses(missing, tmp_path, examine):
+    """In one line, and without what its checks of configurations say of themselves."""
+    model = tmp_path / "a-model"
+    if not missing:
+        model.mkdir()
+    code, text = examine(str(model), "--kv-eviction", "snapkv")
+    assert code == 1
+    (sentence,) = re.findall(
+        r"would not be served\n  vLLM itself refuses: (.*)\nThe policy makes no diff", text
+    )
+    assert "a-model" in sentence and "pydantic" not in sentence and "validation error" not in sentence
 
 
 def test_wrong_arguments_end_in_one_line(model, examine, capsys):
@@ -146,6 +264,11 @@ def test_wrong_arguments_end_in_one_line(model, examine, capsys):
         examine(model, "--kv-eviction", "snapkv", "--kv-eviction-config.sinks", "3")
     assert end.value.code == 2
     assert "--kv-eviction-config.sinks does not apply" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit) as end:
+        examine(model, "--kv-eviction", "nothing")
+    assert end.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: doctor") and "invalid choice: 'nothing'" in line
 
 
 # The installation.

@@ -9,6 +9,8 @@ from tests.engine.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.running import Ask, evicting_engine, run
 from tests.engine.serving import command
 from tests.inspection.pages import read as read_page
+from vllm_kvevict.engine import inspection
+from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine
@@ -49,6 +51,14 @@ def test_what_is_behind_a_prefix_is_kept(llm):
         assert shown["kept"] == kept_by(answer, 4, 2, 200, LENGTH)
     assert page["evicted_tokens"] == 200
     assert page["policies"][0]["entries"]["kept"] == 8 * (40 + 100)
+
+
+def test_a_prompt_that_is_hard_to_show(llm):
+    """Its words are in the tokenizer's vocabulary; what is not of it stands between them."""
+    hostile = "</script>\r\n<b>\0 & \\ \U0001f600 \u202e \u05e9\u05dc\u05d5\u05dd \ufeff\r"
+    text = hostile.join(TEXT.split()[:100])
+    page = read_page(render(inspection.read(llm, "tiny", text, ["snapkv"], BUDGET)))
+    assert "".join(page["token_texts"]) == text
 
 
 def freed_pages(llm):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.engine.inspecting import LENGTH, TEXT, kept_by, page_of
+from tests.engine.inspecting import BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.running import Ask, evicting_engine, run
 from vllm_kvevict.inspect.__main__ import main
 
@@ -45,6 +45,23 @@ def test_layers_that_are_not_evicted_are_left_out(models):
     assert page["policies"][0]["entries"] == {"kept": 2 * 2 * 60, "of": 2 * 2 * LENGTH}
 
 
+def test_layers_with_a_state_are_left_out_and_what_is_kept_whole_is_said(models):
+    """This model has no rotary embedding, which one of the policies would undo."""
+    with evicting_engine(models("granitemoehybrid")) as llm:
+        page = page_of(llm, ["snapkv"])
+        with pytest.raises(ValueError, match="expected-attention cannot evict this model"):
+            page_of(llm, ["expected-attention"])
+    assert page["layers"] == [1, 3]
+    assert page["policies"][0]["entries"] == {"kept": 2 * 2 * 60, "of": 2 * 2 * LENGTH}
+
+
+def test_a_layer_that_a_policy_leaves_alone_is_kept(models):
+    options = {"policy": "knorm", "budget": BUDGET, "skip_layers": 1}
+    with evicting_engine(models("llama"), eviction=options) as llm:
+        first, *others = page_of(llm, ["knorm"])["policies"][0]["entries_per_head"]
+    assert first == [LENGTH, LENGTH] and all(len(layer) == 2 and max(layer) < LENGTH for layer in others)
+
+
 def test_a_prompt_without_room_for_an_answer_is_refused(models):
     with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
         shown = page_of(llm, ["snapkv"])["policies"][0]
@@ -68,6 +85,7 @@ REFUSALS = {
     "--prompt nowhere.txt cannot be read": ["--prompt", "nowhere.txt"],
     "there is no such folder": ["--output", "nowhere/page.html"],
     "unrecognized arguments: --nonsense": ["--nonsense"],
+    "--model is no argument here: use the first argument": ["--model", "Qwen/Qwen3-0.6B"],
     "vLLM does not start": ["--max-model-len", "100000"],
 }
 

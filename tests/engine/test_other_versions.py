@@ -101,3 +101,54 @@ def test_the_flag_is_refused_in_one_line():
 )
 def test_what_counts_as_asking(words, asks):
     assert asked_on_command_line(["MODEL", *words]) == asks
+
+
+@pytest.mark.parametrize(
+    ("content", "asks"),
+    [
+        ("additional-config: {kv_eviction: {policy: lava}}", True),
+        ('additional_config: \'{"kv_eviction": {"policy": "lava"}}\'', True),
+        ("kv-eviction: lava", True),
+        ("port: 8000\nadditional-config: {other: kv}", False),
+        ("served-model-name: kv_eviction", False),
+        ("- kv-eviction", False),
+        ("kv-eviction: [", False),
+        ("\0", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_files_may_ask(content, asks, joined, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    words = [f"--config={path}"] if joined else ["--config", str(path)]
+    assert asked_on_command_line(["serve", "MODEL", *words]) == asks
+    assert not asked_on_command_line(["serve", "MODEL", str(path)])
+    assert not asked_on_command_line(["serve", "MODEL", "--config"])
+
+
+def test_a_file_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: MODEL\nadditional-config: {kv_eviction: {policy: lava}}")
+    ended = serve_help("0.33.1", "--config", str(path))
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
+    path.write_text("model: MODEL\nadditional-config: {other: {policy: lava}}")
+    assert serve_help("0.33.1", "--config", str(path)).returncode == 0
+
+
+INSPECT = """
+import sys
+import vllm.version
+vllm.version.__version__ = "0.33.1"
+from vllm_kvevict.inspect.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_inspect_says_the_same(model, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("some text")
+    ended = command(sys.executable, "-c", INSPECT, model, "--prompt", str(prompt))
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith(f"error: {SENTENCE}")

@@ -181,6 +181,45 @@ def test_parts_of_a_character_are_shown_as_one(browser, tmp_path):
     assert browser.find_element(By.CSS_SELECTOR, ".special").text == "<s>"
 
 
+HEBREW = ["\u05e9\u05dc\u05d5\u05dd", " \u05e2\u05d5\u05dc\u05dd"]
+HOSTILE = ["</script><b>", "\r\n", "\0", " & \\", " \U0001f600", "\n", *HEBREW, "\n", " \u202ereversed", "\n"]
+
+
+@pytest.fixture
+def hostile(browser, tmp_path):
+    """A page whose prompt would break it, or turn its own words around, if it could."""
+    load(browser, tmp_path / "page.html", random_inspection(len(HOSTILE), 1, 1, words=HOSTILE))
+    levels(browser)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def test_a_prompt_that_is_hard_to_show_is_shown(hostile):
+    shown = hostile.execute_script("return document.querySelector('.row .cell:first-child').textContent")
+    assert shown == "".join(HOSTILE)
+    assert not hostile.find_elements(By.CSS_SELECTOR, "#text b")
+
+
+def test_lines_run_in_the_direction_of_their_text(hostile):
+    left, middle, first, second = hostile.execute_script(
+        "const cell = document.querySelector('.row .cell:first-child');"
+        "const box = (token) => cell.querySelector(`[data-token='${token}']`).getBoundingClientRect();"
+        "const { left, width } = cell.getBoundingClientRect();"
+        "return [box(0).left - left, left + width / 2, box(6).left, box(7).left];"
+    )
+    assert left < 5 and first > second > middle
+
+
+def test_a_token_does_not_turn_what_is_said_of_it(hostile):
+    hostile.execute_script("document.querySelector(\"[data-token='9']\").click()")
+    code, number = hostile.execute_script(
+        "const code = document.querySelector('#token code'), range = document.createRange();"
+        "range.selectNode(code.nextSibling);"
+        "return [code.getBoundingClientRect().right, range.getBoundingClientRect().left];"
+    )
+    assert "reversed" in hostile.find_element(By.CSS_SELECTOR, "#token code").text and number >= code - 1
+
+
 def luminance(colour):
     parts = [x / 3294.6 if x <= 10 else ((x / 255 + 0.055) / 1.055) ** 2.4 for x in colour]
     return np.dot((0.2126, 0.7152, 0.0722), parts)
@@ -227,7 +266,9 @@ def test_a_prompt_of_32k_tokens(browser, tmp_path):
     assert drawn < 2000
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     # It answers, and the end of the prompt is painted once it is seen.
-    browser.execute_script("document.querySelectorAll('#heads .head')[100].click()")
+    answered = "const start = performance.now(); document.querySelectorAll('#heads .head')[100].click();"
+    answered += "document.body.offsetHeight; return performance.now() - start"
+    assert browser.execute_script(answered) < 2000
     browser.execute_script("scrollTo(0, document.body.scrollHeight)")
     last = "return document.querySelector('[data-token=\"32767\"]')?.className"
     assert WebDriverWait(browser, 10).until(lambda b: b.execute_script(last)).startswith("shade-")

@@ -287,8 +287,8 @@ def test_report(folder):
 
 def test_an_eviction_log_of_other_requests(folder, capsys):
     (folder / "evictions.jsonl").write_text(eviction_line("chatcmpl-other-0", "snapkv"))
-    assert report(folder, "--eviction-log", folder / "evictions.jsonl") == 1
-    assert "does not mention the requests" in " ".join(capsys.readouterr().out.split())
+    assert report(folder, "--eviction-log", folder / "evictions.jsonl") == 2
+    assert "does not mention the requests" in " ".join(capsys.readouterr().err.split())
 
 
 def test_summary_has_the_numbers_of_the_text(folder):
@@ -332,11 +332,11 @@ RUN = {
 
 
 def test_no_results(tmp_path, capsys):
-    assert report(tmp_path) == 1
-    assert "settings.json cannot be read" in capsys.readouterr().out
+    assert report(tmp_path) == 2
+    assert "settings.json cannot be read" in capsys.readouterr().err
     write_settings(tmp_path, Settings("m", 0, False, 8, {}), RUN)
-    assert report(tmp_path) == 1
-    assert "has no results yet" in capsys.readouterr().out
+    assert report(tmp_path) == 2
+    assert "has no results yet" in capsys.readouterr().err
 
 
 def test_two_runs_cannot_write_at_once(tmp_path):

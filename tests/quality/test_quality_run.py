@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from tests.quality.fake_openai import FakeServer, words
 from vllm_kvevict.quality import __main__ as quality
-from vllm_kvevict.quality.arguments import parse_arguments
+from vllm_kvevict.quality import endpoint
+from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, fingerprints, suite_case
 from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, read
 from vllm_kvevict.quality.run import columns
@@ -97,8 +99,8 @@ def test_a_note_on_the_server_is_kept_and_not_sent(tmp_path):
 def test_prefix_needs_tokenize(tmp_path, capsys):
     with FakeServer(tokenizes=False) as server:
         argv = arguments(server, tmp_path, "--policies", "full", "snapkv", "--scopes", "prefix")
-        assert run(*argv) == 1
-    out = capsys.readouterr().out
+        assert run(*argv) == 2
+    out = capsys.readouterr().err
     assert "/tokenize answered HTTP 404" in out and "--scopes prompt" in out
 
 
@@ -111,8 +113,8 @@ def test_plain_sends_nothing_of_ours(tmp_path):
 
 def test_a_server_that_ignores_the_fields_is_refused(tmp_path, capsys):
     with FakeServer(evicts=False) as server:
-        assert run(*arguments(server, tmp_path, "--policies", "snapkv")) == 1
-        assert "ignores kv_eviction" in capsys.readouterr().out and not server.asked
+        assert run(*arguments(server, tmp_path, "--policies", "snapkv")) == 2
+        assert "ignores kv_eviction" in capsys.readouterr().err and not server.asked
         assert run(*arguments(server, tmp_path, "--policies", "full")) == 0  # nothing to ignore
 
 
@@ -125,8 +127,8 @@ def test_instruction(tmp_path):
 def test_a_failing_endpoint_ends_the_run_but_not_what_is_measured(tmp_path, capsys):
     argv = ("--policies", "full", "--samples", "10", "--concurrency", "1")
     with FakeServer(fail=lambda number, body: (503, "overloaded") if number > 4 else None) as server:
-        assert run(*arguments(server, tmp_path, *argv)) == 1
-        out = capsys.readouterr().out.replace("\n", " ")
+        assert run(*arguments(server, tmp_path, *argv)) == 2
+        out = capsys.readouterr().err.replace("\n", " ")
         assert f"{server.url}/chat/completions failed 2 times" in out and "HTTP 503: overloaded" in out
         assert len(results(tmp_path)) == 4 and len(server.asked) == 6
     with FakeServer(fail=lambda number, body: (503, "busy") if number == 1 else None) as server:
@@ -137,41 +139,85 @@ def test_a_failing_endpoint_ends_the_run_but_not_what_is_measured(tmp_path, caps
 def test_an_unreachable_endpoint(tmp_path, capsys):
     with FakeServer() as server:
         argv = arguments(server, tmp_path)
-    assert run(*argv) == 1
-    out = capsys.readouterr().out
+    assert run(*argv) == 2
+    out = capsys.readouterr().err
     assert f"{server.url}/models failed 2 times" in out and "ConnectError" in out
+
+
+class Silent(FakeServer):
+    """A server that takes a connection and says nothing until it is left."""
+
+    def __enter__(self):
+        self.left = threading.Event()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.left.set()
+        super().__exit__(*error)
+
+    def respond(self, path, body):
+        self.left.wait(30)
+        return 404, {}
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_as_long_as_for_an_answer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(endpoint, "QUICK_SECONDS", 0.1)
+    with Silent() as server:
+        assert run(*arguments(server, tmp_path, "--timeout", "600")) == 2
+        assert capsys.readouterr().err == (
+            f"{PROGRAM} run: error: {server.url}/models failed 2 times, the last time with ReadTimeout\n"
+        )
+
+
+def test_an_address_that_is_no_api(tmp_path, capsys):
+    with FakeServer() as server:
+        server.url += "/other"
+        assert run(*arguments(server, tmp_path)) == 2
+    assert f"{server.url}/models answered HTTP 404" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"data": None}, {"data": ["fake"]}, {"data": [{}]}, {"data": [None]}]
+)
+def test_a_list_of_models_that_is_none(content, tmp_path, capsys):
+    with FakeServer() as server:
+        server.respond = lambda path, body: (200, content)
+        assert run(*arguments(server, tmp_path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{server.url}/models did not answer with a list of models" in line
 
 
 def test_a_refused_request_names_itself_and_the_reason(tmp_path, capsys):
     with FakeServer(fail=lambda number, body: (400, "too long for me")) as server:
-        assert run(*arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 1
-    out = capsys.readouterr().out
+        assert run(*arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 2
+    out = capsys.readouterr().err
     # Requests are sent side by side: any of them may be refused first.
     assert re.search(
         r"HTTP 400: too long for me \(asked: single, 40 words, sample \d; snapkv 0.1 \(prompt\)", out
     )
     with FakeServer() as server:
-        assert run(*arguments(server, tmp_path / "b", "--policies", "lava")) == 1
-    assert "unknown policy 'lava'" in capsys.readouterr().out
+        assert run(*arguments(server, tmp_path / "b", "--policies", "lava")) == 2
+    assert "unknown policy 'lava'" in capsys.readouterr().err
 
 
 def test_other_settings_need_another_folder(tmp_path, capsys):
     with FakeServer() as server:
         assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
-        assert run(*arguments(server, tmp_path, "--policies", "full", "--seed", "7")) == 1
-        assert "seed: 0, now 7" in capsys.readouterr().out
+        assert run(*arguments(server, tmp_path, "--policies", "full", "--seed", "7")) == 2
+        assert "seed: 0, now 7" in capsys.readouterr().err
         assert run(*arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
-        assert run(*arguments(server, tmp_path, "--model", "gpt")) == 1
-        assert "serves fake, not gpt" in capsys.readouterr().out
-        assert run(*arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 1
-        assert "questions: 1, now 2" in capsys.readouterr().out
+        assert run(*arguments(server, tmp_path, "--model", "gpt")) == 2
+        assert "serves fake, not gpt" in capsys.readouterr().err
+        assert run(*arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 2
+        assert "questions: 1, now 2" in capsys.readouterr().err
         settings = json.loads((tmp_path / SETTINGS).read_text())
         assert set(settings["texts"]) == {"single", "facts"} and len(settings["runs"]) == 2
         del settings["questions"]  # folders of before there were several can still be read
         settings["texts"]["single"] = "before a change"
         (tmp_path / SETTINGS).write_text(json.dumps(settings))
-        assert run(*arguments(server, tmp_path, "--policies", "full")) == 1
-        assert "the texts of task single" in capsys.readouterr().out
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 2
+        assert "the texts of task single" in capsys.readouterr().err
 
 
 def test_a_torn_last_line_is_asked_again(tmp_path):
@@ -183,13 +229,46 @@ def test_a_torn_last_line_is_asked_again(tmp_path):
     assert len(server.asked) == 4 and len(results(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"{", b""),
+        (b'"score": 1.0', b'"score": "high"'),
+        (b'"score": 1.0', b'"score": null'),
+        (b'"reply": "', b'"reply": "\xff'),
+        (b'"task": "single"', b'"task": ["single"]'),
+    ],
+)
+def test_every_kind_of_damage_is_named(old, new, tmp_path, capsys):
+    with FakeServer() as server:
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
+    path = tmp_path / RESULTS
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"score": 1.0', b'"score": 1', 1))
+    assert run("report", str(tmp_path)) == 0  # a whole number is a number
+    capsys.readouterr()
+    path.write_bytes(content.replace(old, new, 1))
+    assert path.read_bytes() != content and run("report", str(tmp_path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{PROGRAM} report: error: {path}, line 1 is not a result: ")
+
+
+def test_a_package_that_the_report_needs_is_named(tmp_path):
+    code = "import sys; sys.modules['matplotlib'] = None; from vllm_kvevict.__main__ import main; sys.exit(main())"
+    report = [sys.executable, "-c", code, "quality", "report", str(tmp_path)]
+    ended = subprocess.run(report, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and not ended.stdout
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("vllm-kvevict quality: error: matplotlib") and "extra `quality`" in line
+
+
 def test_a_damaged_line_is_an_error_that_names_it(tmp_path, capsys):
     with FakeServer() as server:
         assert run(*arguments(server, tmp_path, "--policies", "full")) == 0
         path = tmp_path / RESULTS
         path.write_text("{}\n" + path.read_text())
-        assert run(*arguments(server, tmp_path, "--policies", "full")) == 1
-    assert "line 1 is not a result" in capsys.readouterr().out
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 2
+    assert "line 1 is not a result" in capsys.readouterr().err
 
 
 def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
@@ -246,6 +325,7 @@ def test_ctrl_c_ends_cleanly(tmp_path):
     [
         (["--tasks", "nothing"], "unknown nothing"),
         (["--budgets", "1.5"], "whole number above 1"),
+        (["--budgets", "few"], "whole number above 1, got few"),
         (["--depths", "2"], "between 0 and 1"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--data", "x"], "belong to a --suite"),

@@ -15,8 +15,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options, policy_config
+from vllm_kvevict.engine.errors import in_one_line, no_rotary
 from vllm_kvevict.engine.frontend import checks, plugin
 from vllm_kvevict.policies import available
+
+BY_VLLM = "vLLM itself refuses: "
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     Raises:
         SystemExit: the arguments themselves are wrong; one line on stderr says how.
     """
-    namespace = make_arg_parser(FlexibleArgumentParser(prog=program)).parse_args(list(words))
+    # vLLM's own usage would be hundreds of lines.
+    parser = FlexibleArgumentParser(prog=program, usage=f"{program} [MODEL] [flags of vllm serve]")
+    namespace = make_arg_parser(parser).parse_args(list(words))
     if namespace.model_tag is not None:
         namespace.model = namespace.model_tag
     try:
@@ -71,11 +76,14 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     plugin.raise_errors()
     options = plugin.requested_options(args) or Options.parse({"policy": "full"})
     config, refusal = _configure(_with_options(args, options))
-    if config is None and options.policy != "full":
-        # Whether it is the policy or the model that is refused.
+    if refusal is not None and not refusal.startswith(BY_VLLM) and options.policy != "full":
+        # Whether it is the policy or the model that is refused. vLLM asks for no policy, and may take long to say no.
         config, _ = _configure(_with_options(args, dataclasses.replace(options, policy="full", params={})))
-    policies = None if config is None else _refused_policies(config, options)
-    return Diagnosis(args.model, options.policy, refusal or _no_compiler(config), policies)
+    if config is None:
+        return Diagnosis(args.model, options.policy, refusal, None)
+    policies = _refused_policies(config, options)
+    refusal = refusal or policies.get(options.policy) or _no_compiler(config)
+    return Diagnosis(args.model, options.policy, refusal, policies)
 
 
 def _with_options(args: Any, options: Options) -> Any:
@@ -100,7 +108,7 @@ def _configure(args: Any) -> tuple[Any, str | None]:
 
 def _by_vllm(error: Exception) -> str:
     """An error of vLLM's own, in one line. They are of many kinds, and each of them would end the server."""
-    return f"vLLM itself refuses: {' '.join(str(error).split())}"
+    return f"{BY_VLLM}{in_one_line(error)}"
 
 
 def _refused_policies(config: Any, options: Options) -> dict[str, str]:
@@ -109,7 +117,11 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
     for policy in available():
         try:
             params = options.params if policy == options.policy else {}
-            checks.check_policy(config, policy_config(policy, options.budget, params))
+            wanted = policy_config(policy, options.budget, params)
+            checks.check_policy(config, wanted)
+            # Workers look at the modules of the model, which are not there; with these positions the outcome is known.
+            if "rotary" in wanted.needs and config.model_config.uses_mrope:
+                raise no_rotary(policy)
         except KVEvictionError as error:
             refused[policy] = str(error)
         except ValueError as error:
@@ -119,7 +131,7 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
 
 def _no_compiler(config: Any) -> str | None:
     """vLLM's own need of a compiler, which shows only when it is about to compile the model."""
-    compiles = config is not None and current_platform.is_cpu() and not config.model_config.enforce_eager
+    compiles = current_platform.is_cpu() and not config.model_config.enforce_eager
     if not compiles or shutil.which(os.environ.get("CXX", "g++")):
         return None
     return "vLLM compiles models for a CPU and finds no C++ compiler: install g++, set CXX, or add --enforce-eager"

@@ -4,6 +4,8 @@ import os
 import sys
 from typing import NoReturn
 
+from pydantic import ValidationError
+
 
 class KVEvictionError(ValueError):
     """A setting that cannot be served; the message is one sentence that names the flag or field."""
@@ -11,6 +13,22 @@ class KVEvictionError(ValueError):
     def __init__(self, message: str, field_name: str | None = None):
         super().__init__(message)
         self.field_name = field_name
+
+
+def no_rotary(policy: str) -> KVEvictionError:
+    """What a server says of a policy that would undo the model's rotary embedding, and cannot."""
+    return KVEvictionError(
+        f"--kv-eviction {policy} needs a rotary embedding that turns by position alone, the same in each layer, and "
+        "does not find it in this model: choose another policy"
+    )
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error of vLLM's says. Its configuration's come from pydantic, which adds addresses and objects."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        text = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+    return " ".join(text.split())
 
 
 def end_command(error: object) -> NoReturn:

@@ -12,6 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
 from vllm_kvevict.engine.config import KVEvictionError, require_options
+from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
 from vllm_kvevict.inspect.text import tokenize
@@ -23,11 +24,16 @@ QUIET = {
 }
 """How the engine runs unless its arguments say otherwise."""
 
+ANSWER_LENGTH = 2
+"""With one token the request could end before it is evicted: before a second one it waits for that."""
+
 
 def parse_engine_arguments(program: str, words: Sequence[str]) -> dict[str, Any]:
     """vLLM's engine arguments from a command line, those alone that were given; ends the command at a bad one."""
     parser = FlexibleArgumentParser(prog=program, usage=f"{program} ... [vLLM's engine arguments]")
     EngineArgs.add_cli_args(parser)
+    # So that nobody's wish is taken for a default: --no-enforce-eager, or --model with the one that vLLM would take.
+    parser.set_defaults(**QUIET, model=None)
     given = vars(parser.parse_args(list(words)))
     return {name: value for name, value in given.items() if value != parser.get_default(name)}
 
@@ -106,7 +112,9 @@ def _engine(
     except KVEvictionError:
         raise
     except Exception as error:
-        raise RuntimeError(f"vLLM does not start ({error}); VLLM_LOGGING_LEVEL=INFO shows more") from error
+        raise RuntimeError(
+            f"vLLM does not start ({in_one_line(error)}); VLLM_LOGGING_LEVEL=INFO shows more"
+        ) from error
     try:
         llm.collective_rpc(recording.record)
         yield llm
@@ -116,8 +124,7 @@ def _engine(
 
 def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
     """Read the prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
-    # With one token the request could end before it is evicted: before a second one it waits for that.
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, extra_args=fields)
+    sampling = SamplingParams(max_tokens=ANSWER_LENGTH, ignore_eos=True, temperature=0, extra_args=fields)
     try:
         (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], sampling, use_tqdm=False)
     except VLLMValidationError as error:
@@ -128,8 +135,12 @@ def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, in
     plan = require_options(llm.llm_engine.vllm_config).plan(len(prompt.ids), fields)
     if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
         return mask
-    if not done:
+    if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:
         raise ValueError("there is no room for an answer after this prompt: give a longer --max-model-len")
+    if not done:
+        raise ValueError(
+            f"{fields['kv_eviction']} cannot evict this model, which it keeps whole: leave it out"
+        )
     mask[:, :, : fields.get("kv_prefix_len", len(prompt.ids))] = False
     for layer, heads in done[-1].kept.items():
         for head, positions in enumerate(heads):

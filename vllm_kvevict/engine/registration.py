@@ -4,7 +4,10 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
 
 from vllm_kvevict.compatibility import refusal
 from vllm_kvevict.engine.errors import KVEvictionError, end_command
@@ -50,10 +53,25 @@ def register() -> None:
 
 def asked_on_command_line(words: Sequence[str]) -> bool:
     """Whether flags or ``--additional-config`` ask for eviction, in any of the forms that vLLM takes."""
+    words = [*words, *_words_of_files(words)]
     names = {re.split("[=.]", word)[0].replace("_", "-") for word in words if word.startswith("--")}
     if names & FLAGS:
         return True
     return "--additional-config" in names and any(KEY in word.replace("-", "_") for word in words)
+
+
+def _words_of_files(words: Sequence[str]) -> Iterator[str]:
+    """What the files of ``--config`` say, as words of a command line; vLLM itself says what is wrong with a file."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, is_joined, value = word.partition("=")
+        if name != "--config":
+            continue
+        try:
+            settings = yaml.safe_load(Path(value if is_joined else following).read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        for key, setting in settings.items() if isinstance(settings, dict) else ():
+            yield from (f"--{key}", str(setting))
 
 
 def _asked_in_python() -> bool:

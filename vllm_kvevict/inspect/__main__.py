@@ -28,8 +28,14 @@ FLAGS = {
 }
 """Flags and fields that errors of the engine name, and what they are called here."""
 
+OWN_ARGUMENTS = {
+    "kv_eviction": "--policy",
+    "kv_budget": "--budget",
+    "model": "the first argument",
+}
+"""vLLM's arguments that are given in another way here."""
+
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that its workers can be asked
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of workers
@@ -81,31 +87,59 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
     add_arguments(parser)
     args, words = parser.parse_known_args(arguments)
     try:
+        _check_targets(args)
         inspection = _read(args, words, program)
-        args.output.write_text(render(inspection), "utf-8")
+        _write("--output", args.output, render(inspection))
         if args.json:
-            args.json.write_text(json.dumps(inspection.to_json(), ensure_ascii=False), "utf-8")
+            _write("--json", args.json, json.dumps(inspection.to_json(), ensure_ascii=False))
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: the prompt is read by a vLLM engine")
+        package = str(error.name).partition(".")[0]
+        parser.error(f"{package} is not installed: the prompt is read by a vLLM engine")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
     _tell(f"wrote {args.output}" + (f" and {args.json}" if args.json else ""))
 
 
+def _check_targets(args: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before an engine works for them, and files that must not be lost."""
+    taken = {Path(args.prompt).resolve(): "--prompt"}
+    for flag, target in {"--output": args.output, "--json": args.json}.items():
+        if target is None:
+            continue
+        path = target.resolve()
+        if path in taken:
+            raise ValueError(f"{flag} {target} is the file of {taken[path]}: name another one")
+        taken[path] = flag
+        if path.is_dir():
+            raise ValueError(f"{flag} {target} is a folder: name a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"{flag} {target}: there is no such folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{flag} {target} cannot be written: choose another place")
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
 def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspection:
     """Read the prompt with an engine; vLLM is imported once the command's own arguments are known to be good."""
     policies = list(dict.fromkeys([args.policy, *args.compare]))
-    text = _prompt(args.prompt)
-    for flag, target in {"--output": args.output, "--json": args.json}.items():
-        if target and not target.resolve().parent.is_dir():
-            raise ValueError(f"{flag} {target}: there is no such folder")
+    text = read_prompt(args.prompt)
     _set_environment()
+    from vllm_kvevict.engine import registration
+
+    if reason := registration.install():
+        raise ValueError(reason)
     from vllm_kvevict.engine import inspection
     from vllm_kvevict.engine.config import parse_budget
 
     budget = parse_budget(args.budget, "--budget")
     given = inspection.parse_engine_arguments(program, words)
-    for name, ours in {"kv_eviction": "--policy", "kv_budget": "--budget"}.items():
+    for name, ours in OWN_ARGUMENTS.items():
         if name in given:
             raise ValueError(f"--{name.replace('_', '-')} is no argument here: use {ours}")
     try:
@@ -114,20 +148,25 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
         raise ValueError(_by_our_names(str(error))) from error
 
 
-def _prompt(name: str) -> str:
-    if name == "-":
-        return sys.stdin.read()
+def read_prompt(name: str) -> str:
+    """The prompt as it is: line ends are part of it."""
     try:
-        return Path(name).read_text("utf-8")
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = content.decode()
     except OSError as error:
         raise ValueError(f"--prompt {name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"--prompt {name} is no text in UTF-8") from None
+    if not text:
+        raise ValueError(f"--prompt {name} is empty")
+    return text
 
 
 def _set_environment() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # The engine runs in this process: its workers are asked by functions, which vLLM sends nowhere else.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     warnings.simplefilter("ignore", FutureWarning)
 

@@ -80,9 +80,9 @@ def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         _say("interrupted; every answer that came is kept, and the same command goes on from there")
         return 130
     except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
-        console.print("The measurement failed:" if arguments.command == "run" else "No report:", style="red")
-        _say(str(error))
-        return 1
+        # As argparse says it of wrong arguments.
+        print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
 
 

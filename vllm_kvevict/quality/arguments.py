@@ -44,6 +44,7 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     )
     _add_target(asking)
     _add_questions(asking)
+    _add_texts(asking)
     _add_suite(asking)
     _add_columns(asking)
     _add_patience(asking)
@@ -94,6 +95,29 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(TASKS)}; or of the suite (default: all)",
     )
     group.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="of each task, length and depth; with --questions, texts of each length "
+        f"(default: {SAMPLES}; of a suite: all)",
+    )
+    group.add_argument(
+        "--instruct",
+        action="store_true",
+        help="say in front of the text what to do with it, for models that were not trained on these texts",
+    )
+    group.add_argument(
+        "--slack",
+        type=int,
+        default=8,
+        metavar="N",
+        help="tokens that a reply may have on top of three for each word of the answer (default: %(default)s)",
+    )
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("generated texts")
+    group.add_argument(
         "--lengths",
         type=int,
         nargs="+",
@@ -110,13 +134,6 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "has a heat map of depths and lengths (default: at random)",
     )
     group.add_argument(
-        "--samples",
-        type=int,
-        metavar="N",
-        help="of each task, length and depth; with --questions, texts of each length "
-        f"(default: {SAMPLES}; of a suite: all)",
-    )
-    group.add_argument(
         "--questions",
         type=int,
         default=1,
@@ -126,18 +143,6 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the generated texts (default: %(default)s)"
-    )
-    group.add_argument(
-        "--instruct",
-        action="store_true",
-        help="say in front of the text what to do with it, for models that were not trained on these texts",
-    )
-    group.add_argument(
-        "--slack",
-        type=int,
-        default=8,
-        metavar="N",
-        help="tokens that a reply may have on top of three for each word of the answer (default: %(default)s)",
     )
 
 
@@ -247,7 +252,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not (0 < value <= 1 or (value > 1 and value.is_integer())):
         raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
     return value

@@ -11,6 +11,8 @@ import httpx
 
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 BODY_WIDTH = 500
+QUICK_SECONDS = 30.0
+"""What a server that runs needs at most to say what it is; answers may take the whole timeout."""
 
 
 class EndpointError(RuntimeError):
@@ -53,10 +55,9 @@ class Endpoint:
         self.url = url.rstrip("/")
         self.root = self.url.removesuffix("/v1")
         self.model = ""
-        self._tries, self._backoff = tries, backoff
+        self._tries, self._backoff, self._timeout = tries, backoff, timeout
         key = os.environ.get("OPENAI_API_KEY", "none")
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 30.0)),
             limits=httpx.Limits(max_connections=connections),
             headers={"Authorization": f"Bearer {key}"},
         )
@@ -74,7 +75,12 @@ class Endpoint:
             EndpointError: if it lists none, or not this one.
         """
         listed = await self._call("GET", f"{self.url}/models")
-        names = [entry["id"] for entry in listed.get("data", [])]
+        try:
+            names = [str(entry["id"]) for entry in listed["data"]]
+        except (KeyError, TypeError):
+            raise EndpointError(
+                f"{self.url}/models did not answer with a list of models: {str(listed)[:BODY_WIDTH]}"
+            ) from None
         if not names or (name is not None and name not in names):
             raise EndpointError(
                 f"{self.url} serves {', '.join(names) or 'no model'}{f', not {name}' if name else ''}"
@@ -145,13 +151,13 @@ class Endpoint:
         defaults = {"add_generation_prompt": True} if "messages" in prompt else {"add_special_tokens": True}
         try:
             answer = await self._call("POST", url, {"model": self.model, **defaults, **prompt})
-            return answer["tokens"]
+            if isinstance(tokens := answer.get("tokens"), list):
+                return tokens
+            why = "gave no tokens"
         except RefusedError as error:
             if error.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
                 raise
             why = f"answered HTTP {error.status}"
-        except KeyError:
-            why = "gave no tokens"
         raise EndpointError(
             f"{url} {why}: without it nobody knows how many tokens come before the question; measure with "
             "--scopes prompt only"
@@ -165,11 +171,13 @@ class Endpoint:
             EndpointError: after the last try.
         """
         problem = ""
+        quick = min(self._timeout, QUICK_SECONDS)
+        timeout = httpx.Timeout(self._timeout if method == "POST" else quick, connect=quick)
         for attempt in range(self._tries):
             if attempt:
                 await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
             try:
-                response = await self._client.request(method, url, json=body)
+                response = await self._client.request(method, url, json=body, timeout=timeout)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise EndpointError(f"{url} is not a URL: {error}") from None
             except httpx.HTTPError as error:

@@ -1,12 +1,13 @@
 """Answers on disk: one JSON line each, written when it arrives, so that a run can be ended and continued."""
 
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 FULL = "full"
@@ -99,9 +100,20 @@ class Result:
         """
         try:
             entry = json.loads(line)
-            return cls(**{**entry, "expected": tuple(entry["expected"])})
+            result = cls(**{**entry, "expected": tuple(entry["expected"])})
         except (TypeError, KeyError) as error:
             raise ValueError(str(error)) from None
+        for name, kind in _kinds().items():
+            if not isinstance(value := getattr(result, name), kind):
+                raise ValueError(f"{name} is {value!r}")
+        return result
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Types of a result's fields; JSON may write a number without its point."""
+    hints = get_type_hints(Result) | {"expected": tuple}
+    return {name: kind | int if kind in (float, float | None) else kind for name, kind in hints.items()}
 
 
 def read(path: Path) -> Iterator[Result]:
@@ -111,9 +123,9 @@ def read(path: Path) -> Iterator[Result]:
         ResultsError: if another line cannot be read, or a key occurs twice.
     """
     seen: set[Key] = set()
-    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            result = Result.parse(line)
+            result = Result.parse(line.decode())
         except ValueError as error:
             raise ResultsError(f"{path}, line {number} is not a result: {error}") from None
         if (key := (result.sample, result.column)) in seen:

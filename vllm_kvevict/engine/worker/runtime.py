@@ -19,6 +19,7 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.errors import no_rotary
 from vllm_kvevict.engine.memory import evicted_layers_of_stages, head_dims
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
@@ -224,10 +225,7 @@ class Runtime:
         model = self.vllm_config.model_config
         rotary = ModelRotary(self.runner.model, layers, model.max_model_len, model.get_head_size())
         if "rotary" in self.options.request_config(None)[0].needs and not rotary.available:
-            raise KVEvictionError(
-                f"--kv-eviction {self.options.policy} needs a rotary embedding that turns by position alone, the same "
-                "in each layer, and does not find it in this model: choose another policy"
-            )
+            raise no_rotary(self.options.policy)
         return rotary
 
     def _tensor_comm(self) -> TensorComm | None:

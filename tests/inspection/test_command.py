@@ -1,0 +1,100 @@
+"""What the command ``inspect`` refuses before it starts an engine, and that it reads prompts as they are."""
+
+import io
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.documents import ROOT
+from vllm_kvevict.inspect import __main__ as command
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    """Where a user is, with a prompt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text("some text")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "folder").mkdir()
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """The sentence that the command ends with, which must come before an engine is asked for."""
+    monkeypatch.setattr(command, "_set_environment", lambda: pytest.fail("an engine would be started"))
+
+    def of(*words):
+        with pytest.raises(SystemExit) as ended:
+            command.main(["MODEL", *words], "inspect")
+        assert ended.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("inspect: error: ")
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--prompt", "empty.txt"], "--prompt empty.txt is empty"),
+        (["--prompt", "folder"], "--prompt folder cannot be read: Is a directory"),
+        (["--prompt", "picture.png"], "--prompt picture.png is no text in UTF-8"),
+        (["--prompt", "prompt.txt", "--output", "folder"], "--output folder is a folder: name a file"),
+        (["--prompt", "prompt.txt", "--json", "no/x.json"], "--json no/x.json: there is no such folder"),
+        (
+            ["--prompt", "prompt.txt", "--output", "folder/../prompt.txt"],
+            "--output folder/../prompt.txt is the file of --prompt: name another one",
+        ),
+        (
+            ["--prompt", "prompt.txt", "--json", "inspect.html"],
+            "--json inspect.html is the file of --output: name another one",
+        ),
+    ],
+)
+def test_files(words, sentence, refusal):
+    assert refusal(*words) == sentence
+
+
+def test_a_file_that_may_not_be_written(refusal, tmp_path, monkeypatch):
+    """Who runs tests as root may write everywhere, so another answer of the system's is put in its place."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "page.html")
+    (tmp_path / "page.html").touch()
+    sentence = refusal("--prompt", "prompt.txt", "--output", "page.html")
+    assert sentence == "--output page.html cannot be written: choose another place"
+
+
+def test_a_full_disk(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_read", lambda *args: None)
+    monkeypatch.setattr(command, "render", lambda inspection: "x" * 100_000)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["MODEL", "--prompt", "prompt.txt", "--output", "/dev/full"], "inspect")
+    assert ended.value.code == 2
+    sentence = "error: --output /dev/full cannot be written: No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
+
+
+HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"
+
+
+def test_line_ends_are_part_of_the_prompt(tmp_path, monkeypatch):
+    path = tmp_path / "hostile.txt"
+    path.write_bytes(HOSTILE.encode())
+    assert command.read_prompt(str(path)) == HOSTILE
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(HOSTILE.encode())))
+    assert command.read_prompt("-") == HOSTILE
+    assert path.read_text() != HOSTILE  # the control: as Python reads texts otherwise
+
+
+def test_without_vllm():
+    code = "import sys; sys.modules['vllm'] = None; from vllm_kvevict.inspect.__main__ import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "MODEL", "--prompt", "prompt.txt"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "vllm is not installed" in ended.stderr.splitlines()[-1]
