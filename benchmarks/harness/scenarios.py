@@ -155,7 +155,7 @@ SCENARIOS = {
 }
 
 SPEED, PER_CPU = "output tokens/s over stock's", "output tokens per CPU second over stock's"
-POSSIBLE = "speed over what is possible without saving prefill"
+POSSIBLE = "share of the best speed possible with stock's prefill time"
 DECODING = "speed of decoding over stock's"
 TARGETS: dict[Kind, dict[str, dict[str, float]]] = {
     ("avx512", "bfloat16"): {
