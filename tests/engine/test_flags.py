@@ -65,7 +65,7 @@ def test_the_group_shows_every_policy_and_parameter(capsys):
             assert f"{name}={value}" in words
     for name, value in ENGINE_DEFAULTS.items():
         assert f"{name}={value}" in words
-    assert "KV to keep of each prompt" in words and "0.2 when not given" in words
+    assert "How much of each prompt's KV to keep" in words and "Default: 0.2." in words
 
 
 def test_every_engine_option_is_documented():

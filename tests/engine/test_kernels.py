@@ -54,7 +54,7 @@ def log():
 
 def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch, log):
     def fail(*_):
-        raise BuildError("no C++ compiler was found: install g++ or name one in CXX")
+        raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
 
     monkeypatch.setattr(cpu, "DecodeAttention", fail)
     assert _kernel() is None

@@ -418,7 +418,7 @@ def test_a_check_that_the_scheduler_makes_too_would_let_them_through(renderers, 
 def test_embeddings_cannot_be_repeated(renderers):
     renderer = renderers(policy="snapkv", policies="all")
     prompt = embeds_input(torch.zeros(100, 128))
-    sentence = r"^kv_eviction kvzip needs a prompt of text, without embeddings"
+    sentence = r"^kv_eviction kvzip needs a text-only prompt, without embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(renderer, prompt, kv_eviction="kvzip")
     assert error.value.parameter == "prompt"

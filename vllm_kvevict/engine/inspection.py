@@ -106,7 +106,9 @@ def _engine(
     except KVEvictionError:
         raise
     except Exception as error:
-        raise RuntimeError(f"vLLM does not start ({error}); VLLM_LOGGING_LEVEL=INFO shows more") from error
+        raise RuntimeError(
+            f"vLLM does not start ({error}): set VLLM_LOGGING_LEVEL=INFO to see more"
+        ) from error
     try:
         llm.collective_rpc(recording.record)
         yield llm
@@ -129,7 +131,7 @@ def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, in
     if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
         return mask
     if not done:
-        raise ValueError("there is no room for an answer after this prompt: give a longer --max-model-len")
+        raise ValueError("the prompt leaves no room for an answer: raise --max-model-len")
     mask[:, :, : fields.get("kv_prefix_len", len(prompt.ids))] = False
     for layer, heads in done[-1].kept.items():
         for head, positions in enumerate(heads):

@@ -125,8 +125,8 @@ MEANINGS = {
     "window": "last tokens that always stay; their queries score the others (0 is possible with h2o, knorm, keydiff, "
     "compactor, kvzip)",
     "kernel": "width of the pooling over neighbouring tokens",
-    "pooling": "how a token's score is joined with its neighbours'",
-    "gqa": "how the query heads of a KV head are joined",
+    "pooling": "how a token's score is combined with its neighbours' scores",
+    "gqa": "how the scores of the query heads that share a KV head are combined",
     "sinks": "first tokens that always stay",
     "beta": "how steeply budgets fall: the top layer gets 1/beta of the average, 1 is uniform",
     "pyramid_rounding": "`official` repeats the integer step of the authors' code, which exceeds the total",
