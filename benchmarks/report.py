@@ -1,7 +1,7 @@
 """One page of everything that was measured: ``python -m benchmarks.report``.
 
-Reads the JSON files of a folder and writes README.md and plots beside them. Every figure comes from the files; missed
-targets and the loads on which eviction does not pay are listed as such.
+Reads the JSON files of a folder and writes README.md and plots there. Every figure comes from the files; missed targets
+and loads on which eviction does not pay are listed as such.
 """
 
 import argparse
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about = "of the JSON files (default: the project's)"
+    about = "folder of the JSON files (default: the project's)"
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help=about)
     arguments = parser.parse_args(argv)
     try:

@@ -128,7 +128,7 @@ def short(side: str) -> str:
 
 SCENARIOS = {
     "memory-bound": Scenario(
-        "memory for 3 of 24 long requests, beside what is possible at all",
+        "memory for 3 of 24 long requests, compared with the best speed possible",
         *(24, 2048, 768),
         pool=3,
         rounds=3,
