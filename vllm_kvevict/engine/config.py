@@ -40,6 +40,17 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
+ENGINE_MEANINGS = {
+    "min_prompt": "shorter prompts, in tokens, are kept whole",
+    "page_size": "tokens in a page",
+    "decode_reserve": "output tokens that admission reserves memory for, per request",
+    "scope": "what is evicted: the prompt, or the prefix before the question",
+    "kernels": "use vllm-kvevict's kernels where they are faster",
+    "policies": f"policies that requests may choose: {ALL}, {UNRESERVED} or a list",
+    "eviction_log": "file that gets one line of JSON for each eviction",
+}
+"""What each engine option does, for help texts."""
+
 REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
 """Fields of ``vllm_xargs`` that a request may carry."""
 

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
+    ENGINE_MEANINGS,
     KEY,
     KVEvictionError,
     Options,
@@ -308,7 +309,10 @@ def _policy_help() -> str:
 
 
 def _config_help() -> str:
-    engine = ", ".join(f"{name}={value}" for name, value in ENGINE_DEFAULTS.items())
+    engine = "; ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)} ({ENGINE_MEANINGS[name]})"
+        for name, value in ENGINE_DEFAULTS.items()
+    )
     policies = []
     for policy in available():
         known = parameters(policy)
