@@ -48,7 +48,7 @@ def test_layers_that_are_not_evicted_are_left_out(models):
 def test_a_prompt_without_room_for_an_answer_is_refused(models):
     with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
         shown = page_of(llm, ["snapkv"])["policies"][0]
-        with pytest.raises(ValueError, match="repeats behind a prompt"):
+        with pytest.raises(ValueError, match="repeats the tokens it evicts after the prompt"):
             page_of(llm, ["kvzip"])
     # Layers of several stages compete: a later step decides, and then the request must still be there.
     short = {"max_model_len": LENGTH + 1, "pipeline_parallel_size": 2}

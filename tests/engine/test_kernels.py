@@ -92,7 +92,9 @@ def test_a_kernel_that_is_faster_is_used_and_the_log_says_by_how_much(monkeypatc
     assert isinstance(_kernel(), DecodeAttention)
     ((severity, message),) = log
     assert severity == "INFO"
-    (share,) = re.findall(r"uses the project's kernel, compiled for \w+, which takes (\d+\.\d\d) of", message)
+    (share,) = re.findall(
+        r"uses vllm-kvevict's kernel, compiled for \w+, which takes (\d+\.\d\d) times", message
+    )
     assert float(share) < 1
 
 

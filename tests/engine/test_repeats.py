@@ -433,7 +433,7 @@ def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
     assert process(renderer, {"prompt_token_ids": [7] * most})
     prompt = {"prompt_token_ids": [7] * (most + 1)}
     sentence = (
-        f"^kv_eviction kvzip repeats .* so it can evict at most {most} tokens with --max-model-len {longest}"
+        f"^kv_eviction kvzip repeats .* with --max-model-len {longest} it can evict at most {most} tokens"
     )
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(renderer, prompt)
