@@ -162,7 +162,7 @@ def test_other_settings_need_another_folder(tmp_path, capsys):
         assert "seed: 0, now 7" in capsys.readouterr().out
         assert run(*arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
         assert run(*arguments(server, tmp_path, "--model", "gpt")) == 1
-        assert "serves fake, not gpt" in capsys.readouterr().out
+        assert "serves fake, not --model gpt" in capsys.readouterr().out
         assert run(*arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 1
         assert "questions: 1, now 2" in capsys.readouterr().out
         settings = json.loads((tmp_path / SETTINGS).read_text())
