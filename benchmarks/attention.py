@@ -1,4 +1,4 @@
-"""Decode attention over a ragged fifth of the KV beside all of it: ``python -m benchmarks.attention``.
+"""Decode attention over part of the KV compared with all of it: ``python -m benchmarks.attention``.
 
 The project's own cache and batch layout, 8 layers of 8 query and 4 KV heads of 64, no engine.
 One side holds the whole context and attends with vLLM's op. The others hold, in every layer and head, a random number
@@ -165,7 +165,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_counts(parser, ("batch", BATCH, "requests"), ("pairs", 9, "runs of each side"))
     for name, kind_of, default, text in (
         ("contexts", whole, [2048, 4096, TARGET_CONTEXT, 16384], "tokens of each request"),
-        ("shares", positive, [0.1, 0.2, 0.4, 1.0], "of the KV held"),
+        ("shares", positive, [0.1, 0.2, 0.4, 1.0], "shares of the KV held"),
     ):
         about = f"{text} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=kind_of, nargs="+", default=default, metavar="X", help=about)

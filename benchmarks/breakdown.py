@@ -1,8 +1,8 @@
-"""Where an engine step goes, stock vLLM beside eviction: ``python -m benchmarks.breakdown``.
+"""Where the time of an engine step goes, with stock vLLM and with eviction: ``python -m benchmarks.breakdown``.
 
-Two kinds of steps of models with few and with many layers: one that decodes a batch, and one that reads the whole
-prompt of a request, at whose end it is evicted. Functions are timed from outside, each without the timed ones that
-it calls, so the parts add up to the step. The timers take about a microsecond a call, which is in it.
+Two kinds of steps, of models with few and with many layers: one that decodes a batch, and one that reads the whole
+prompt of a request and evicts it. Functions are timed from outside, each without the timed functions that it calls, so
+the parts add up to the step. The timers take about a microsecond per call, which is included.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Chats of several turns: stock vLLM with its prefix cache, policy full, and a policy that evicts.
 
-All sides have the same KV memory and their prefix cache on, and run one after the other. Each turn's prompt is all that
-was said before, with the side's own answers, and new words of the user.
+All sides have the same KV memory and their prefix cache on, and run one after the other. Each turn's prompt is the chat
+so far, with the side's own answers, and new words of the user.
 """
 
 import argparse

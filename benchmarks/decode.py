@@ -1,7 +1,7 @@
-"""A step of pure decode at long context, stock vLLM beside eviction: ``python -m benchmarks.decode``.
+"""A step of pure decode at long context, stock vLLM compared with eviction: ``python -m benchmarks.decode``.
 
-Two engines, each in a process of its own, first read the same prompts, both at the same time. Then they decode in
-turns, a block of steps each; no step that is timed computes prompt tokens. The ratio is stock's time over ours.
+Two engines, each in its own process, first read the same prompts at the same time. Then they decode in turns, a block
+of steps each; timed steps compute no prompt tokens. The ratio is stock's time over ours.
 """
 
 import argparse
@@ -250,7 +250,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole,
         default=cores,
         metavar="N",
-        help="of each engine (default: all %(default)s cores)",
+        help="threads of each engine (default: all %(default)s cores)",
     )
     add("--model-layers", type=whole, nargs="+", default=[LAYERS], metavar="N", help="default: %(default)s")
     add_dtype(parser)

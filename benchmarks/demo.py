@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=_budget,
         default=0.2,
         metavar="X",
-        help="ratio of the prompt, or above 1 tokens per KV head (default: %(default)s)",
+        help="share of the prompt in (0, 1], or tokens per KV head above 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--requests", type=int, default=16, metavar="N", help="sent at once (default: %(default)s)"
@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="threads of the model; one core is left to the rest of the server (default: %(default)s)",
     )
     add_dtype(parser)
-    parser.add_argument("--port", type=int, metavar="N", help="of the servers (default: a free one)")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: a free one)")
     parser.add_argument(
         "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"
     )

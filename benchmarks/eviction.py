@@ -1,8 +1,8 @@
-"""Which share of a long prompt's prefill an eviction takes: ``python -m benchmarks.eviction``.
+"""How long an eviction takes, as a share of a long prompt's prefill: ``python -m benchmarks.eviction``.
 
-One engine serves the same prompt under every policy and under ``full``, in turn. The share is the time that the worker
-spends on choosing and on moving, over the time of the steps that computed the prompt; beside it stands the whole
-prefill against the one without eviction, pair by pair.
+One engine serves the same prompt with every policy and with ``full``, in turn. The share is the time that the worker
+spends on choosing and moving entries, over the time of the steps that computed the prompt. The table also has the ratio
+of the whole prefill to the one without eviction, pair by pair.
 """
 
 import argparse

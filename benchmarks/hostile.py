@@ -1,10 +1,10 @@
-"""Ordinary clients beside hostile ones, and beside honest ones with as many tokens, on one small server.
+"""Whether hostile clients slow down ordinary ones more than honest clients with as many tokens do.
 
 Starts ``vllm serve`` with memory for less than one request of the longest kind. Hostile clients ask for answers that
-the memory cannot hold, for prompts that fit only once they are evicted, for policies that hold memory besides their KV,
-for what must be refused; and they go away. Each round sends 300 such requests, then an honest one of the same length
-for each that was answered. Meanwhile four ordinary clients ask short questions, each one after the other: what they
-wait beside the ones and beside the others is compared. Ends with exit code 1 if a requirement is missed.
+the memory cannot hold, for prompts that fit only once they are evicted, for policies that need memory besides their KV,
+and for what must be refused; and they disconnect. Each round sends 300 such requests, then an honest one of the same
+length for each that was answered. Meanwhile four ordinary clients ask short questions, each one after the other. Their
+waiting times in both cases are compared. Ends with exit code 1 if a requirement is missed.
 """
 
 import argparse
@@ -386,18 +386,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
     parser.add_argument(
-        "--requests", type=whole, default=300, metavar="N", help="of a crowd, each round (default: 300)"
+        "--requests", type=whole, default=300, metavar="N", help="hostile requests per round (default: 300)"
     )
     parser.add_argument(
         "--server",
         choices=SERVERS,
         default="chunks",
-        help="how it evicts by default: chunk by chunk (take) or layer by layer (knorm) (default: chunks)",
+        help="how the server evicts by default: chunk by chunk (take) or layer by layer (knorm) (default: chunks)",
     )
-    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="how many (default: 3)")
+    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="number of rounds (default: 3)")
     for kind in ("tensor", "pipeline"):
         name = f"--{kind}-parallel-size"
-        parser.add_argument(name, type=whole, default=1, metavar="N", help="ranks of the server (default: 1)")
+        parser.add_argument(name, type=whole, default=1, metavar="N", help="as for vllm serve (default: 1)")
     parser.add_argument(
         "--name", help=f"write the record to {SCRATCH}/NAME.json, not to the project's results"
     )

@@ -1,8 +1,8 @@
-"""What the page ledger costs the scheduler, beside vLLM's own block manager: ``python -m benchmarks.ledger``.
+"""The page ledger's time in the scheduler, compared with vLLM's block manager: ``python -m benchmarks.ledger``.
 
-Both managers let the same requests decode, in turn and in the same process, and both turn away one waiting request
-in every step, which is when admission counts most. The ledger does so twice: once with requests that have read their
-prompts themselves, once with a prefix cache, of which most requests borrow. Times are per running request and step.
+Both managers let the same requests decode, in turn and in the same process. In every step both refuse one waiting
+request, which is when admission takes longest. The ledger runs twice: once with requests that have read their prompts
+themselves, once with a prefix cache that most requests use. Times are per running request and step.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
         "--rounds", type=int, default=40, help="rounds of each manager (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of row lengths and bootstrap (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of row lengths and bootstrap (default: %(default)s)"
     )
     args = parser.parse_args()
     if not 1 <= args.rounds < OUTPUT // STEPS:

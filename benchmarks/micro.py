@@ -1,10 +1,10 @@
-"""The project's own operations beside what the machine allows: ``python -m benchmarks.micro``.
+"""The project's operations, each compared with the lower bound of its time: ``python -m benchmarks.micro``.
 
-One rank with 8 layers of 8 query and 4 KV heads of 64, no engine. The floor of an operation is the longer of two times:
-its bytes at the speed at which this machine reads memory, and its FLOPs at the speed of its matrix product in the same
-dtype, both measured in every round with the same threads. Bytes are the operands and results, each once; of operations
-that only build index tensors, those tensors. Data that fits into a cache can be faster than the floor. Rows of a decode
-step are of all layers.
+One rank with 8 layers of 8 query and 4 KV heads of 64, no engine. The lower bound (floor) of an operation is the longer
+of two times: its bytes at the speed at which this machine reads memory, and its FLOPs at the speed of a matrix product
+in the same dtype. Both speeds are measured in every round with the same threads. Bytes are those of operands and
+results, each counted once; for operations that only build index tensors, those of the tensors. Data in the processor's
+cache can be faster than the floor. The rows of a decode step are those of all layers.
 """
 
 import argparse
@@ -296,7 +296,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("threads", len(os.sched_getaffinity(0)), "threads of each operation"),
     )
     parser.add_argument(
-        "--share", type=positive, default=0.2, metavar="X", help="of the KV kept (default: %(default)s)"
+        "--share", type=positive, default=0.2, metavar="X", help="share of the KV kept (default: %(default)s)"
     )
     add_dtype(parser)
     arguments = parser.parse_args(argv)

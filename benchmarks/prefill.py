@@ -1,18 +1,18 @@
 """Reading long prompts in bounded memory: ``python -m benchmarks.prefill``.
 
 ``take`` (the default): prompts of several lengths, read by stock vLLM and by take in turns. Time to the first token,
-time in attention, and the most KV that was held, beside the share of attention's work that the paper's formula gives.
+time in attention, the most KV held, and the share of attention's work by the paper's formula.
 
-``recycle``: a prompt that is evicted when it has been read, in several steps (every layer is held whole until then)
-and in one step (each layer recycles the pages of the one before).
+``recycle``: a prompt that is evicted at its end, read in several steps (every layer is held whole until then) and in
+one step (each layer reuses the pages of the one before).
 
-``repeat``: a document with a question behind it, kept whole, and evicted by kvzip, which repeats the document before:
-once with rows that see all of it, once with rows that see only the chunk that they repeat.
+``repeat``: a document followed by a question, kept whole, and evicted by kvzip, which first repeats the document: once
+attending to all of it, once only to the chunk that is repeated.
 
 ``online``: the same document and question, kept whole, and evicted by the policies that score a document without its
 question while they read it: compactor and expected-attention.
 
-The engines run in processes of their own; while one works the others wait.
+Each engine runs in its own process; while one works, the others wait.
 """
 
 import argparse
@@ -335,10 +335,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "what", nargs="?", choices=list(CONTEXTS), default="take", help="default: %(default)s"
     )
     parser.add_argument("--contexts", type=whole, nargs="+", metavar="N", help="tokens of the prompts")
-    parser.add_argument("--model-layers", type=whole, metavar="N", help="of the model")
-    about = "of recycle (default: %(default)s)"
+    parser.add_argument("--model-layers", type=whole, metavar="N", help="layers of the model")
+    about = "policy of recycle (default: %(default)s)"
     parser.add_argument("--policy", choices=available(), default="ada-snapkv", metavar="POLICY", help=about)
-    about = "of recycle, repeat and online (default: %(default)s)"
+    about = "budget of recycle, repeat and online (default: %(default)s)"
     parser.add_argument("--budget", type=budget, default=0.1, metavar="X", help=about)
     add_dtype(parser)
     add_counts(

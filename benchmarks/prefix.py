@@ -1,8 +1,8 @@
-"""Documents that are asked many questions: stock vLLM with its prefix cache, eviction without one, eviction with one.
+"""Documents with many questions: stock vLLM with its prefix cache, eviction without one, eviction with one.
 
 All sides have the same KV memory and take turns. The document is evicted without a question in view
-(``kv_prefix_len``); stock vLLM keeps it whole. The scenario ``compressed`` has a policy that loses little without the
-question, and stock vLLM without its prefix cache beside it. In the scenarios ``exact`` and ``unrelated`` prompts are
+(``kv_prefix_len``); stock vLLM keeps it whole. The scenario ``compressed`` compares a policy that loses little without
+the question with stock vLLM without its prefix cache. In the scenarios ``exact`` and ``unrelated`` prompts are
 evicted with their question in view, so that only uncompressed prefixes can be found.
 """
 

@@ -1,7 +1,7 @@
 """One page of everything that was measured: ``python -m benchmarks.report``.
 
-Reads the JSON files of a folder and writes README.md and plots beside them. Every figure comes from the files; missed
-targets and the loads on which eviction does not pay are listed as such.
+Reads the JSON files of a folder and writes README.md and plots there. Every figure comes from the files; missed targets
+and loads on which eviction does not pay are listed as such.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PICTURES = {
 """Plots that a benchmark draws itself; names may go on with a level and a dtype."""
 ABOUT = (
     "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets. A target is met if the whole "
-    "interval lies on its good side."
+    "interval meets it."
 )
 BURSTS = "A busy server hands several tokens over at a time, so half of the times between tokens (itl) can be zero."
 
@@ -286,7 +286,7 @@ def kvpress_part(name: str, results: dict[str, Any]) -> list[str]:
         for pair, found in results["ratios"].items()
     ]
     return [
-        heading("Beside kvpress on transformers", name, KVPRESS),
+        heading("Compared with kvpress on transformers", name, KVPRESS),
         "",
         f"{settings['requests']} x ({settings['input_len']} in, {settings['output_len']} out), "
         f"budget {settings['budget']:g}, {dtype(settings)}.",
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about = "of the JSON files (default: the project's)"
+    about = "folder of the JSON files (default: the project's)"
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help=about)
     arguments = parser.parse_args(argv)
     try:

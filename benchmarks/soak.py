@@ -1,8 +1,8 @@
-"""Put a server with eviction under random load for long, and see whether anything is lost, leaks or hangs.
+"""Put a server with eviction under random load for a long time, and check that nothing is lost, leaks or hangs.
 
-Starts ``vllm serve`` with a pool much too small for what is asked of it. All policies, completions and chats, streamed
-or not, several answers, log-probabilities, documents that are asked again, clients that go away, bursts and malformed
-requests come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a requirement is missed.
+Starts ``vllm serve`` with much less KV memory than the load needs. All policies, completions and chats, streamed or
+not, several answers, log-probabilities, repeated documents, clients that disconnect, bursts and malformed requests
+come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a requirement is missed.
 """
 
 import argparse
@@ -395,8 +395,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of a model (default: a random one of two layers)")
     for kind in ("tensor", "pipeline"):
         name = f"--{kind}-parallel-size"
-        parser.add_argument(name, type=whole, default=1, metavar="N", help="ranks of the server (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: %(default)s)")
+        parser.add_argument(name, type=whole, default=1, metavar="N", help="as for vllm serve (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: %(default)s)")
     parser.add_argument(
         "--check", action="store_true", help="the server compares page counts with pages after every step"
     )

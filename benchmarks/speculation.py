@@ -1,10 +1,10 @@
 """Speculative decoding by ngram: stock vLLM with it, and eviction without and with it, on answers that copy the prompt.
 
-Ngram drafts what followed the last tokens when they stood in the text before, so it pays where answers repeat their
-prompt, and a random model repeats nothing. This one has the layers of the other benchmarks' model, but its embeddings
-outweigh what they add, and its head names each token's successor: so it counts, whatever its cache holds. Prompts count
-too, and miscount now and then, where drafts are rejected. All sides thus draft and accept alike, and their speeds tell
-what drafts cost them; not how well a model copies from a cache that was evicted, of which benchmarks.quality tells.
+Ngram drafts the tokens that followed the last ones earlier in the text, so it pays where answers repeat their prompt. A
+random model repeats nothing. The model here has the layers of the other benchmarks' model, but always predicts the next
+number, whatever its cache holds. Prompts count too, with a few mistakes, where drafts are rejected. So all sides draft
+and accept the same tokens, and their speeds show what drafts cost. How well a model copies from an evicted cache is
+measured by benchmarks.quality.
 """
 
 import argparse

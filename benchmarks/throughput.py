@@ -1,7 +1,7 @@
 """Requests against ``vllm serve`` without and with eviction, in the same KV memory and in turns.
 
-A scenario is one load with targets; a sweep varies one thing of a load. All servers of a comparison are up at once, and
-one at a time is driven.
+A scenario is one load with targets; a sweep varies one size of a load. All servers of a comparison run at once, and get
+requests in turns.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS, help="default: pool-bound")
     add_options(parser)
     parser.add_argument("--sweep", choices=SWEEPS, help="vary this instead of running a scenario")
-    parser.add_argument("--values", nargs="+", metavar="V", help="of the sweep (default: its own)")
+    parser.add_argument("--values", nargs="+", metavar="V", help="values of the sweep (default: its own)")
     arguments = parser.parse_args(argv)
     if not arguments.sweep:
         if arguments.values:

@@ -1,9 +1,9 @@
-"""What pages and their bookkeeping waste: ``python -m benchmarks.waste``.
+"""Memory that pages and their bookkeeping waste: ``python -m benchmarks.waste``.
 
-One engine serves the same requests under each policy. When every prompt is read and evicted, and after every decode
-step from there, it says how many KV entries it stores, how many pages they take, and how large everything is that
-exists only to find them again: page tables, free pages, row lengths, and the accounts of the worker and of the
-scheduler. Nothing is timed, so the figures have no spread; the worst step counts against the targets.
+One engine serves the same requests with each policy. Once every prompt is read and evicted, and after every decode step
+from there, it reports how many KV entries it stores, how many pages they take, and the size of all bookkeeping: page
+tables, free pages, row lengths, and the accounts of the worker and of the scheduler. Nothing is timed, so the figures
+have no spread; the worst step counts against the targets.
 """
 
 import argparse

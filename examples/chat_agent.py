@@ -1,11 +1,11 @@
-"""Hold a long chat in which each turn brings a tool's output and a question, with a budget for each request.
+"""A long chat in which each turn adds a tool's output and a question, with a budget for each request.
 
     vllm serve MODEL --kv-eviction full --enable-prompt-tokens-details &
     python examples/chat_agent.py --url http://localhost:8000/v1
 
-Each turn sends the whole chat again, as every chat client does. The server begins with the part that it has cached from
-the turn before, reads the rest, and keeps the share of it that the budget allows while it answers. What one turn evicts
-is not lost for the next: the cache has the prompt as it was before its eviction.
+Each turn sends the whole chat again, as every chat client does. The server starts from the part that it has cached from
+the turn before, reads the rest, and evicts down to the budget before it answers. What one turn evicts is not lost for
+the next: the cache has the prompt as it was before its eviction.
 """
 
 import argparse

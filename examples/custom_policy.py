@@ -3,8 +3,8 @@
     python examples/custom_policy.py
 
 In the repository such a file goes into vllm_kvevict/policies/ and its import into __init__.py there; flags, help texts
-and the engine then know it by its name (docs/POLICIES.md says what tests ask for). This one registers itself in its own
-process only.
+and the engine then know its name (docs/POLICIES.md says what the tests need). Here it is registered in this process
+only.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What policies would keep of some attention: the policies need torch alone, no vLLM.
+"""What policies would keep for given keys and queries; this needs only torch, no vLLM.
 
 python examples/decide.py
 """

@@ -1,12 +1,11 @@
-"""Ask many questions about one document: the first one has it read and compressed, the others find it in the cache.
+"""Ask many questions about one document: it is read and compressed for the first one, and cached for the others.
 
     vllm serve MODEL --kv-eviction kvzip --kv-budget 0.3 \\
       --kv-eviction-config.scope prefix --enable-prompt-tokens-details &
     python examples/rag_shared_document.py --url http://localhost:8000/v1
 
-With `scope` `prefix` everything before the last user message is compressed without the question in view. So what is
-kept does not depend on the question, and one compressed document serves them all. `--enable-prompt-tokens-details` lets
-answers say how many tokens were cached.
+With `scope` `prefix` everything before the last user message is compressed without the question in view. So one
+compressed document serves all questions. With `--enable-prompt-tokens-details` answers say how many tokens were cached.
 """
 
 import argparse

@@ -37,7 +37,7 @@ def _load(name: str, level: str) -> ctypes.CDLL:
     source = Path(__file__).with_name(f"{name}.cpp")
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler was found: install g++ or name one in CXX")
+        raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,12 @@ UNCLEAR = (
     "who outlives that is expected to double",
     "the mark goes with a recorded run",
     "and mended here",
+    "what comes behind",
+    "as of --kv-budget",
+    "not to be told from",
+    "lies on its good side",
+    "who waits",
+    "when the producer",
 )
 """Phrases at which readers stumbled: each was replaced by a plain sentence."""
 

@@ -173,7 +173,7 @@ def test_what_is_set_aside_beside_the_kv_memory(
     Of three stages one has two layers. And what compactor needs more: queries of 128 tokens of head size 32.
     """
     sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words])
-    said = f"Beside it each rank sets aside {mib} MiB, which {policies} requests need"
+    said = f"Besides the KV memory each rank reserves {mib} MiB for requests with {policies}"
     assert (capsys.readouterr().out.splitlines()[1] == said) == bool(policies)
 
 
@@ -192,10 +192,10 @@ def test_what_is_set_aside_beside_the_kv_memory(
             ["--policy", "take", "--config", '{"take_warmup_layers": 3}', "--pipeline-parallel-size", "2"],
             "--policy take cannot be combined with --pipeline-parallel-size",
         ),
-        ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: there is no configuration"),
+        ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: found no configuration"),
         ({"num_hidden_layers": None}, [], "its configuration has no num_hidden_layers"),
-        ({"layer_types": ["sliding_attention"]}, [], "which is not computed here"),
-        ({"kv_lora_rank": 512}, [], "which is not computed here"),
+        ({"layer_types": ["sliding_attention"]}, [], "or with MLA, are not supported"),
+        ({"kv_lora_rank": 512}, [], "or with MLA, are not supported"),
     ],
 )
 def test_errors_name_the_flag(

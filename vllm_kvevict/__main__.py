@@ -9,13 +9,13 @@ from vllm_kvevict import __version__
 
 COMMANDS = {
     "policies": ("vllm_kvevict.policies.__main__", "print all policies and their parameters"),
-    "sizing": ("vllm_kvevict.sizing", "compute how many requests fit a KV memory, with and without eviction"),
+    "sizing": ("vllm_kvevict.sizing", "compute how many requests fit, with and without eviction"),
     "inspect": (
         "vllm_kvevict.inspect.__main__",
-        "write a page that shows which tokens of a prompt policies keep",
+        "show on a web page which tokens of a prompt each policy keeps",
     ),
-    "quality": ("vllm_kvevict.quality.__main__", "measure what eviction costs in answers: run, report"),
-    "doctor": ("vllm_kvevict.doctor", "check this installation, and whether a model can be served"),
+    "quality": ("vllm_kvevict.quality.__main__", "measure how eviction changes the quality of answers"),
+    "doctor": ("vllm_kvevict.doctor", "check this installation, and whether it can serve a model"),
 }
 """By name: the module, whose ``main(words, program)`` returns an exit code or None, and what the help says of it."""
 
@@ -35,7 +35,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
     return parser.parse_args(words)
 

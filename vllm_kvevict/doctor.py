@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 GROUP, NAME, ENTRY = "vllm.general_plugins", "kvevict", "vllm_kvevict.engine:register"
 DESCRIPTION = (
-    "Checks this installation. With a model and the flags of vllm serve it also says whether the server would "
-    "start, why not, and which policies the model cannot be served with. It reads the model's configuration, no "
-    "weights, and starts no engine. What depends on the machine's memory is not checked: see vllm-kvevict sizing. "
-    "The exit code is 0 if all is well, 1 if not, 2 for wrong arguments."
+    "Checks this installation. With a model and the flags of vllm serve, it also says whether the server would "
+    "start, and if not, why, and which policies cannot serve the model. It reads the model's configuration, but no "
+    "weights, and starts no engine. It does not check whether the memory suffices: see vllm-kvevict sizing. "
+    "The exit code is 0 if nothing is wrong, 1 if something is, and 2 for wrong arguments."
 )
 
 
@@ -101,7 +101,7 @@ def plugin_problem() -> str | None:
     if times == 0:
         return "vLLM does not find the plugin: install vllm-kvevict with pip in this environment"
     if times > 1:
-        return f"the plugin is registered {times} times: uninstall the packages that bring it, all but vllm-kvevict"
+        return f"the plugin is registered {times} times: uninstall every package that registers it except vllm-kvevict"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves the plugin out: add {NAME} to it, or unset it"
@@ -112,16 +112,16 @@ def verdict(diagnosis: "Diagnosis") -> list[str]:
     """Whether the server would start, and what else the model cannot be served with."""
     server = f"{diagnosis.model} with --kv-eviction {diagnosis.policy}"
     if diagnosis.refusal is None:
-        lines = [f"{server}: would be served"]
+        lines = [f"{server}: can be served"]
     else:
-        lines = [f"{server}: would not be served", f"  {diagnosis.refusal}"]
+        lines = [f"{server}: cannot be served", f"  {diagnosis.refusal}"]
     if diagnosis.policies is None:
-        lines.append("The policy makes no difference to that.")
+        lines.append("This holds for every policy.")
     elif diagnosis.policies:
-        lines.append("Policies that this model cannot be served with:")
+        lines.append("Policies that cannot serve this model:")
         lines += [f"  {reason}" for reason in diagnosis.policies.values()]
     else:
-        lines.append("This model can be served with every policy.")
+        lines.append("Every policy can serve this model.")
     return lines
 
 

@@ -1,7 +1,7 @@
 """How many requests fit a KV memory, with and without eviction: ``vllm-kvevict sizing --help``.
 
-No server is started, no weights are read. The engine's own ledger and bounds (``engine/sizing.py``) compute the numbers
-for the kind of device that the installed vLLM is built for; vLLM is imported once they are needed.
+The engine's own ledger and bounds (``engine/sizing.py``) compute the numbers for the kind of device that the installed
+vLLM is built for; vLLM is imported once they are needed.
 """
 
 import argparse
@@ -31,16 +31,26 @@ COLUMNS = (
     "cached",
     "limit",
 )
+DESCRIPTION = (
+    "Computes how many requests fit a KV memory, with and without eviction. It reads the model's configuration, starts "
+    "no server, and computes with the same functions as the server."
+)
 LEGEND = """
-kept: entries per KV head. reading, evicted, end: MiB of a request on its fullest rank: at most while its prompt is
-read, after its eviction, at its last token. at once: how many run when many arrive together, and what limits it; at
-end: how many fit if all are at their last token (if fewer, some may be preempted). longest: prompt that fits alone.
-layered: whether it is evicted layer by layer as it is read. cached: how many prefixes as long as the prompt fit if the
-memory holds nothing else, where prefixes are evicted on their own (kv_prefix_len, scope prefix). Heads that compete are
-taken to share ranks evenly."""
+kept: KV entries per KV head. reading, evicted, end: MiB that a request holds on its fullest rank: at most while its
+prompt is read, after its eviction, at its last token. at once: how many requests run when many arrive together; limit:
+what limits that number. at end: how many requests fit if all are at their last token; if that is less than at once,
+some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer by
+layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing else;
+they are cached with kv_prefix_len or scope prefix. Where heads compete, the numbers assume that all ranks keep as
+much."""
 
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}
+ABOUT = {
+    "prompt": "tokens of each prompt",
+    "output": "tokens of each answer",
+    "page_size": "tokens in a page, as for --kv-eviction-config.page_size",
+}
 
 
 def read_model(name: str) -> dict[str, int]:
@@ -66,11 +76,11 @@ def read_model(name: str) -> dict[str, int]:
             "max_len": config["max_position_embeddings"],
         }
     except NotImplementedError:
-        reason = "its layers are of several kinds, or have one latent vector for all heads, which is not computed here"
+        reason = "models with layers of several kinds, or with MLA, are not supported by this command"
     except KeyError as error:
         reason = f"its configuration has no {error.args[0]}"
     except (OSError, ValueError, ImportError) as error:
-        reason = f"there is no configuration ({' '.join(str(error).split())[:200]})"
+        reason = f"found no configuration ({' '.join(str(error).split())[:200]})"
     raise ValueError(f"--model {name}: {reason}")
 
 
@@ -85,22 +95,48 @@ def parse_memory(text: str) -> int:
 
 def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.sizing") -> int:
     """Print the table for the command line, by default that of ``sys.argv``; the exit code."""
-    parser = argparse.ArgumentParser(program, description=__doc__, epilog=LEGEND)
-    parser.add_argument("--model", required=True, help="folder, config.json or Hugging Face id")
-    parser.add_argument("--memory", required=True, type=parse_memory, help="per rank, such as 20GiB")
-    parser.add_argument("--budget", nargs="+", default=["0.1", "0.2", "0.4"], help="as of --kv-budget")
-    parser.add_argument("--policy", default="ada-snapkv", choices=available(), metavar="POLICY")
-    parser.add_argument("--config", type=json.loads, default={}, help="as of --kv-eviction-config")
+    parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=LEGEND)
+    parser.add_argument("--model", required=True, help="a folder, a config.json or a Hugging Face id")
+    parser.add_argument(
+        "--memory", required=True, type=parse_memory, help="KV memory per rank, such as 20GiB"
+    )
+    parser.add_argument(
+        "--budget",
+        nargs="+",
+        default=["0.1", "0.2", "0.4"],
+        metavar="X",
+        help="budgets to compare, as for --kv-budget (default: 0.1 0.2 0.4)",
+    )
+    parser.add_argument(
+        "--policy",
+        default="ada-snapkv",
+        choices=available(),
+        metavar="POLICY",
+        help="as for --kv-eviction (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--config", type=json.loads, default={}, metavar="JSON", help="as for --kv-eviction-config"
+    )
     for name, default in {"prompt": 8192, "output": 512, **SIZES}.items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="default the model's")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of keys and values; auto is 16 bit")
+        about = ABOUT.get(name, "as for vllm serve")
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="as for vllm serve, in tokens (default: the model's)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="type of keys and values; auto is one of 16 bits (default: %(default)s)",
+    )
     args = parser.parse_args(words)
     try:
         print(report(args))
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: the engine's own functions compute the numbers")
+        parser.error(f"{error.name} is not installed: install vLLM, whose functions compute the numbers")
     except ValueError as error:
         parser.error(re.sub("|".join(FLAGS), lambda found: FLAGS[found[0]], str(error)))
     return 0
@@ -135,7 +171,10 @@ def report(args: argparse.Namespace) -> str:
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"
     reserve, policies = sizing.reserve(server, {**args.config, "policy": args.policy})
     if policies:
-        head += f"\nBeside it each rank sets aside {reserve / 2**20:.1f} MiB, which {', '.join(policies)} requests need"
+        head += (
+            f"\nBesides the KV memory each rank reserves {reserve / 2**20:.1f} MiB for requests with "
+            f"{', '.join(policies)}"
+        )
     return "\n".join((head, *table, LEGEND))
 
 

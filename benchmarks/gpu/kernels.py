@@ -1,4 +1,4 @@
-"""Each Triton kernel beside what the card's memory allows: ``python -m benchmarks.gpu.kernels``.
+"""Each Triton kernel compared with the least time that its memory traffic takes: ``python -m benchmarks.gpu.kernels``.
 
 Shapes of Llama-3.1-8B. The floor of a kernel is the time that its bytes take at the speed of a copy on the same card:
 operands and results once each, but the keys of the window's attention twice and the keys of a radix search eight times,

@@ -193,7 +193,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=0.4,
         metavar="X",
-        help="of the card that must be free when an engine starts (default: %(default)s)",
+        help="share of the GPU memory that must be free when an engine starts (default: %(default)s)",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--eager", action="store_true", default=False, help="no CUDA graphs and no compilation")

@@ -53,13 +53,15 @@ def parse(
     epilog = " ".join(f"{key}: {scenario.about}." for key, scenario in scenarios.items())
     epilog += f" Targets are judged at the scenario's own sizes, from {LEAST_ROUNDS} rounds on."
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about, epilog=epilog)
-    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(scenarios)} (default: all)")
+    parser.add_argument("scenario", nargs="*", help=f"one or more of {', '.join(scenarios)} (default: all)")
     for size, text in sizes.items():
         flag = f"--{size.replace('_', '-')}"
         parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
-    parser.add_argument("--name", help=f"of the records, followed by the scenario's (default: {name})")
+    parser.add_argument(
+        "--name", help=f"name of the records, followed by the scenario's name (default: {name})"
+    )
     arguments = parser.parse_args(argv)
     unknown = [given for given in arguments.scenario if given not in scenarios]
     if unknown:

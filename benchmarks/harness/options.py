@@ -55,7 +55,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=list(NUMBER_BYTES),
         default=processor.fast_dtype(),
-        help="of weights, activations and KV (default: what this processor computes fast, here %(default)s)",
+        help="type of weights, activations and KV (default: what this processor computes fast, here %(default)s)",
     )
 
 
@@ -64,16 +64,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own = "default: the scenario's"
     parser.add_argument("--policy", choices=available(), help=own)
     parser.add_argument(
-        "--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=f"one side for each ({own})"
+        "--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=f"budgets to compare ({own})"
     )
     for name, kind, text in (
         ("requests", whole, "requests of each run"),
         ("input-len", whole, "tokens of each prompt"),
         ("output-len", whole, "tokens of each answer"),
-        ("spread", share, "lengths are uniform within this share around theirs"),
+        ("spread", share, "lengths vary uniformly by up to this share"),
         ("rate", positive, "requests per second, Poisson"),
         ("concurrency", whole, "most requests that the client has in flight"),
-        ("pool", whole, "full requests that the KV memory holds"),
+        ("pool", whole, "requests that the KV memory holds without eviction"),
         ("rounds", whole, "runs of each side"),
     ):
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text} ({own})")
@@ -85,7 +85,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="OpenMP threads of each rank (default: %(default)s)",
     )
-    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: by what is measured)")
+    parser.add_argument(
+        "--name", help="name of the file in benchmarks/results/ (default: by what is measured)"
+    )
 
 
 def changed(arguments: argparse.Namespace, base: Scenario) -> Scenario:

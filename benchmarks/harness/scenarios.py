@@ -128,7 +128,7 @@ def short(side: str) -> str:
 
 SCENARIOS = {
     "memory-bound": Scenario(
-        "memory for 3 of 24 long requests, beside what is possible at all",
+        "memory for 3 of 24 long requests, compared with the best speed possible",
         *(24, 2048, 768),
         pool=3,
         rounds=3,
@@ -155,7 +155,7 @@ SCENARIOS = {
 }
 
 SPEED, PER_CPU = "output tokens/s over stock's", "output tokens per CPU second over stock's"
-POSSIBLE = "speed over what is possible without saving prefill"
+POSSIBLE = "share of the best speed possible with stock's prefill time"
 DECODING = "speed of decoding over stock's"
 TARGETS: dict[Kind, dict[str, dict[str, float]]] = {
     ("avx512", "bfloat16"): {

@@ -1,9 +1,9 @@
 """The same requests for this project and for NVIDIA's kvpress, at the same budget and in turns.
 
-Our engine gets all requests at once and batches them itself. kvpress runs on Hugging Face transformers with the best
-that its user can do: one batch of all requests, which works for prompts of equal length only, and one request after
-another. Without a policy, transformers and our engine show what the engines alone are worth. Random Llama (8 layers,
-8 query and 4 KV heads of 64), in the same dtype. The first run builds the environment .venv-kvpress.
+Our engine gets all requests at once and batches them itself. kvpress runs on Hugging Face transformers, in the two ways
+that it supports: all requests in one batch, which needs prompts of equal length, and one request after another. Runs
+without a policy compare transformers with our engine alone. Random Llama (8 layers, 8 query and 4 KV heads of 64), in
+the same dtype. The first run builds the environment .venv-kvpress.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_counts(
         parser,
-        ("requests", 8, "that arrive together"),
+        ("requests", 8, "requests that arrive together"),
         ("input-len", 2048, "tokens of each prompt"),
         ("output-len", 256, "tokens of each answer"),
         ("rounds", 3, "runs of each side"),
@@ -84,11 +84,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=0.2,
         metavar="X",
-        help="share of the prompt that is kept (%(default)s)",
+        help="share of the prompt that is kept (default: %(default)s)",
     )
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     add_dtype(parser)
-    parser.add_argument("--name", help="of the file in benchmarks/results/ (default: by what is measured)")
+    parser.add_argument(
+        "--name", help="name of the file in benchmarks/results/ (default: by what is measured)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.output_len < 2:
         parser.error("--output-len must be at least 2")

@@ -76,7 +76,7 @@ def test_another_file_is_no_eviction_log(tmp_path, line):
     EvictionLog(str(path)).write(EVICTION)
     with path.open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(ValueError, match="line 2: no line of an eviction log"):
+    with pytest.raises(ValueError, match="line 2: not a line of an eviction log"):
         list(read_evictions(path))
 
 

@@ -47,7 +47,7 @@ def test_the_page_has_every_figure_and_every_plot(folder):
     assert "| pool-bound |" in text and "2 [2, 2]" in text and "0.8 [0.8, 0.8]" in text
     assert "## Throughput over the full requests that the KV memory holds" in text
     assert "](throughput-sweep-pool.png)" in text and (folder / "throughput-sweep-pool.png").exists()
-    assert "## Latency" not in text and "## Beside kvpress" not in text
+    assert "## Latency" not in text and "## Compared with kvpress" not in text
 
 
 def test_missed_targets_stand_out(folder):

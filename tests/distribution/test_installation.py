@@ -139,4 +139,4 @@ def test_three_commands(environment, folder):
         end(server)
 
     assert "--kv-eviction-config" in environment.run("vllm serve --help=KVEviction", folder)
-    assert "would be served" in environment.run("vllm-kvevict doctor MODEL --kv-eviction lava", folder)
+    assert "can be served" in environment.run("vllm-kvevict doctor MODEL --kv-eviction lava", folder)

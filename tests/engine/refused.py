@@ -23,7 +23,7 @@ MODELS = {
         LLAMA | {"layer_types": ["sliding_attention"] * 2},
     ),
     "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
-    "other than full, sliding-window and linear attention": (
+    "attention other than full, sliding-window or linear": (
         "llama",
         "LlamaForCausalLM",
         LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},
@@ -39,7 +39,7 @@ MODELS = {
     "ALiBi (switched on)": ("falcon", "FalconForCausalLM", NO_GQA | {"alibi": True}),
     "share KV": ("llama", "LlamaForCausalLM", LLAMA | {"num_kv_shared_layers": 1}),
     "skip attention": ("llama", "DeciLMForCausalLM", LLAMA),
-    "differ in their heads": (
+    "have different heads": (
         "llama",
         "LlamaForCausalLM",
         LLAMA | {"per_layer_config": {1: {"num_key_value_heads": 4}}},

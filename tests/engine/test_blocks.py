@@ -84,5 +84,7 @@ def test_pages_of_a_block_are_its_bytes_in_each_layer(layers, outermost):
 
 @pytest.mark.parametrize("block_bytes", [32, 96])
 def test_blocks_that_are_no_whole_number_of_pages_are_refused(block_bytes):
-    with pytest.raises(KVEvictionError, match=r"^--kv-eviction cannot lay pages of 64 bytes over"):
+    with pytest.raises(
+        KVEvictionError, match=r"^--kv-eviction cannot divide vLLM's blocks into pages of 64 bytes"
+    ):
         BlockPages.of(layout(3, block_bytes, 6, False), 6, 64)

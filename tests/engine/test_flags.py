@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.serving import ROOT, VLLM, command
-from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, ENGINE_MEANINGS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
 
@@ -64,8 +64,9 @@ def test_the_group_shows_every_policy_and_parameter(capsys):
         for name, value in parameters(policy).items():
             assert f"{name}={value}" in words
     for name, value in ENGINE_DEFAULTS.items():
-        assert f"{name}={value}" in words
-    assert "KV to keep of each prompt" in words and "0.2 when not given" in words
+        shown = value if isinstance(value, str) else json.dumps(value)
+        assert f"{name}={shown} ({ENGINE_MEANINGS[name]})" in words
+    assert "How much of each prompt's KV to keep" in words and "Default: 0.2." in words
 
 
 def test_every_engine_option_is_documented():

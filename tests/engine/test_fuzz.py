@@ -399,5 +399,5 @@ def test_a_policy_that_the_server_does_not_allow_gets_400(stream, server):
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert "kv_eviction: requests may not choose h2o here" in message
+    assert "kv_eviction: requests may not choose h2o on this server" in message
     assert "--kv-eviction-config.policies all" in message

@@ -254,9 +254,9 @@ def test_values_that_clients_cannot_send_properly(value, server):
 def test_beam_search_gets_400(client):
     model = client.models.list().data[0].id
     beams = {"n": 2, "max_tokens": 4, "extra_body": {"use_beam_search": True}}
-    with pytest.raises(openai.BadRequestError, match="beam search cannot be used while KV eviction is on"):
+    with pytest.raises(openai.BadRequestError, match="beam search cannot be used with --kv-eviction"):
         client.completions.create(model=model, prompt=words(50), **beams)
-    with pytest.raises(openai.BadRequestError, match="beam search cannot be used while KV eviction is on"):
+    with pytest.raises(openai.BadRequestError, match="beam search cannot be used with --kv-eviction"):
         client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": words(50)}], **beams
         )

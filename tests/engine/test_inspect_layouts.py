@@ -65,7 +65,7 @@ def test_a_layer_that_a_policy_leaves_alone_is_kept(models):
 def test_a_prompt_without_room_for_an_answer_is_refused(models):
     with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
         shown = page_of(llm, ["snapkv"])["policies"][0]
-        with pytest.raises(ValueError, match="repeats behind a prompt"):
+        with pytest.raises(ValueError, match="repeats the tokens it evicts after the prompt"):
             page_of(llm, ["kvzip"])
     # Layers of several stages compete: a later step decides, and then the request must still be there.
     short = {"max_model_len": LENGTH + 1, "pipeline_parallel_size": 2}

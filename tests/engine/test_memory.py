@@ -43,7 +43,7 @@ def check(vllm_config, prompt: int, min_tokens: int = 0, **fields: Any) -> None:
 def check_limit(vllm_config, prompt: int, answer: int, **fields: Any) -> None:
     """So many tokens of an answer can be asked for, and not one more."""
     check(vllm_config, prompt, answer, **fields)
-    with pytest.raises(KVEvictionError, match=f"only {answer} tokens of an answer are sure to fit") as error:
+    with pytest.raises(KVEvictionError, match=f"only sure to hold {answer} tokens of an answer") as error:
         check(vllm_config, prompt, answer + 1, **fields)
     assert error.value.field_name == "min_tokens"
 
@@ -109,10 +109,12 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
     with pytest.raises(KVEvictionError) as error:
         check(vllm_config, 7000, kv_eviction="snapkv")
     assert str(error.value) == (
-        "the prompt's 7000 tokens do not fit the KV cache: the longest that fits with kv_eviction=snapkv has 6144 "
-        "tokens, and kv_eviction=take would do for this one"
+        "the prompt's 7000 tokens do not fit the KV cache: the longest prompt that fits with kv_eviction=snapkv has "
+        "6144 tokens, and this one fits with kv_eviction=take"
     )
-    with pytest.raises(KVEvictionError, match="the longest that fits with kv_eviction=full has 6144 tokens"):
+    with pytest.raises(
+        KVEvictionError, match="the longest prompt that fits with kv_eviction=full has 6144 tokens"
+    ):
         check(vllm_config, 6145, kv_eviction="full")
     with pytest.raises(KVEvictionError, match=r"with kv_eviction=take has [0-9]+ tokens$"):
         check(vllm_config, 60_000, kv_budget=6000)
@@ -123,7 +125,9 @@ def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) 
     vllm_config = configure(models, blocks=48, kv_eviction="snapkv", max_num_batched_tokens=2048)
     asking, prompt = SamplingParams(min_tokens=5634, max_tokens=6000), {"prompt_token_ids": [7] * 5000}
     engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(mm_processor_cache=None))
-    with pytest.raises(VLLMValidationError, match=r"min_tokens is 5634, but .* only 5633 tokens") as error:
+    with pytest.raises(
+        VLLMValidationError, match=r"min_tokens is 5634, but .* only sure to hold 5633 tokens"
+    ) as error:
         _check_generate(engine, prompt, asking)
     assert (error.value.parameter, error.value.value) == ("min_tokens", 5634)
     asking.min_tokens = 5633

@@ -136,7 +136,7 @@ def test_cached_prefixes(model, kind):
 def test_policies_that_read_text_only(model, kind, policy):
     with_images, text = asks(kind, policy, 0.4)[0], Ask(300, policy, 0.4)
     with evicting_engine(model, **SETTINGS) as llm:
-        with pytest.raises(VLLMValidationError, match=f"kv_eviction {policy} needs a prompt of text"):
+        with pytest.raises(VLLMValidationError, match=f"kv_eviction {policy} needs a text-only prompt"):
             run(llm, [with_images], recorded=False)
         (answer,) = run(llm, [text])
     assert answer.kept

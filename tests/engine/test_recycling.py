@@ -96,7 +96,7 @@ def test_a_prompt_fits_a_pool_that_could_not_hold_it_whole(model) -> None:
         assert all(len(answer.tokens) == 30 for answer in answers)
         with pytest.raises(
             VLLMValidationError,
-            match="1024 tokens do not fit the KV cache: the longest that fits with kv_evict",
+            match="1024 tokens do not fit the KV cache: the longest prompt that fits with kv_evict",
         ):
             run(llm, [Ask(LENGTH, "full")])
 

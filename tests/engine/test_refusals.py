@@ -47,7 +47,7 @@ def refusal(model: str, **settings) -> str:
     assert "\n" not in sentence and ". " not in sentence
     assert any(
         f"{advice} " in sentence
-        for advice in ("drop", "leave", "unset", "install", "change", "choose", "set")
+        for advice in ("remove", "leave", "unset", "install", "change", "choose", "set", "lower")
     )
     return sentence
 
@@ -57,7 +57,7 @@ def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(mo
     sentence = refusal(model, kv_eviction="take", kv_eviction_config=config, pipeline_parallel_size=2)
     assert "its 3 warm-up layers must lie in the first stage, which has 2" in sentence
     with pytest.raises(
-        KVEvictionError, match="take_warmup_layers must not exceed the model's 4 layers, not 5"
+        KVEvictionError, match="take_warmup_layers must be at most 4, the model's number of layers, not 5"
     ):
         EngineArgs(
             model=model, kv_eviction="take", kv_eviction_config={"take_warmup_layers": 5}
@@ -86,7 +86,7 @@ def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
 READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
 
 
-NEEDS_PROJECTIONS = "reads each layer's output projection, unquantized, .*: choose another policy"
+NEEDS_PROJECTIONS = "needs unquantized output projections, .*: choose another policy"
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_pa
     model = save_config(tmp_path / "a-model", *GEMMA3)
     sentence = refusal(model, skip_tokenizer_init=True)
     assert "attended to in both directions" in sentence and "a-model" in sentence
-    assert sentence.endswith("add --language-model-only to serve its text")
+    assert sentence.endswith("add --language-model-only to serve text without images")
     EngineArgs(
         model, kv_eviction="snapkv", skip_tokenizer_init=True, language_model_only=True
     ).create_engine_config()
@@ -310,7 +310,7 @@ def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
             kv_cache_memory_bytes=1 << 24,
         )
     sentence = str(error.value)
-    assert "a-model" in sentence and "gives each rank 2 KV heads and its layers have 4" in sentence
+    assert "a-model" in sentence and "each rank has 2 KV heads, but its layers have 4" in sentence
     # The next engine of this process gets no connector of this one.
     assert not has_kv_transfer_group()
 
@@ -349,7 +349,7 @@ def test_checkpoints_that_ask_for_fp8_kv(kind, tmp_path):
     model = save_config(tmp_path / "a-model", "llama", "LlamaForCausalLM", settings)
     for given in ({}, {"kv_cache_dtype": "auto"}):
         sentence = refusal(model, skip_tokenizer_init=True, **given)
-        assert "a-model" in sentence and "asks for a KV cache of fp8" in sentence
+        assert "a-model" in sentence and "asks for a KV cache of type fp8" in sentence
         assert sentence.endswith("so set --kv-cache-dtype bfloat16")
     # With a flag that does not fit, "auto" would be no advice.
     sentence = refusal(model, skip_tokenizer_init=True, kv_cache_dtype="float16")
@@ -500,7 +500,7 @@ EMBEDDINGS = {
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 def test_take_reads_no_embeddings(kind, on, off):
     prompt, fields = EMBEDDINGS[kind], {"kv_eviction": "take"}
-    sentence = r"^kv_eviction take needs a prompt of text, without embeddings"
+    sentence = r"^kv_eviction take needs a text-only prompt, without embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(on, fields, prompt=prompt)
     assert error.value.parameter == "prompt"

@@ -418,7 +418,7 @@ def test_a_check_that_the_scheduler_makes_too_would_let_them_through(renderers, 
 def test_embeddings_cannot_be_repeated(renderers):
     renderer = renderers(policy="snapkv", policies="all")
     prompt = embeds_input(torch.zeros(100, 128))
-    sentence = r"^kv_eviction kvzip needs a prompt of text, without embeddings"
+    sentence = r"^kv_eviction kvzip needs a text-only prompt, without embeddings"
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(renderer, prompt, kv_eviction="kvzip")
     assert error.value.parameter == "prompt"
@@ -433,7 +433,7 @@ def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
     assert process(renderer, {"prompt_token_ids": [7] * most})
     prompt = {"prompt_token_ids": [7] * (most + 1)}
     sentence = (
-        f"^kv_eviction kvzip repeats .* so it can evict at most {most} tokens with --max-model-len {longest}"
+        f"^kv_eviction kvzip repeats .* with --max-model-len {longest} it can evict at most {most} tokens"
     )
     with pytest.raises(VLLMValidationError, match=sentence) as error:
         process(renderer, prompt)

@@ -287,7 +287,7 @@ def test_policies_that_requests_may_choose(models, policies, allowed, refused) -
             process(policy)
         assert error.value.parameter == "kv_eviction"
         sentence = str(error.value).partition(" (parameter=")[0]
-        assert sentence.startswith(f"kv_eviction: requests may not choose {policy} here")
+        assert sentence.startswith(f"kv_eviction: requests may not choose {policy} on this server")
         assert (
             "--kv-eviction-config.policies all" in sentence and ". " not in sentence and "\n" not in sentence
         )

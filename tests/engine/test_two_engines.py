@@ -14,7 +14,7 @@ from vllm_kvevict.engine.worker import runtime
 
 SMALL = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 24}
 REFUSAL = (
-    r"^--kv-eviction: another engine .* runs in this process already, so end it first or give each a process"
+    r"^--kv-eviction: another engine .* already runs in this process, so end it first or give each a process"
 )
 ASKS = [Ask(300, "snapkv", 0.2, max_tokens=8)]
 

@@ -62,7 +62,7 @@ def test_a_level_that_the_processor_has_not(monkeypatch):
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(build.BuildError, match=r"install g\+\+ or name one in CXX"):
+    with pytest.raises(build.BuildError, match=r"install g\+\+, or set CXX to one"):
         build.load("decode_attention")
 
 

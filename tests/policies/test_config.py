@@ -136,7 +136,11 @@ NAN = float("nan")
         ("defensivekv", {"budget": 64, "norm_axis": "rows"}, ["norm_axis", "heads, tokens", "'rows'"]),
         ("layer-defensivekv", {"budget": 64, "tp_local": 1}, ["tp_local does not apply"]),
         ("compactor", {"budget": 80}, ["budget=80", "window=64", "sinks=16"]),
-        ("compactor", {"budget": 80, "sinks": 0, "window": 0}, ["sinks and window", "empty"]),
+        (
+            "compactor",
+            {"budget": 80, "sinks": 0, "window": 0},
+            ["sinks and window", "every KV head must keep a token"],
+        ),
         ("compactor", {"budget": 99, "leverage_chunk": 0}, ["leverage_chunk", ">= 1", "0"]),
         *[("compactor", {"budget": 99, "blend": x}, ["blend", ">= 0", repr(x)]) for x in (-0.5, NAN, "1")],
         ("expected-attention", {"budget": 4}, ["budget=4", "sinks=4"]),

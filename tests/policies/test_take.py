@@ -83,7 +83,9 @@ def test_budgets(settings: dict, n: int, layer: int, last: bool, budget: int) ->
 
 
 def test_more_warmup_layers_than_the_model_has() -> None:
-    with pytest.raises(ValueError, match="take_warmup_layers must not exceed the model's 4 layers, not 5"):
+    with pytest.raises(
+        ValueError, match="take_warmup_layers must be at most 4, the model's number of layers, not 5"
+    ):
         take.warmup_layers(EvictionConfig("take", budget=64, take_warmup_layers=5), 4)
 
 

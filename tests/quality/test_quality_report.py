@@ -271,7 +271,8 @@ def test_report(folder):
     text = target.read_text()
     assert text.startswith("# A title\n") and "on a shelf" in text and "`vllm-kvevict quality run" in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    assert len(headings) == 10
+    assert len(headings) == 11
+    assert headings[1] == "## Which policy to pick" and headings[-1] == "## Commands"
     assert (
         "## By task at budget 0.2" in headings
         and "## Scope prefix: the policy does not see the question" in headings

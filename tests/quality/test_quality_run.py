@@ -208,7 +208,7 @@ def test_other_settings_need_another_folder(tmp_path, capsys):
         assert "seed: 0, now 7" in capsys.readouterr().err
         assert run(*arguments(server, tmp_path, "--tasks", "facts", "--policies", "full")) == 0
         assert run(*arguments(server, tmp_path, "--model", "gpt")) == 2
-        assert "serves fake, not gpt" in capsys.readouterr().err
+        assert "serves fake, not --model gpt" in capsys.readouterr().err
         assert run(*arguments(server, tmp_path, "--policies", "full", "--questions", "2")) == 2
         assert "questions: 1, now 2" in capsys.readouterr().err
         settings = json.loads((tmp_path / SETTINGS).read_text())
@@ -328,10 +328,10 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--budgets", "few"], "whole number above 1, got few"),
         (["--depths", "2"], "between 0 and 1"),
         (["--samples", "0"], "--samples must be at least 1"),
-        (["--data", "x"], "belong to a --suite"),
+        (["--data", "x"], "need --suite"),
         (["--questions", "0"], "--questions must be at least 1"),
-        (["--questions", "5", "--depths", "0.5"], "--questions belongs to generated texts"),
-        (["--questions", "5", "--suite", "ruler"], "--questions belongs to generated texts"),
+        (["--questions", "5", "--depths", "0.5"], "--questions above 1 cannot be combined"),
+        (["--questions", "5", "--suite", "ruler"], "--questions above 1 cannot be combined"),
         (["--questions", "5", "--tasks", "single", "common"], "common asks about the whole text"),
         (["--questions", "5000"], "there are no more names"),
     ],

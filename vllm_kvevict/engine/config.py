@@ -40,6 +40,17 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
 
+ENGINE_MEANINGS = {
+    "min_prompt": "shorter prompts, in tokens, are kept whole",
+    "page_size": "tokens in a page",
+    "decode_reserve": "output tokens that admission reserves memory for, per request",
+    "scope": "what is evicted: the prompt, or the prefix before the question",
+    "kernels": "use vllm-kvevict's kernels where they are faster",
+    "policies": f"policies that requests may choose: {ALL}, {UNRESERVED} or a list",
+    "eviction_log": "file that gets one line of JSON for each eviction",
+}
+"""What each engine option does, for help texts."""
+
 REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
 """Fields of ``vllm_xargs`` that a request may carry."""
 
@@ -210,9 +221,9 @@ class Options:
             )
         if not self.allows(policy):
             raise KVEvictionError(
-                f"kv_eviction: requests may not choose {policy} here (--kv-eviction-config.policies "
-                f"{_listed(self.policies)}): start the server with --kv-eviction-config.policies {ALL}, or with a list "
-                "that names it",
+                f"kv_eviction: requests may not choose {policy} on this server (--kv-eviction-config.policies "
+                f"{_listed(self.policies)}): start it with --kv-eviction-config.policies {ALL}, or with a list that "
+                f"names {policy}",
                 "kv_eviction",
             )
 
@@ -225,7 +236,7 @@ class Options:
         config, prefix_len = self.request_config(extra_args)
         if prefix_len is not None and prefix_len > prompt_len:
             raise KVEvictionError(
-                f"kv_prefix_len must not exceed the prompt's {prompt_len} tokens, got {prefix_len}",
+                f"kv_prefix_len must not exceed the length of the prompt, {prompt_len} tokens, got {prefix_len}",
                 "kv_prefix_len",
             )
         n = prompt_len if prefix_len is None else prefix_len
@@ -250,8 +261,8 @@ class Options:
             return extra_args
         if chat_prefix_len is None:
             raise KVEvictionError(
-                "kv_prefix_len is required with --kv-eviction-config.scope prefix: this prompt is not a chat in which "
-                "the question could be found",
+                "kv_prefix_len is required with --kv-eviction-config.scope prefix: this prompt is not a chat whose "
+                "question the server can find",
                 "kv_prefix_len",
             )
         # A prefix of no tokens leaves nothing to evict.

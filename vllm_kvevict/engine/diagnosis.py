@@ -134,4 +134,4 @@ def _no_compiler(config: Any) -> str | None:
     compiles = current_platform.is_cpu() and not config.model_config.enforce_eager
     if not compiles or shutil.which(os.environ.get("CXX", "g++")):
         return None
-    return "vLLM compiles models for a CPU and finds no C++ compiler: install g++, set CXX, or add --enforce-eager"
+    return "vLLM compiles models on a CPU but finds no C++ compiler: install g++, set CXX, or add --enforce-eager"

@@ -18,8 +18,8 @@ class KVEvictionError(ValueError):
 def no_rotary(policy: str) -> KVEvictionError:
     """What a server says of a policy that would undo the model's rotary embedding, and cannot."""
     return KVEvictionError(
-        f"--kv-eviction {policy} needs a rotary embedding that turns by position alone, the same in each layer, and "
-        "does not find it in this model: choose another policy"
+        f"--kv-eviction {policy} needs a rotary embedding that depends on the position alone and is the same in every "
+        "layer, and finds none in this model: choose another policy"
     )
 
 

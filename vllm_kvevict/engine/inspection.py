@@ -113,7 +113,7 @@ def _engine(
         raise
     except Exception as error:
         raise RuntimeError(
-            f"vLLM does not start ({in_one_line(error)}); VLLM_LOGGING_LEVEL=INFO shows more"
+            f"vLLM does not start ({in_one_line(error)}): set VLLM_LOGGING_LEVEL=INFO to see more"
         ) from error
     try:
         llm.collective_rpc(recording.record)
@@ -136,7 +136,7 @@ def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, in
     if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
         return mask
     if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:
-        raise ValueError("there is no room for an answer after this prompt: give a longer --max-model-len")
+        raise ValueError("the prompt leaves no room for an answer: raise --max-model-len")
     if not done:
         raise ValueError(
             f"{fields['kv_eviction']} cannot evict this model, which it keeps whole: leave it out"

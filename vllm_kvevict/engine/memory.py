@@ -143,8 +143,8 @@ def check_fits(
     most = 1 + bounds.most_tokens(plan, prompt_len, longest) - prompt_len
     if min_tokens > most:
         raise KVEvictionError(
-            f"min_tokens is {min_tokens}, but after this prompt only {most} tokens of an answer are sure to fit the KV "
-            f"cache with kv_eviction={plan.config.policy}",
+            f"min_tokens is {min_tokens}, but after this prompt the KV cache is only sure to hold {most} tokens of an "
+            f"answer with kv_eviction={plan.config.policy}: lower min_tokens",
             "min_tokens",
         )
 
@@ -155,12 +155,12 @@ def _too_long(
     """Says which prompts would fit, and which policy this one."""
     policy, fields = plan.config.policy, _fields(plan, plan.config.policy)
     fitting = bounds.longest_prompt(lambda length: options.plan(length, fields), longest, in_one_step)
-    would = f"the longest that fits with kv_eviction={policy} has {fitting} tokens"
+    would = f"the longest prompt that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():
         with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have
             bounded = options.plan(prompt_len, _fields(plan, other))
             if policy != other and bounds.fits(bounded, prompt_len, in_one_step):
-                would += f", and kv_eviction={other} would do for this one"
+                would += f", and this one fits with kv_eviction={other}"
     return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PREFIX = "vllm:kv_eviction_"
 COUNTERS = {
     "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
-    "freed_pages": "Pages that requests use less after evictions, over all ranks; the prefix cache may keep them.",
+    "freed_pages": "Pages that evictions freed, over all ranks; the prefix cache may keep them.",
     "cache_drops": "Compressed prefixes that were dropped to make room.",
 }
 HISTOGRAMS = {
@@ -28,12 +28,12 @@ HISTOGRAMS = {
     ),
 }
 GAUGES = {
-    "physical_pages": "Pages held on a rank, those of cached prefixes included.",
+    "physical_pages": "Pages in use on a rank, including those of cached prefixes.",
     "cached_pages": "Pages of a rank that hold compressed prefixes; requests that use one share most of its pages.",
     "cached_uncompressed_pages": "Pages of a rank that hold uncompressed prefixes; requests share them until they are "
     "evicted.",
-    "logical_kv_tokens": "KV entries that requests have stored on a rank, each those of its prefix too; a token counts "
-    "once per layer and KV head.",
+    "logical_kv_tokens": "KV entries that requests use on a rank, including those of their cached prefixes; a token "
+    "counts once per layer and KV head.",
 }
 
 

@@ -37,7 +37,7 @@ def check_alone() -> None:
         gc.collect()
     if _engine is not None and _engine.is_here:
         raise KVEvictionError(
-            "--kv-eviction: another engine with KV eviction runs in this process already, so end it first or give "
+            "--kv-eviction: another engine with KV eviction already runs in this process, so end it first or give "
             "each a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
         )
 

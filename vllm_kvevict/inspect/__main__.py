@@ -1,8 +1,8 @@
 """See which tokens of a prompt a policy keeps, in each layer and KV head.
 
-The prompt is read by a real engine, once with each policy, and what was kept is written as one HTML page that needs no
-network. All further arguments are vLLM's, as `vllm serve` takes them: --dtype, --max-model-len, --tensor-parallel-size,
---gpu-memory-utilization, --kv-cache-memory-bytes and others; --kv-eviction-config sets parameters of POLICY.
+A real engine reads the prompt once with each policy. What was kept is written as one HTML page that needs no network.
+All other arguments are those of `vllm serve`: --dtype, --max-model-len, --tensor-parallel-size,
+--gpu-memory-utilization, --kv-cache-memory-bytes and so on; --kv-eviction-config sets parameters of POLICY.
 """
 
 import argparse
@@ -45,30 +45,50 @@ ENVIRONMENT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; others are vLLM's."""
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id, as of `vllm serve`")
-    parser.add_argument("--prompt", required=True, metavar="FILE", help="text to read; - is standard input")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id, as for `vllm serve`")
     parser.add_argument(
-        "--policy", default="ada-snapkv", choices=available(), metavar="POLICY", help="default ada-snapkv"
+        "--prompt",
+        required=True,
+        metavar="FILE",
+        help="the prompt, a file of text in UTF-8; - is standard input",
     )
-    parser.add_argument("--budget", default="0.2", metavar="X", help="as of --kv-budget, default 0.2")
+    parser.add_argument(
+        "--policy",
+        default="ada-snapkv",
+        choices=available(),
+        metavar="POLICY",
+        help="policy on the left (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--budget",
+        default="0.2",
+        metavar="X",
+        help="how much to keep, for all policies: a share of the prompt in (0, 1], or tokens per KV head above 1 "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--compare",
         nargs="+",
         default=[],
         choices=available(),
         metavar="POLICY",
-        help="other policies, to be shown beside it",
+        help="other policies to show beside it",
     )
     parser.add_argument(
         "--prefix-len",
         type=int,
         metavar="N",
-        help="evict after N tokens of the prompt, without what follows in view; the rest is kept",
+        help="evict after the first N tokens of the prompt; the policy does not see the tokens after them, which are "
+        "all kept",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("inspect.html"), metavar="PAGE", help="default inspect.html"
+        "--output",
+        type=Path,
+        default=Path("inspect.html"),
+        metavar="PAGE",
+        help="the page (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same data as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the data of the page as JSON")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.inspect") -> None:
@@ -94,7 +114,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
             _write("--json", args.json, json.dumps(inspection.to_json(), ensure_ascii=False))
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        parser.error(f"{package} is not installed: the prompt is read by a vLLM engine")
+        parser.error(f"{package} is not installed: install vLLM, which reads the prompt")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
     _tell(f"wrote {args.output}" + (f" and {args.json}" if args.json else ""))
@@ -141,7 +161,7 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
     given = inspection.parse_engine_arguments(program, words)
     for name, ours in OWN_ARGUMENTS.items():
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} is no argument here: use {ours}")
+            raise ValueError(f"--{name.replace('_', '-')} is not an argument of this command: use {ours}")
     try:
         return inspection.inspect(args.model, text, policies, budget, args.prefix_len, given, _tell)
     except (ValueError, RuntimeError) as error:
@@ -156,7 +176,7 @@ def read_prompt(name: str) -> str:
     except OSError as error:
         raise ValueError(f"--prompt {name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--prompt {name} is no text in UTF-8") from None
+        raise ValueError(f"--prompt {name} is not text in UTF-8") from None
     if not text:
         raise ValueError(f"--prompt {name} is empty")
     return text

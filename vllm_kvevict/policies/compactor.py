@@ -41,7 +41,7 @@ PARAMETERS = (
 def _check(values: Mapping[str, ParamValue]) -> None:
     """Raise ValueError where a head could be left with nothing."""
     if values["sinks"] == values["window"] == 0:
-        raise ValueError("sinks and window must not both be 0: a head that wins nothing would be left empty")
+        raise ValueError("sinks and window must not both be 0: every KV head must keep a token")
 
 
 def score(

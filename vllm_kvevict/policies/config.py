@@ -130,9 +130,7 @@ def _check_always_kept(method: Policy, tokens: int, values: Mapping[str, Any]) -
         kept["the last tokens"] = method.last
     if kept and tokens <= sum(kept.values()):
         names, sizes = " + ".join(kept), ", ".join(f"{name}={size}" for name, size in kept.items())
-        raise ValueError(
-            f"budget must exceed {names}, which counts inside it, but budget={tokens} and {sizes}"
-        )
+        raise ValueError(f"budget must exceed {names}, which is part of it, but budget={tokens} and {sizes}")
 
 
 def _check_budget(

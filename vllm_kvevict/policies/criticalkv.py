@@ -71,7 +71,7 @@ def select_in_rounds(
 register(
     Policy(
         "criticalkv",
-        "as snapkv, half of the tokens by score x projected value norm",
+        "as snapkv, but half of the tokens by score x projected value norm",
         "CriticalKV",
         score,
         select,

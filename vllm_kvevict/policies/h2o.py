@@ -59,7 +59,7 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
 register(
     Policy(
         "h2o",
-        "per head, what all tokens of the prompt attend to most, and the last ones",
+        "per head, what all tokens of the prompt attend to most, and the last tokens",
         "H2O",
         score,
         select,

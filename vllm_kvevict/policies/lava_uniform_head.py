@@ -18,7 +18,7 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
 register(
     Policy(
         "lava-uniform-head",
-        "lava's scores, layers share the budget by entropy, heads alike",
+        "lava's scores, layers share the budget by entropy, the same number in every head",
         "LAVa 4.3",
         lava.score,
         select,

@@ -79,7 +79,9 @@ def warmup_layers(cfg: EvictionConfig, num_layers: int) -> int:
     if given == "auto":
         return num_layers // 2
     if given > num_layers:
-        raise ValueError(f"take_warmup_layers must not exceed the model's {num_layers} layers, not {given}")
+        raise ValueError(
+            f"take_warmup_layers must be at most {num_layers}, the model's number of layers, not {given}"
+        )
     return int(given)
 
 
@@ -179,7 +181,7 @@ def select_prompt(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, co
 def _check(params: Mapping[str, Any]) -> None:
     if params["take_probe"] > params["take_chunk"]:
         raise ValueError(
-            f"take_probe must not exceed take_chunk, but they are {params['take_probe']} and {params['take_chunk']}"
+            f"take_probe must be at most take_chunk, but they are {params['take_probe']} and {params['take_chunk']}"
         )
 
 

@@ -65,7 +65,7 @@ def report_command(arguments: argparse.Namespace) -> None:
         eviction_log=arguments.eviction_log,
         command=arguments.typed,
     )
-    _say(f"written to {path}")
+    _say(f"wrote {path}")
 
 
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         else:
             report_command(arguments)
     except KeyboardInterrupt:
-        _say("interrupted; every answer that came is kept, and the same command goes on from there")
+        _say("interrupted; the answers so far are saved, and the same command continues from there")
         return 130
     except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
         # As argparse says it of wrong arguments.

@@ -26,7 +26,8 @@ BUDGETS = (0.05, 0.1, 0.2, 0.4)
 SAMPLES = 50
 DEFAULT_BUDGET = 0.2
 DESCRIPTION = (
-    "How well a server answers with evicted caches: ask it (run), then write down what came out (report)."
+    "Measures how eviction changes the quality of a server's answers. run asks the questions, and report writes tables "
+    "and plots of the answers."
 )
 
 
@@ -36,11 +37,11 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     commands = parser.add_subparsers(dest="command", required=True)
     asking = commands.add_parser(
         "run",
-        help="ask a running server; continues where an earlier run with the same --output ended",
-        description="Asks an OpenAI-compatible server that is already running, and appends every answer to "
-        "FOLDER/results.jsonl. Started again, it asks only what has no answer yet. The server must have been started "
-        "with --kv-eviction (full will do), without --kv-eviction-config.scope prefix, and for h2o with "
-        "--kv-eviction-config.policies all. The environment variable OPENAI_API_KEY is sent along.",
+        help="ask a running server; continues an earlier run with the same --output",
+        description="Asks an OpenAI-compatible server that is already running, and appends each answer to "
+        "FOLDER/results.jsonl. Started again, it asks only what has no answer yet. Start the server with --kv-eviction "
+        "full, without --kv-eviction-config.scope prefix, and with --kv-eviction-config.policies all if you measure "
+        "h2o, kvzip, compactor or expected-attention. The environment variable OPENAI_API_KEY is sent as the API key.",
     )
     _add_target(asking)
     _add_questions(asking)
@@ -51,8 +52,8 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     writing = commands.add_parser(
         "report",
         help="write tables, verdicts and plots",
-        description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder of the report's name "
-        "beside it. All figures come from FOLDER/results.jsonl.",
+        description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder with the report's name. "
+        "All figures come from FOLDER/results.jsonl.",
     )
     _add_report(writing)
     arguments = parser.parse_args(words)
@@ -65,24 +66,31 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
 def _add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server and results")
     group.add_argument(
-        "--url", default="http://localhost:8000/v1", help="base of the server's API (default: %(default)s)"
+        "--url",
+        default="http://localhost:8000/v1",
+        help="base URL of the server's API (default: %(default)s)",
     )
-    group.add_argument("--model", metavar="NAME", help="as requests name it (default: the first it lists)")
-    group.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the results")
+    group.add_argument("--model", metavar="NAME", help="the served model (default: the server's first)")
+    group.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="where results are written"
+    )
     group.add_argument(
         "--plain",
         action="store_true",
-        help="measure the server as it is: send nothing of ours, and ask every question once; for servers that are not "
-        "ours. Policies, budgets and scopes do not apply",
+        help="measure a server without vllm-kvevict: send no kv_* fields and ask each question once; --policies, "
+        "--budgets and --scopes do not apply",
     )
     group.add_argument(
         "--label",
         default="plain",
         metavar="NAME",
-        help="of a --plain server in the report; %(default)s by default, full makes it the reference",
+        help="name of a --plain server in the report (default: %(default)s); full makes it the reference",
     )
     group.add_argument(
-        "--note", default="", metavar="TEXT", help="on the server's machine and flags, for the report"
+        "--note",
+        default="",
+        metavar="TEXT",
+        help="note for the report, such as the server's machine and flags",
     )
 
 
@@ -92,26 +100,26 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help=f"of {', '.join(TASKS)}; or of the suite (default: all)",
+        help=f"kinds of questions: {', '.join(TASKS)}; or tasks of the suite (default: all)",
     )
     group.add_argument(
         "--samples",
         type=int,
         metavar="N",
-        help="of each task, length and depth; with --questions, texts of each length "
-        f"(default: {SAMPLES}; of a suite: all)",
+        help="questions of each task, length and depth; with --questions, texts of each length "
+        f"(default: {SAMPLES}; for a suite: all)",
     )
     group.add_argument(
         "--instruct",
         action="store_true",
-        help="say in front of the text what to do with it, for models that were not trained on these texts",
+        help="put an instruction before the text, for models that were not trained on these texts",
     )
     group.add_argument(
         "--slack",
         type=int,
         default=8,
         metavar="N",
-        help="tokens that a reply may have on top of three for each word of the answer (default: %(default)s)",
+        help="tokens that a reply may have in addition to three per word of the answer (default: %(default)s)",
     )
 
 
@@ -123,26 +131,26 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1024],
         metavar="N",
-        help="of the generated texts, in words and full stops (default: 1024)",
+        help="lengths of the generated texts, in words and full stops (default: 1024)",
     )
     group.add_argument(
         "--depths",
         type=float,
         nargs="+",
         metavar="X",
-        help="where the needle lies, 0 at the beginning to 1 at the end of the text; with --tasks single: the report "
-        "has a heat map of depths and lengths (default: at random)",
+        help="where the needle is: 0 is the beginning of the text, 1 the end; with --tasks single the report has a "
+        "heat map of depths and lengths (default: at random)",
     )
     group.add_argument(
         "--questions",
         type=int,
         default=1,
         metavar="N",
-        help="about each generated text, in requests of their own; the tasks take turns, without common "
+        help="questions about each generated text, each in its own request; the tasks take turns, except for common "
         "(default: %(default)s)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the generated texts (default: %(default)s)"
+        "--seed", type=int, default=0, metavar="N", help="seed of the generated texts (default: %(default)s)"
     )
 
 
@@ -153,13 +161,14 @@ def _add_suite(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="FOLDER",
-        help="the suite's checkout or download (default: through the package datasets, which may download it)",
+        help="folder with the suite's checkout or download (default: read through the package datasets, which may "
+        "download it)",
     )
     group.add_argument(
         "--prompts",
         type=Path,
         metavar="FOLDER",
-        help="with the suite's prompts, where --data has none: LongBench's config folder, InfiniteBench's src",
+        help="folder with the suite's prompts, if --data has none: LongBench's config folder, InfiniteBench's src",
     )
 
 
@@ -170,8 +179,8 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(POLICIES),
         metavar="POLICY",
-        help="the server checks their names; full is asked once, without budgets; POLICY@NOTE asks for POLICY and "
-        "tells it apart in the report, such as kvzip@chunk of a server with other parameters "
+        help="policies to compare; full is measured once, without a budget; POLICY@NOTE asks for POLICY and has its "
+        "own line in the report, such as kvzip@chunk for a server with other parameters "
         f"(default: {' '.join(POLICIES)})",
     )
     group.add_argument(
@@ -180,7 +189,7 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(BUDGETS),
         metavar="X",
-        help="ratios of the prompt, or above 1 tokens per KV head (default: "
+        help="shares of the prompt in (0, 1], or tokens per KV head above 1 (default: "
         f"{' '.join(f'{budget:g}' for budget in BUDGETS)})",
     )
     group.add_argument(
@@ -188,8 +197,8 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SCOPES,
         default=["prompt"],
-        help="prompt: the policy sees the question; prefix: only what comes before it, found with the server's "
-        "/tokenize (default: prompt)",
+        help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
+        "server's /tokenize (default: prompt)",
     )
     group.add_argument(
         "--min-prompt",
@@ -203,7 +212,11 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
 def _add_patience(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
-        "--concurrency", type=int, default=8, metavar="N", help="requests at once (default: %(default)s)"
+        "--concurrency",
+        type=int,
+        default=8,
+        metavar="N",
+        help="requests in flight at once (default: %(default)s)",
     )
     group.add_argument(
         "--timeout",
@@ -217,37 +230,38 @@ def _add_patience(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="of each request, while the server cannot be reached or fails (default: %(default)s)",
+        help="attempts per request, if the server fails or cannot be reached (default: %(default)s)",
     )
     group.add_argument(
         "--backoff",
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds before the second try, twice as many before each further one (default: %(default)s)",
+        help="seconds before the second attempt, doubled for each further one (default: %(default)s)",
     )
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the results")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the results")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the Markdown file (default: FOLDER/report.md)"
     )
     parser.add_argument(
-        "--title", default="Quality under eviction", help="of the report (default: %(default)s)"
+        "--title", default="Quality under eviction", help="title of the report (default: %(default)s)"
     )
     parser.add_argument(
         "--eviction-log",
         type=Path,
         metavar="FILE",
-        help="of the server, its --kv-eviction-config.eviction_log: adds what the policies kept in each layer and head",
+        help="the server's --kv-eviction-config.eviction_log; adds what the policies kept in each layer and head",
     )
     parser.add_argument(
         "--budget",
         type=_budget,
         default=DEFAULT_BUDGET,
         metavar="X",
-        help="of the tables by task and of the heat maps; the nearest that was measured (default: %(default)s)",
+        help="budget of the tables by task and of the heat maps, or the nearest that was measured "
+        "(default: %(default)s)",
     )
 
 
@@ -265,13 +279,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     """Refuse what cannot be asked, and fill in what depends on other arguments."""
     if arguments.suite is None:
         if arguments.data or arguments.prompts:
-            parser.error("--data and --prompts belong to a --suite")
+            parser.error("--data and --prompts need --suite")
         _check_tasks(parser, arguments)
         arguments.samples = SAMPLES if arguments.samples is None else arguments.samples
     if arguments.questions > 1 and (arguments.suite or arguments.depths):
-        parser.error(
-            "--questions belongs to generated texts whose needles lie anywhere: no --suite, no --depths"
-        )
+        parser.error("--questions above 1 cannot be combined with --suite or --depths")
     if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
         parser.error("--depths must lie between 0 and 1")
     least = {
@@ -301,6 +313,8 @@ def _check_tasks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
     alone = [task for task in arguments.tasks if task in ALONE]
     if several and alone:
-        parser.error(f"--tasks {' '.join(alone)} asks about the whole text: not with --questions")
+        parser.error(
+            f"--tasks {' '.join(alone)} asks about the whole text, so it cannot be combined with --questions above 1"
+        )
     if arguments.questions > most_questions():
         parser.error(f"--questions must be at most {most_questions()}: there are no more names")

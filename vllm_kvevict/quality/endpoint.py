@@ -83,7 +83,7 @@ class Endpoint:
             ) from None
         if not names or (name is not None and name not in names):
             raise EndpointError(
-                f"{self.url} serves {', '.join(names) or 'no model'}{f', not {name}' if name else ''}"
+                f"{self.url} serves {', '.join(names) or 'no model'}{f', not --model {name}' if name else ''}"
             )
         self.model = name or names[0]
 
@@ -159,8 +159,7 @@ class Endpoint:
                 raise
             why = f"answered HTTP {error.status}"
         raise EndpointError(
-            f"{url} {why}: without it nobody knows how many tokens come before the question; measure with "
-            "--scopes prompt only"
+            f"{url} {why}, and scope prefix needs it to count the tokens before the question: use --scopes prompt"
         )
 
     async def _call(self, method: str, url: str, body: Any = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import Mean, Scores
 
-HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told from this many samples"
+HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "undecided with this many samples"
 TIGHT = 0.2
 """The largest share of the prompt that counts as a tight budget."""
 

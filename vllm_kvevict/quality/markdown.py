@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 NONE = "-"
 INTERVALS = (
-    "Scores lie between 0 and 1: the mean over the tasks of the share of expected strings in a reply, or of the "
-    "suite's own score. In brackets: 95 % bootstrap intervals ({resampled}). Differences and shares are paired: the "
-    "same samples under both. The intervals are not corrected for the number of comparisons."
+    "Scores lie between 0 and 1: the share of expected strings in a reply, or the suite's own score, averaged over the "
+    "tasks. Brackets hold 95 % bootstrap intervals ({resampled}). Differences and shares compare the same samples. The "
+    "intervals are not corrected for the number of comparisons."
 )
 WITHIN_TASKS = f"{RESAMPLES:,} resamples of the samples within each task"
 OF_TEXTS = f"{RESAMPLES:,} resamples of the texts, each with all questions about it"
 SYNTHETIC = (
-    "The texts are synthetic: random words, and questions that are answered in the words of the text. A model that was "
-    "trained on nothing else, like the needle model, is small, and what it loses says how the policies differ on such "
-    "texts, not what a large model loses on real ones: measure that with your own model and a public suite."
+    "The texts are synthetic: random words, and questions that are answered in the words of the text. A model trained "
+    "only on such texts, like the needle model, is small. Its scores show how policies differ on such texts, not what "
+    "a large model loses on real ones: measure that with your own model and a public suite."
 )
 
 
@@ -39,6 +39,7 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
     """
     parts = [
         [f"# {report.title}", "", *measured(report)],
+        pick_section(pick(report.scores)),
         fixed_section(report.scores),
         *(scope_section(report.scores, scope) for scope in report.scores.scopes),
         picture("Score over budget", pictures.get("scores")),
@@ -46,8 +47,8 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         length_section(report),
         needle_section(report, pictures),
         claims_section(check_claims(report.scores)),
-        pick_section(pick(report.scores)),
         kept_section(report, pictures),
+        ["## Commands", "", *run_lines(report.runs)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -57,7 +58,7 @@ def budget_name(budget: float) -> str:
 
 
 def measured(report: Report) -> list[str]:
-    """What was asked, of what, and where."""
+    """What was asked, and of which model."""
     results = [*report.scores.results, *(report.needles.results if report.needles else ())]
     results = list(dict.fromkeys(results))
     prompts = [result.prompt_tokens for result in results if result.prompt_tokens]
@@ -68,8 +69,8 @@ def measured(report: Report) -> list[str]:
         "",
         f"- {len(results):,} answers to {samples:,} samples of {len({r.task for r in results})} tasks"
         + (f"; prompts of {min(prompts):,} to {max(prompts):,} tokens" if prompts else ""),
-        f"- model `{settings.model}`; seed {settings.seed}; the texts came "
-        f"{'with' if settings.instruct else 'without'} an instruction; temperature 0",
+        f"- model `{settings.model}`; seed {settings.seed}; texts {'with' if settings.instruct else 'without'} an "
+        "instruction; temperature 0",
         *question_lines(settings.questions),
         *left_out({result.task for result in results}),
     ]
@@ -78,20 +79,20 @@ def measured(report: Report) -> list[str]:
         lines.append(f"- **{whole:,} prompts or prefixes were too short to be evicted and were kept whole**")
     cut = sum(result.finish_reason == "length" for result in results)
     if cut:
-        lines.append(f"- {cut:,} replies were cut because they became too long")
+        lines.append(f"- replies cut at the length limit: {cut:,}")
     empty = sum(not result.reply.strip() for result in results)
     if empty:
-        lines.append(f"- {empty:,} replies were empty")
+        lines.append(f"- empty replies: {empty:,}")
     synthetic = ["", SYNTHETIC] if any(result.task in TASKS for result in results) else []
     intervals = INTERVALS.format(resampled=WITHIN_TASKS if settings.questions == 1 else OF_TEXTS)
-    return [*lines, *run_lines(report.runs), *synthetic, "", intervals]
+    return [*lines, *synthetic, "", intervals]
 
 
 def question_lines(questions: int) -> list[str]:
     """What it means that texts share questions, where they do."""
     if questions == 1:
         return []
-    return [f"- {questions} questions about each text, each in a request of its own, among other records"]
+    return [f"- {questions} questions about each text, each in its own request"]
 
 
 def left_out(asked: Collection[str]) -> list[str]:
@@ -105,18 +106,18 @@ def run_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
     dates: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         server = run["results"]["server"]
-        about = f"vLLM {server['vllm']}" if server.get("vllm") else "says no vLLM version"
+        about = f"vLLM {server['vllm']}" if server.get("vllm") else "vLLM version unknown"
         note = f", {server['note']}" if server.get("note") else ""
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         what = (
             f"`{run['command']}`",
             f"  - server at {server['url']}: {about}{note}",
-            f"  - asked from: {run['cpu']}; {versions}",
+            f"  - client: {run['cpu']}; {versions}",
         )
         dates.setdefault(what, []).append(run["date"])
     lines = []
     for (command, *details), days in dates.items():
-        again = f", continued {len(days) - 1} times" if len(days) > 1 else ""
+        again = f", started {len(days)} times" if len(days) > 1 else ""
         lines += [f"- {days[0]}{again}: {command}", *details]
     return lines
 
@@ -129,7 +130,7 @@ def fixed_section(scores: Scores) -> list[str]:
         [column, scores.mean(column), signed(scores.difference(column, scores.full)) if scores.full else NONE]
         for column in scores.fixed
     ]
-    heading = "Without eviction" if list(scores.fixed) == [scores.full] else "Servers as they are"
+    heading = "Without eviction" if list(scores.fixed) == [scores.full] else "Full cache and plain servers"
     return [f"## {heading}", "", *table(["", "score", "difference to the full cache"], rows)]
 
 
@@ -234,11 +235,11 @@ def claims_section(findings: Sequence[Finding]) -> list[str]:
         for finding in findings
     ]
     return [
-        "## What the papers say",
+        "## Claims of the papers",
         "",
-        f"Policies are compared at budgets of at most {TIGHT:.0%} of the tokens, scopes at all budgets that evict, on "
-        "the mean over these budgets. A claim holds if the whole interval of the difference lies above 0; it does not "
-        "hold if the whole interval lies below 0.",
+        f"Policies are compared by their mean over budgets of at most {TIGHT:.0%} of the tokens, scopes by their mean "
+        "over all budgets that evict. A claim holds if the whole interval of the difference is above 0, and does not "
+        "hold if the whole interval is below 0.",
         "",
         *table(["claim", "difference", "scope", "budgets", "paired difference", "verdict"], rows, left=6),
     ]
@@ -262,8 +263,8 @@ def pick_section(picks: Sequence[Pick]) -> list[str]:
         "scope, budget",
         "best",
         "score",
-        "cannot be told from it",
-        "not measurably below the full cache",
+        "not clearly worse",
+        "not clearly below the full cache",
     ]
     often = [f"{name} ({count} of {len(picks)})" for name, count in wins(picks)]
     return [
@@ -271,7 +272,7 @@ def pick_section(picks: Sequence[Pick]) -> list[str]:
         "",
         *table(header, rows, left=5),
         "",
-        f"Best, or not to be told from the best, most often: {', '.join(often[:5])}.",
+        f"Most often the best or not clearly worse: {', '.join(often[:5])}.",
     ]
 
 
@@ -297,11 +298,11 @@ def kept_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
         ]
         for column, share in report.kept.items()
     ]
-    header = ["policy (scope)", "kept", "by layer, lowest first", "heads from, to"]
+    header = ["policy (scope)", "kept", "by layer, lowest first", "by head, least to most"]
     return [
         f"## What they kept{at_text(report.budget)}",
         "",
-        "Shares of the tokens, on average over the requests in the server's log.",
+        "Shares of the tokens, averaged over the requests in the server's log.",
         "",
         *table(header, rows),
         "",

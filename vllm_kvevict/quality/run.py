@@ -157,8 +157,8 @@ async def prefix_len(endpoint: Endpoint, case: Case) -> int:
     common = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), None)
     if common is None:
         raise EndpointError(
-            f"{endpoint.root}/tokenize does not tell where the question of {case} begins: two questions differ in no "
-            "token"
+            f"{endpoint.root}/tokenize does not show where the question of {case} begins: two different questions give "
+            "the same tokens"
         )
     return common
 

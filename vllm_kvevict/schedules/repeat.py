@@ -44,8 +44,8 @@ class ByRepeat(ByScore):
             return None
         most = longest - MIN_CHUNK - MOST_EXTRA_ROWS - 1
         return (
-            f"repeats behind a prompt what it evicts of it, so it can evict at most {max(most, 0)} tokens with "
-            f"--max-model-len {longest}, not {n}"
+            f"repeats the tokens it evicts after the prompt, so with --max-model-len {longest} it can evict at most "
+            f"{max(most, 0)} tokens, not {n}"
         )
 
     def extra_entries(self, config: EvictionConfig, n: int, page_size: int) -> int:

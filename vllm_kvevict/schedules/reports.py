@@ -168,7 +168,7 @@ def read_evictions(path: Path) -> Iterator[Eviction]:
             try:
                 eviction = Eviction(**json.loads(line))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: no line of an eviction log") from error
+                raise ValueError(f"{path}, line {number}: not a line of an eviction log") from error
             yield eviction
 
 

@@ -51,7 +51,7 @@ def check_environment() -> Device:
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise KVEvictionError(
             "--kv-eviction cannot be combined with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: vLLM refuses it "
-            "together with KV connectors, of which eviction is one, so unset it"
+            "together with KV connectors, and eviction uses one, so unset it"
         )
     return device
 
@@ -68,13 +68,13 @@ def check_arguments(args: Any) -> None:
     if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: that Ray executor calls the "
-            "model runner behind the worker, which then never hears of an eviction, so unset the variable"
+            "model runner directly, so the worker never learns of an eviction; unset the variable"
         )
     for reason, flags in _conflicts(args).items():
         for flag, given in flags.items():
             if given:
                 raise KVEvictionError(
-                    f"--kv-eviction cannot be combined with {flag}: {reason}, so drop one of the two"
+                    f"--kv-eviction cannot be combined with {flag}: {reason}, so remove one of the two"
                 )
 
 
@@ -89,22 +89,26 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--kv-offloading-size": args.kv_offloading_size,
         },
         "there are no shared blocks to publish": {"--kv-events-config": publishes},
-        "images must be encoded where they are read": {"--ec-transfer-config": args.ec_transfer_config},
-        "a prompt may have to be cut within an image": {
+        "images must be encoded by the server that reads them": {
+            "--ec-transfer-config": args.ec_transfer_config
+        },
+        "a prompt may have to be split within an image": {
             "--disable-chunked-mm-input": args.disable_chunked_mm_input
         },
-        "eviction brings its own": {
+        "eviction uses its own": {
             "--scheduler-cls": args.scheduler_cls,
             "--worker-cls": args.worker_cls != "auto",
             "--attention-backend": args.attention_backend or attention.backend,
             "--attention-config.backend_per_kind": attention.backend_per_kind,
         },
-        "a token's KV must be final": {"--attention-config.use_non_causal": attention.use_non_causal},
-        "vLLM keeps them with its own KV blocks": {
+        "the KV of a token must not change later": {
+            "--attention-config.use_non_causal": attention.use_non_causal
+        },
+        "vLLM stores routed experts with its own KV blocks": {
             "--enable-return-routed-experts": args.aux_output_config.enabled
         },
-        "sleeping discards the pages that tables point to": {"--enable-sleep-mode": args.enable_sleep_mode},
-        "micro-batches would each need page tables": {
+        "sleeping discards the KV pages in use": {"--enable-sleep-mode": args.enable_sleep_mode},
+        "each micro-batch would need page tables of its own": {
             "--enable-dbo": args.enable_dbo or args.ubatch_size > 1
         },
         "the number of workers must stay fixed": {"--enable-elastic-ep": args.enable_elastic_ep},
@@ -112,11 +116,13 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
             "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,
         },
-        "pages hold the model's own dtype": {
+        "KV pages have the model's own dtype": {
             f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in FLOATS
         },
         "every layer needs KV of its own": {"--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill},
-        "the scheduler must hear every rank": {"--distributed-executor-backend external_launcher": launched},
+        "the scheduler needs a report from every rank": {
+            "--distributed-executor-backend external_launcher": launched
+        },
     }
 
 
@@ -133,8 +139,8 @@ def check_model(vllm_config: Any) -> None:
     for kind, found in _unsupported_kinds(vllm_config).items():
         if found:
             raise KVEvictionError(
-                f"--kv-eviction does not support {kind} ({model.model}): it evicts KV of decoder layers with full "
-                f"attention and KV of their own, so {_way_out(kind, model)}"
+                f"--kv-eviction does not support {kind} ({model.model}): it needs decoder layers with full attention "
+                f"and KV of their own, so {_way_out(kind, model)}"
             )
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
@@ -154,11 +160,11 @@ def _check_mixed_layers(vllm_config: Any) -> None:
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with --disable-hybrid-kv-cache-manager on models with layers of several "
-            "kinds: each kind needs blocks of its own, so drop one of the two"
+            "kinds: each kind needs its own blocks, so remove one of the two"
         )
     if not all(evicted_layers_of_stages(vllm_config)):
         raise KVEvictionError(
-            "--kv-eviction needs a layer with full attention in each pipeline stage: set --pipeline-parallel-size lower"
+            "--kv-eviction needs a layer with full attention in each pipeline stage: lower --pipeline-parallel-size"
         )
 
 
@@ -167,25 +173,25 @@ def _check_speculation(vllm_config: Any) -> None:
     method = vllm_config.speculative_config.method
     if method != "ngram":
         raise KVEvictionError(
-            f"--kv-eviction cannot be combined with speculative decoding by {method}: of its methods only ngram needs "
-            "neither KV nor a scheduler of its own, so choose that, or leave the flag out"
+            f"--kv-eviction cannot be combined with speculative decoding by {method}: ngram is the only method that "
+            "needs neither its own KV nor its own scheduler, so choose ngram, or leave --kv-eviction out"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise KVEvictionError(
-            "--kv-eviction cannot be combined with speculative decoding on several pipeline stages: vLLM's workers of "
-            "all but the last one fail at start-up, so set --pipeline-parallel-size to 1"
+            "--kv-eviction cannot be combined with speculative decoding on several pipeline stages: in vLLM the "
+            "workers of all stages but the last fail at start-up, so set --pipeline-parallel-size to 1"
         )
     if any(isinstance(spec, MambaSpec) for spec in layer_groups(vllm_config).specs):
         raise KVEvictionError(
-            "--kv-eviction cannot be combined with speculative decoding on models with states: they would have to be "
-            "taken back with draft tokens that are rejected, so drop one of the two"
+            "--kv-eviction cannot be combined with speculative decoding on models with states (Mamba, linear "
+            "attention): rejected draft tokens cannot be removed from a state, so remove one of the two"
         )
 
 
 def _way_out(kind: str, model: Any) -> str:
     """What to do with a model of a kind that eviction cannot serve."""
     if kind == BIDIRECTIONAL:
-        return "leave the flag out, or add --language-model-only to serve its text"
+        return "leave the flag out, or add --language-model-only to serve text without images"
     if kind != WINDOWED:
         return "leave the flag out"
     window = model.get_sliding_window()
@@ -210,10 +216,10 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         or getattr(text, "dual_chunk_attention_config", None) is not None,
         "models without full attention": model.is_attention_free
         or (types and not types & {*FULL_ATTENTION, BOTH}),
-        "models with other than full, sliding-window and linear attention": not types <= LAYER_TYPES,
+        "models with attention other than full, sliding-window or linear": not types <= LAYER_TYPES,
         "models whose layers share KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "models that skip attention in some layers": model.has_noops,
-        "models whose layers differ in their heads": model.model_arch_config.per_layer_overrides is not None,
+        "models whose layers have different heads": model.model_arch_config.per_layer_overrides is not None,
     }
 
 
@@ -229,13 +235,13 @@ def _check_kv_dtype(vllm_config: Any) -> None:
         if dtype == "float32":  # which vLLM has no such flag for
             advice = "--dtype and --kv-cache-dtype to bfloat16"
         raise KVEvictionError(
-            f"--kv-eviction cannot serve {model.model} as it is: the checkpoint asks for a KV cache of {asked}, and "
-            f"pages hold the model's {dtype}, so set {advice}"
+            f"--kv-eviction cannot serve {model.model} as it is: the checkpoint asks for a KV cache of type {asked}, "
+            f"but KV pages have the model's dtype, {dtype}, so set {advice}"
         )
     if given not in ("auto", dtype):
         raise KVEvictionError(
-            f"--kv-eviction cannot be combined with --kv-cache-dtype {given}: pages hold the model's {dtype}, so set "
-            f"it to {'auto' if dtype == 'float32' else dtype}"
+            f"--kv-eviction cannot be combined with --kv-cache-dtype {given}: KV pages have the model's dtype, "
+            f"{dtype}, so set it to {'auto' if dtype == 'float32' else dtype}"
         )
 
 
@@ -253,15 +259,15 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
     if layer_groups(vllm_config).others and most_extra_rows(config.policy, config.params):
         raise KVEvictionError(
-            f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers with other "
-            "than full attention cannot take back, so choose another policy",
+            f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "
+            "full attention cannot undo, so choose another policy",
             name,
         )
     # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
     if "w_o" in config.needs and vllm_config.quant_config is not None:
         raise KVEvictionError(
-            f"{name} {config.policy} reads each layer's output projection, unquantized, and this model is quantized "
-            "(whether in those layers too is not looked at): choose another policy",
+            f"{name} {config.policy} needs unquantized output projections, and this model is quantized (in which "
+            "layers is not checked): choose another policy",
             name,
         )
     if vllm_config.lora_config is not None:
@@ -275,10 +281,10 @@ def _check_policy_with_lora(config: EvictionConfig, name: str) -> None:
         reason = "reads each layer's output projection, which adapters change"
     if schedule_of(config).repeats_prompt:
         # vLLM counts the adapters of a step before the repeat is added to it.
-        reason = "repeats prompts in steps that may have --max-loras other adapters already"
+        reason = "repeats prompts in steps that may already use --max-loras other adapters"
     if reason is not None:
         raise KVEvictionError(
-            f"{name} {config.policy} cannot be combined with --enable-lora: it {reason}, so drop one of the two",
+            f"{name} {config.policy} cannot be combined with --enable-lora: it {reason}, so remove one of the two",
             name,
         )
 
@@ -311,12 +317,12 @@ def check_eviction_log(path: str | None) -> None:
     try:
         # Opening a pipe would block until somebody reads it.
         if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         with open(path, "a"):
             pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise KVEvictionError(
-            f"--kv-eviction-config.eviction_log: {path!r} cannot be appended to ({reason}), so set it to a file in a "
-            "folder that exists"
+            f"--kv-eviction-config.eviction_log: cannot append to {path!r} ({reason}), so name a file in a folder that "
+            "exists"
         ) from None

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
+    ENGINE_MEANINGS,
     KEY,
     KVEvictionError,
     Options,
@@ -203,7 +204,7 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     if device is not CPU:
         logger.warning(
             "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
-            "sm_80, sm_90 and sm_100, but no run on a card is on record"
+            "sm_80, sm_90 and sm_100, but no run on a GPU is on record"
         )
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
@@ -220,7 +221,7 @@ def _warn_of_slow_dtype(dtype: Any) -> None:
     if name != "float32" and fast == "float32":
         logger.warning(
             "KV eviction: %s is slow on this processor, which has no AVX-512: matrix products take several times as "
-            "long as in float32, so use --dtype float32 if the model fits the memory twice as large",
+            "long as in float32, so use --dtype float32 if there is memory for a model of twice the size",
             name,
         )
 
@@ -277,8 +278,9 @@ def _add_flags(parser: Any) -> None:
         type=_budget,
         default=None,
         metavar="X",
-        help="KV to keep of each prompt: a ratio in (0, 1], or above 1 a whole number of tokens per KV head, on "
-        f"average over heads and layers and with the window included; {DEFAULT_BUDGET} when not given.",
+        help="How much of each prompt's KV to keep: a share in (0, 1], or a whole number of tokens above 1 per KV "
+        "head, on average over heads and layers. The window counts as part of it. "
+        f"Default: {DEFAULT_BUDGET}.",
     )
     group.add_argument(
         "--kv-eviction-config",
@@ -286,7 +288,7 @@ def _add_flags(parser: Any) -> None:
         action=_Merge,
         default=None,
         metavar="JSON",
-        help="Policy parameters and engine options, as JSON or one by one in dotted form "
+        help="Engine options and policy parameters, as one JSON object or one by one "
         f"(--kv-eviction-config.min_prompt 0). {_config_help()}",
     )
 
@@ -300,19 +302,23 @@ class _Merge(argparse.Action):
 
 def _policy_help() -> str:
     return (
-        f"What to keep, one of: {', '.join(available())}. With full nothing is evicted unless a request asks for it "
-        "(vllm_xargs.kv_eviction)."
+        "The policy, which decides what to keep of each prompt. One of: "
+        f"{', '.join(available())}. With full, only requests that ask for it (vllm_xargs.kv_eviction) are evicted. "
+        "Default: no eviction."
     )
 
 
 def _config_help() -> str:
-    engine = ", ".join(f"{name}={value}" for name, value in ENGINE_DEFAULTS.items())
+    engine = "; ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)} ({ENGINE_MEANINGS[name]})"
+        for name, value in ENGINE_DEFAULTS.items()
+    )
     policies = []
     for policy in available():
         known = parameters(policy)
         if known:
             policies.append(f"{policy}: {', '.join(f'{name}={value}' for name, value in known.items())}")
-    return f"Engine options: {engine}. Parameters of {'; of '.join(policies)}."
+    return f"Engine options and their defaults: {engine}. Policy parameters and their defaults: {'; '.join(policies)}."
 
 
 def _budget(text: str) -> float:

@@ -30,9 +30,9 @@ from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEAM_SEARCH = (
-    "beam search cannot be used while KV eviction is on: it restarts requests without their settings"
+    "beam search cannot be used with --kv-eviction: vLLM restarts its requests without their kv_* fields"
 )
-SESSION = "resumable sessions cannot be used while KV eviction is on: their KV outlives the prompt it was chosen for"
+SESSION = "resumable sessions cannot be used with --kv-eviction: what to keep is chosen for one prompt only"
 
 
 @functools.cache
@@ -195,7 +195,8 @@ def _checked_fields(
         if schedule_of(config).reads_token_ids and (embeds is not None or with_media):
             found = "embeddings" if embeds is not None else "images, audio or video"
             raise KVEvictionError(
-                f"kv_eviction {config.policy} needs a prompt of text, without {found}", "prompt"
+                f"kv_eviction {config.policy} needs a text-only prompt, without {found}: choose another policy",
+                "prompt",
             )
         fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
         plan = options.plan(length, fields)

@@ -40,8 +40,8 @@ class CompressedPrefixes(LedgerState):
             own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]
             if prefix.held[rank] + own > capacity.pages:
                 logger.debug_once(
-                    "KV eviction: request %s reads its prefix again, there is no room for the rest of its prompt "
-                    "beside the cached one",
+                    "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "
+                    "pool together with the cached prefix",
                     request.request_id,
                 )
                 return None
@@ -63,7 +63,8 @@ class CompressedPrefixes(LedgerState):
             unused = next(self.prefixes.droppable(set(self.admitted)), None)
             if unused is None or unused.is_borrowed:
                 logger.debug(
-                    "KV eviction: the prefix of request %s is not cached, there is no room for it", name
+                    "KV eviction: the prefix of request %s is not cached, because it does not fit the pool",
+                    name,
                 )
                 self.prefixes.cancel(prefix)
                 return

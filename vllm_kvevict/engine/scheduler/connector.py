@@ -37,7 +37,7 @@ class SchedulerEnd:
             if handshake.version != __version__:
                 raise KVEvictionError(
                     f"rank {handshake.rank} has vllm-kvevict {handshake.version}, the scheduler {__version__}: "
-                    "--kv-eviction needs the same version on every machine"
+                    "--kv-eviction needs the same version everywhere, so install one version on every machine"
                 )
         self.ledger.set_capacity({handshake.rank: handshake.capacity for handshake in handshakes})
         self.ledger.has_w_o = all(handshake.has_w_o for handshake in handshakes)
@@ -58,7 +58,7 @@ class SchedulerEnd:
             f"rank {r}: {capacity.pages}" for r, capacity in zip(ledger.ranks, ledger.capacities, strict=True)
         )
         budget = "" if options.policy == "full" else f", budget {options.budget:g}"
-        budget += " of what comes before the question" if options.scope == "prefix" else ""
+        budget += " of the tokens before the question" if options.scope == "prefix" else ""
         return (
             f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
             f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"

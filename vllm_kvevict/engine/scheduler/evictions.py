@@ -35,8 +35,7 @@ class EvictionLog:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "KV eviction: the eviction log misses lines, --kv-eviction-config.eviction_log %r cannot be "
-                    "written (%s)",
+                    "KV eviction: --kv-eviction-config.eviction_log %r cannot be written (%s): lines are missing there",
                     self.path,
                     error.strerror,
                 )

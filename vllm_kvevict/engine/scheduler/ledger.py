@@ -118,7 +118,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self._make_caches(bounds.ranks)
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
-                f"a prompt of --max-model-len {self.max_model_len} does not fit the pool of "
+                f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
                 f"{min(capacity.pages for capacity in self.capacities)} pages: lower --max-model-len or give the KV "
                 "cache more memory"
             )

@@ -80,7 +80,7 @@ class LedgerState:
             plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
             if plan.evict_at is not None and (lacking := self._lacking(plan.config)):
                 logger.warning_once(
-                    "kv_eviction=%s needs %s, which this model lacks: such requests are kept whole",
+                    "KV eviction: kv_eviction=%s needs %s, which this model lacks, so such requests are kept whole",
                     plan.config.policy,
                     lacking,
                 )
@@ -93,7 +93,7 @@ class LedgerState:
         if "w_o" in config.needs and not self.has_w_o:
             return "unquantized output projections"
         if "rotary" in config.needs and not self.has_rotary:
-            return "a rotary embedding that turns by position alone, the same in each layer"
+            return "a rotary embedding that depends on the position alone and is the same in every layer"
         return None
 
     def open_alone(self, request: "Request", num_new_tokens: int) -> Account:

@@ -41,9 +41,9 @@ class BlockPages:
         whole = places * layers.block_stride * num_blocks == layers.size
         if not whole or any(start % page_bytes for start in (*starts, layers.block_stride)):
             raise KVEvictionError(
-                f"--kv-eviction cannot lay pages of {page_bytes} bytes over vLLM's blocks, of which each has "
-                f"{layers.block_stride} bytes for each of {places} layers: set --block-size or "
-                "--kv-eviction-config.page_size otherwise"
+                f"--kv-eviction cannot divide vLLM's blocks into pages of {page_bytes} bytes: a block has "
+                f"{layers.block_stride} bytes for each of {places} layers, so change --block-size or "
+                "--kv-eviction-config.page_size"
             )
         return cls(tuple(start // page_bytes for start in starts), layers.block_stride // page_bytes)
 

@@ -124,14 +124,14 @@ class CPUPages:
         times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
         if times.kernel <= times.op:
             logger.info(
-                "KV eviction: decoding uses the project's kernel, compiled for %s, which takes %.2f of the time of "
+                "KV eviction: decoding uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as "
                 "vLLM's attention here",
                 level(),
                 times.kernel / times.op,
             )
             return True
         logger.warning(
-            "KV eviction: decoding uses vLLM's attention, because the project's kernel, compiled for %s, takes %.2f "
+            "KV eviction: decoding uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f "
             "times as long here",
             level(),
             times.kernel / times.op,

@@ -99,7 +99,7 @@ class Runtime:
             size = self.options.reserve_size(model.max_model_len, head_dims(self.vllm_config))
             self.reserve = allocate(self.vllm_config, size, self.runner.device)
             logger.info(
-                "KV eviction: %.1f MiB are kept for what %s sums up while prompts are read",
+                "KV eviction: %.1f MiB are reserved for sums that %s needs while prompts are read",
                 self.reserve.nbytes / 2**20,
                 ", ".join(policies),
             )
@@ -211,8 +211,8 @@ class Runtime:
         projections = OutputProjections(self.runner.model, layers)
         if "w_o" in self.options.request_config(None)[0].needs and not projections.available:
             raise KVEvictionError(
-                f"--kv-eviction {self.options.policy} needs each layer's output projection, unquantized, and does "
-                "not find it in this model: choose another policy"
+                f"--kv-eviction {self.options.policy} needs unquantized output projections, and finds none in this "
+                "model: choose another policy"
             )
         return projections
 
@@ -501,14 +501,15 @@ def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
     shapes = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers}
     if len(shapes) != 1:
         raise KVEvictionError(
-            "--kv-eviction needs the same heads, head size and softcap in every layer of the model"
+            "--kv-eviction needs the same heads, head size and softcap in every layer, and this model's differ: leave "
+            "the flag out"
         )
     model, heads = vllm_config.model_config, layers[0].num_kv_heads
     configured = model.get_num_kv_heads(vllm_config.parallel_config)
     if heads != configured:
         raise KVEvictionError(
-            f"--kv-eviction cannot serve {model.model} as it is: its config.json gives each rank {configured} KV heads "
-            f"and its layers have {heads}, so correct the number of KV heads there"
+            f"--kv-eviction cannot serve {model.model} as it is: by its config.json each rank has {configured} KV "
+            f"heads, but its layers have {heads}, so correct the number of KV heads in config.json"
         )
 
 
@@ -516,8 +517,8 @@ def _check_layers(vllm_config: VllmConfig, layers: Sequence[Attention], expected
     """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
     if len(layers) != len(expected):
         raise KVEvictionError(
-            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: its config.json gives this rank "
-            f"{len(expected)} layers with full attention and the model has {len(layers)}, so leave the flag out"
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json this rank has "
+            f"{len(expected)} layers with full attention, but the model has {len(layers)}, so leave the flag out"
         )
 
 

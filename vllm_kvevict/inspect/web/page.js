@@ -4,7 +4,7 @@ const state = { sides: data.policies.length > 1 ? [0, 1] : [0], layer: null, hea
 let maps = [];
 let text = null;
 
-const HINT = "Point at a token to see which heads keep it; a click holds it.";
+const HINT = "Point at a token to see which heads keep it; click to select it.";
 
 const shown = () => state.sides.map((side) => data.policies[side]);
 
@@ -129,7 +129,7 @@ function showFrame() {
   const heads = `${data.layers.length} layers of ${data.kv_heads} KV heads`;
   let about = `${data.model} · ${whole(tokens)} tokens · ${heads}`;
   if (data.evicted_tokens < tokens) {
-    about += ` · evicted after ${whole(data.evicted_tokens)} tokens, and all behind them is kept`;
+    about += ` · evicted after ${whole(data.evicted_tokens)} tokens; all later tokens are kept`;
   }
   document.getElementById("about").textContent = about;
   const items = SHADES.map((name, level) => make("li", {}, make("span", { className: `shade-${level}` }, "text"), ` ${name}`));
