@@ -41,7 +41,7 @@ def refusal(monkeypatch, capsys):
     [
         (["--prompt", "empty.txt"], "--prompt empty.txt is empty"),
         (["--prompt", "folder"], "--prompt folder cannot be read: Is a directory"),
-        (["--prompt", "picture.png"], "--prompt picture.png is no text in UTF-8"),
+        (["--prompt", "picture.png"], "--prompt picture.png is not text in UTF-8"),
         (["--prompt", "prompt.txt", "--output", "folder"], "--output folder is a folder: name a file"),
         (["--prompt", "prompt.txt", "--json", "no/x.json"], "--json no/x.json: there is no such folder"),
         (
