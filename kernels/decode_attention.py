@@ -59,19 +59,15 @@ class DecodeAttention:
         pages: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head, transposed,
             [head_dim, page_size], then the values, [page_size, head_dim].
         page_size: entries per page.
-
-    Attributes:
-        most_new_tokens: of a request in a call. From the first token on, a request's tokens see one another's entries
-            as attention does: each its own and those before it.
+        most_new_tokens: of a request in a call. Each token sees its own entry and those before it.
 
     Raises:
         BuildError: the kernel cannot be compiled here.
     """
 
-    most_new_tokens = 8
-
-    def __init__(self, pages: Tensor, page_size: int):
+    def __init__(self, pages: Tensor, page_size: int, most_new_tokens: int = 1):
         self.page_size = page_size
+        self.most_new_tokens = most_new_tokens
         self.pages = pages
         self._decode = getattr(load("decode_attention"), f"decode_attention_{DTYPES[pages.dtype]}")
         self._decode.argtypes, self._decode.restype = _ARGUMENTS, None

@@ -12,7 +12,7 @@ from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 
 
-def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0):
+def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0, drafts=0):
     storage = torch.zeros(1, 2 * 32 * 64, dtype=dtype)
     cache = SimpleNamespace(
         layout=SimpleNamespace(keys_are_transposed=transposed),
@@ -21,7 +21,8 @@ def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0):
         head_dim=64,
         num_kv_heads=4,
     )
-    return cpu.CPUPages(storage, 32, None).decode_attention(cache, 2, softcap)
+    vllm_config = SimpleNamespace(num_speculative_tokens=drafts)
+    return cpu.CPUPages(storage, 32, vllm_config).decode_attention(cache, 2, softcap)
 
 
 def test_without_timing_the_kernel_serves_decodes(monkeypatch):
@@ -56,7 +57,7 @@ def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch, log):
     def fail(*_):
         raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
 
-    monkeypatch.setattr(cpu, "DecodeAttention", fail)
+    monkeypatch.setattr(calibration, "DecodeAttention", fail)
     assert _kernel() is None
     ((_, message),) = log
     assert "slower" in message and "install g++" in message
@@ -98,11 +99,36 @@ def test_a_kernel_that_is_faster_is_used_and_the_log_says_by_how_much(monkeypatc
     assert float(share) < 1
 
 
+def test_drafts_are_timed_apart(monkeypatch, log):
+    """Reading counts less and arithmetic more then, so that the op may be faster at that alone."""
+    make_step, slow = calibration.kernel_step, [1]
+
+    def make(shape, storage):
+        step = make_step(shape, storage)
+        return lambda table: [step(table) for _ in range(20 if shape.new_tokens in slow else 1)]
+
+    monkeypatch.setattr(calibration, "kernel_step", make)
+    _slowed(monkeypatch, "op_step", 4)
+    assert _kernel(drafts=5) is None
+    slow[:] = [6]
+    assert _kernel(drafts=5).most_new_tokens == 1
+    slow[:] = []
+    assert _kernel(drafts=5).most_new_tokens == 6
+    assert _kernel(drafts=0).most_new_tokens == 1
+    messages = [message for _, message in log]
+    assert [message.split(" uses ")[0] for message in messages] == [
+        "KV eviction: decoding",
+        *["KV eviction: decoding", "KV eviction: decoding with 5 drafts"] * 2,
+        "KV eviction: decoding",
+    ]
+
+
+@pytest.mark.parametrize("new_tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim, heads, group", [(64, 4, 2), (128, 1, 8)])
-def test_both_sides_of_the_comparison_do_the_same_work(dtype, head_dim, heads, group):
+def test_both_sides_of_the_comparison_do_the_same_work(dtype, head_dim, heads, group, new_tokens):
     """Their outputs and what they store are equal, so that the times are of the same step."""
-    shape = calibration.Shape(dtype, 32, head_dim, heads, group)
+    shape = calibration.Shape(dtype, 32, head_dim, heads, group, new_tokens)
     table = torch.arange(2 * heads * 3, dtype=torch.int32).view(2, heads, 3)
     storages, outputs = [], []
     for make_step in (

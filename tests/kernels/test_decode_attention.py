@@ -50,7 +50,9 @@ class Case(NamedTuple):
         pages = self.pages.clone()
         shape = (tokens or len(self.query), *self.query.shape[1:])
         output = torch.full(shape, torch.nan, dtype=self.query.dtype)
-        kernel = DecodeAttention(pages, self.page_size)
+        new_tokens = self.rows.new_tokens
+        most = 1 if new_tokens is None else int(new_tokens.max())
+        kernel = DecodeAttention(pages, self.page_size, most)
         kernel(self.query, self.key, self.value, output, self.rows, self.tokens, self.scale)
         return output, pages
 

@@ -27,6 +27,7 @@ class Shape:
         dtype, page_size, head_dim: of the pages.
         heads: KV heads.
         group: query heads that share a KV head.
+        new_tokens: of each request in a step.
     """
 
     dtype: torch.dtype
@@ -34,6 +35,7 @@ class Shape:
     head_dim: int
     heads: int
     group: int
+    new_tokens: int = 1
 
     @property
     def page_elements(self) -> int:
@@ -41,8 +43,9 @@ class Shape:
         return 2 * self.page_size * self.head_dim
 
     def vectors(self, requests: int) -> tuple[Tensor, Tensor]:
-        """A query [requests, Hq, d], and a key or value [requests, Hkv, d], of some numbers."""
-        query = torch.full((requests, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
+        """A query [T, Hq, d], and a key or value [T, Hkv, d], of some numbers; T: the new tokens of all requests."""
+        tokens = requests * self.new_tokens
+        query = torch.full((tokens, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
         return query, query[:, : self.heads].contiguous()
 
 
@@ -55,8 +58,8 @@ class DecodeTimes:
 
 
 Step = Callable[[Tensor], Tensor]
-"""Decode one token of each request; the attention's output [requests, Hq, d]. The argument, int32 [requests, heads,
-pages], says which pages they have; these are full with the new token."""
+"""Decode the new tokens of each request; the attention's output [requests * new tokens, Hq, d]. The argument, int32
+[requests, heads, pages], says which pages they have; these are full with the new tokens."""
 
 
 def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> DecodeTimes:
@@ -99,7 +102,7 @@ def _one_thread() -> Iterator[None]:
 
 def kernel_step(shape: Shape, storage: Tensor) -> Step:
     """A step by our kernel."""
-    kernel = DecodeAttention(storage, shape.page_size)
+    kernel = DecodeAttention(storage, shape.page_size, shape.new_tokens)
 
     def run(table: Tensor) -> Tensor:
         requests, heads, width = table.shape
@@ -107,7 +110,8 @@ def kernel_step(shape: Shape, storage: Tensor) -> Step:
         output = torch.empty_like(query)
         starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
         lengths = torch.full_like(starts, width * shape.page_size)
-        rows = Rows(table.flatten(), starts, lengths, torch.arange(requests), 0)
+        new_tokens = torch.full((requests,), shape.new_tokens, dtype=torch.int32)
+        rows = Rows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
         kernel(query, entry, entry, output, rows, None, 1.0)
         return output
 
@@ -117,21 +121,26 @@ def kernel_step(shape: Shape, storage: Tensor) -> Step:
 def op_step(shape: Shape, pages: Any) -> Step:
     """A step by vLLM's op, over ``pages`` (:class:`vllm_kvevict.engine.worker.cpu.CPUPages`)."""
 
+    tokens, size = shape.new_tokens, shape.page_size
+
     def run(table: Tensor) -> Tensor:
         requests, heads, width = table.shape
         query, entry = shape.vectors(requests)
-        output = torch.empty_like(query)
-        last_entry_slots = table[..., -1].flatten().long() * shape.page_size + shape.page_size - 1
-        pages.append(entry, entry, last_entry_slots)
-        by_head = (requests * heads, shape.group, shape.head_dim)
+        positions = torch.arange(width * size - tokens, width * size)
+        entry_slots = table[..., positions // size].long() * size + positions % size
+        pages.append(entry, entry, entry_slots.transpose(1, 2).flatten())
+        # The op wants the queries of one KV head after the other.
+        by_token = (requests, tokens, heads, shape.group, shape.head_dim)
+        by_head = query.view(by_token).transpose(1, 2).reshape(-1, shape.group, shape.head_dim)
         sequences = Sequences(
-            seq_lens=torch.full((requests * heads,), width * shape.page_size, dtype=torch.int32),
+            seq_lens=torch.full((requests * heads,), width * size, dtype=torch.int32),
             block_table=table.flatten(0, 1),
-            query_start_loc=torch.arange(requests * heads + 1, dtype=torch.int32),
-            longest=width * shape.page_size,
-            longest_query=1,
+            query_start_loc=torch.arange(requests * heads + 1, dtype=torch.int32) * tokens,
+            longest=width * size,
+            longest_query=tokens,
         )
-        pages.attend(query.view(by_head), output.view(by_head), sequences, 1.0, 0.0)
-        return output
+        result = torch.empty_like(by_head)
+        pages.attend(by_head, result, sequences, 1.0, 0.0)
+        return result.view(requests, heads, tokens, -1).transpose(1, 2).reshape(query.shape)
 
     return run

@@ -39,7 +39,7 @@ class CPUPages:
     Args:
         storage: [pages, 2 * page_size * head_dim], contiguous.
         page_size: entries per page.
-        vllm_config: unused here.
+        vllm_config: of the server, which says how many drafts a step may have; None: no drafts.
     """
 
     uses_triton = False
@@ -47,6 +47,7 @@ class CPUPages:
 
     def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
         self.head_dim = storage.shape[1] // (2 * page_size)
+        self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
         self.isa = _get_attn_isa(storage.dtype, page_size, self.head_dim)
         self.key_pages, self.value_pages = self._views(storage)
 
@@ -112,27 +113,35 @@ class CPUPages:
         if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            kernel = DecodeAttention(cache.storage, cache.page_size)
+            if not self._is_faster(cache, group, 1):
+                return None
+            with_drafts = 1 + self.most_drafts
+            most = with_drafts if self.most_drafts and self._is_faster(cache, group, with_drafts) else 1
+            return DecodeAttention(cache.storage, cache.page_size, most)
         except BuildError as error:
             logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
             return None
-        return kernel if self._is_faster(cache, group) else None
 
-    def _is_faster(self, cache: PagedKVCache, group: int) -> bool:
+    def _is_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
         """Whether our kernel beats vLLM's op on this machine, for the server's shape; the log says by how much."""
-        shape = Shape(cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group)
+        shape = Shape(
+            cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group, new_tokens
+        )
         times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
+        what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
         if times.kernel <= times.op:
             logger.info(
-                "KV eviction: decoding uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as "
+                "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as "
                 "vLLM's attention here",
+                what,
                 level(),
                 times.kernel / times.op,
             )
             return True
         logger.warning(
-            "KV eviction: decoding uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f "
+            "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f "
             "times as long here",
+            what,
             level(),
             times.kernel / times.op,
         )
