@@ -85,7 +85,7 @@ REFUSALS = {
     "--prompt nowhere.txt cannot be read": ["--prompt", "nowhere.txt"],
     "there is no such folder": ["--output", "nowhere/page.html"],
     "unrecognized arguments: --nonsense": ["--nonsense"],
-    "--model is no argument here: use the first argument": ["--model", "Qwen/Qwen3-0.6B"],
+    "--model is not an argument of this command: use the first argument": ["--model", "Qwen/Qwen3-0.6B"],
     "vLLM does not start": ["--max-model-len", "100000"],
 }
 

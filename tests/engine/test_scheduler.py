@@ -279,7 +279,7 @@ def test_replay_is_cut_at_the_same_position(extra_args: dict[str, Any], position
 def test_pool_too_small_for_one_sequence_is_refused() -> None:
     make_scheduler(server(full_sequences=1))
     with pytest.raises(
-        ValueError, match=r"^a prompt of --max-model-len 2304 does not fit .* 2303 pages: lower"
+        ValueError, match=r"^a prompt of --max-model-len 2304 tokens does not fit .* 2303 pages: lower"
     ):
         make_scheduler(server(pages=[2303]))
 
