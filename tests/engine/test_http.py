@@ -315,7 +315,7 @@ def test_structured_output(constraint, client):
 
 
 def test_policies_share_a_batch(server, client):
-    asks = [(policy, budget) for policy in EVICTING for budget in (0.2, 0.5, 100)] + [("full", 0.2)] * 3
+    asks = [*zip(EVICTING, itertools.cycle([0.2, 0.5, 100]), strict=False), *[("full", 0.2)] * 3]
     prompts = [words(200 + 7 * index, index) for index in range(len(asks))]
 
     def ask(index):

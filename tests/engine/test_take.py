@@ -145,7 +145,8 @@ def test_a_prompt_that_the_pool_could_never_hold_whole(models) -> None:
             assert len(answer.tokens) == 8 and len(answer.kept) == -(-ask.length // 2048)
             assert {len(head) for layer in answer.kept[-1].values() for head in layer} == {512}
         with pytest.raises(
-            VLLMValidationError, match=r"32000 tokens do not fit the KV cache: the longest .*fits with kv_eviction=take"
+            VLLMValidationError,
+            match=r"32000 tokens do not fit the KV cache: the longest .*fits with kv_eviction=take",
         ):
             run(llm, [dataclasses.replace(asks[0], policy="full")])
         # An answer that fills the memory ends; its last token is not stored.
