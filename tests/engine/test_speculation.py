@@ -98,7 +98,7 @@ def answers_of_two_ranks(model):
 
 @pytest.mark.engine
 def test_tensor_parallelism(model, expected):
-    """In a new process: once Numba's threads draft, forked workers would wait for threads that they do not have."""
+    """In a new process: Numba ends those that draft after they were forked from one that has drafted."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         answers, found = process.submit(answers_of_two_ranks, model).result(timeout=300)
     assert_equal(expected[:4], answers, ASKS[:4])

@@ -115,9 +115,10 @@ class CPUPages:
         try:
             if not self._is_faster(cache, group, 1):
                 return None
-            with_drafts = 1 + self.most_drafts
-            most = with_drafts if self.most_drafts and self._is_faster(cache, group, with_drafts) else 1
-            return DecodeAttention(cache.storage, cache.page_size, most)
+            most_new_tokens = 1
+            if self.most_drafts and self._is_faster(cache, group, 1 + self.most_drafts):
+                most_new_tokens = 1 + self.most_drafts
+            return DecodeAttention(cache.storage, cache.page_size, most_new_tokens)
         except BuildError as error:
             logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
             return None
