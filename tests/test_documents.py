@@ -9,11 +9,10 @@ import sys
 
 import pytest
 from vllm.entrypoints.cli.openai import CompleteCommand
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-import vllm_kvevict.engine  # noqa: F401
 from tests.documents import DOCUMENTS, ROOT, commands
+from vllm_kvevict.engine import versions
 
 COMMANDS = [
     pytest.param(words, id=f"{document.name}: {' '.join(words)[:60]}")
@@ -44,17 +43,22 @@ def _check_options(module: str, words: list[str]) -> None:
             assert known, f"{option} is not in the help"
 
 
+def _serve_parser() -> FlexibleArgumentParser:
+    make_arg_parser = versions.load(versions.moves().make_arg_parser)
+    return make_arg_parser(FlexibleArgumentParser())
+
+
 @pytest.mark.parametrize("words", COMMANDS)
 def test_command(words):
     program, *rest = words
     if program == "vllm" and rest[0] == "serve":
-        make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
+        _serve_parser().parse_args(rest[1:])
     elif program == "python" and rest[0] == "-m" and rest[1] == "pytest":
         assert (ROOT / rest[2].split("::")[0]).exists()
     elif program == "vllm" and rest[0] == "complete":
         CompleteCommand.add_cli_args(FlexibleArgumentParser()).parse_args(rest[1:])
     elif program == "vllm-kvevict" and rest[0] == "doctor":
-        make_arg_parser(FlexibleArgumentParser()).parse_args(rest[1:])
+        _serve_parser().parse_args(rest[1:])
     elif program == "vllm-kvevict":
         depth = 2 if rest[0] == "quality" else 1
         _check_options(" ".join(["vllm_kvevict", *rest[:depth]]), rest)

@@ -79,6 +79,18 @@ def test_relative_imports_are_seen_too() -> None:
     ]
 
 
+ASK_FOR_THE_VERSION = {"vllm.version.__version__", "vllm.version", "vllm.__version__", "vllm._version"}
+
+
+def test_the_version_of_vllm_is_asked_once() -> None:
+    """To choose a module of `engine/versions`; nothing else may do one thing in one version and another in the next."""
+    asking = {module for module in MODULES if any(name in ASK_FOR_THE_VERSION for name in imports(module))}
+    assert asking == {"engine.registration"}
+    read = re.compile(r"vllm\.__version__|vllm\.version|\.MOVES|versions\.of\(")
+    reading = {module for module, path in MODULES.items() if read.search(path.read_text())}
+    assert reading == {"engine.registration", "engine.versions.__init__"}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module: str) -> None:
     part = module.split(".")[0]

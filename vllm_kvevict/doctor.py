@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
 def facts() -> list[tuple[str, str]]:
     """What is installed, and on what machine."""
     found = list(machine.versions().items())
-    found.append(("tested vLLM", f"{compatibility.TESTED_VLLM}*"))
+    found.append(("tested vLLM", ", ".join(compatibility.supported())))
     found.append(("plugin", plugin_problem() or "registered once"))
     if is_supported():
         from vllm_kvevict.engine import diagnosis
@@ -85,7 +85,9 @@ def problems() -> list[str]:
     """What keeps eviction from working here whatever the model is, a sentence each."""
     version = machine.versions().get("vllm")
     if version is None:
-        sentences = [f"vLLM is not installed in this environment: install vLLM {compatibility.TESTED_VLLM}*"]
+        sentences = [
+            f"vLLM is not installed in this environment: install vLLM {compatibility.supported()[-1]}"
+        ]
     elif reason := compatibility.refusal(version):
         sentences = [reason]
     else:

@@ -7,11 +7,15 @@ members are also looked up in base classes. Everything that cannot be found fail
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from vllm_kvevict import compatibility
+from vllm_kvevict.engine import versions
 
 ENGINE = Path(__file__).parents[2] / "vllm_kvevict" / "engine"
 
@@ -30,6 +34,23 @@ def root() -> Path:
     if spec is None or not spec.submodule_search_locations:
         broken("there is no vLLM in this environment")
     return Path(spec.submodule_search_locations[0])
+
+
+def version() -> str:
+    """The version of vLLM whose source is read."""
+    file = module_file("vllm._version")
+    found = re.search(r"^__version__ = .*?['\"](.+?)['\"]", file.read_text(), re.MULTILINE) if file else None
+    return found.group(1) if found else "of unknown version"
+
+
+def is_supported() -> bool:
+    """Whether the engine supports that version; then every check must hold."""
+    return compatibility.refusal(version()) is None
+
+
+def moves() -> versions.Moves:
+    """The places of that version; of a version that is not supported, those of the newest that is."""
+    return versions.of(version() if is_supported() else compatibility.supported()[-1])
 
 
 def module_file(module: str) -> Path | None:

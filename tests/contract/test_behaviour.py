@@ -104,8 +104,8 @@ CALLS: dict[str, tuple[str, str, str]] = {
     ),
     "all-ranks-report": (
         "vllm.v1.engine.core:EngineCore.__init__",
-        "init_kv_output_aggregator get_kv_connector_handshake_metadata set_xfer_handshake_metadata_pp_aware",
-        "only one rank reports, or the ledger never learns the pools' sizes",
+        "init_kv_output_aggregator",
+        "only one rank reports",
     ),
     "handshake": (
         "vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata",
@@ -141,11 +141,6 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
         "ensure_kv_transfer_initialized initialize_kv_cache",
         "workers get no memory for pages",
-    ),
-    "start-up-check": (
-        "vllm.v1.core.kv_cache_utils:max_memory_usage_bytes",
-        "max_memory_usage_bytes",
-        "vLLM refuses prompts that eviction makes fit",
     ),
     "connector-by-path": (
         f"{CONNECTOR}.factory:KVConnectorFactory.get_connector_class",
@@ -194,6 +189,9 @@ CALLS: dict[str, tuple[str, str, str]] = {
     ),
 }
 
+HANDSHAKE = "get_kv_connector_handshake_metadata set_xfer_handshake_metadata_pp_aware"
+"""What the engine calls at its start, itself or in a step of its own, to tell the ledger the pools' sizes."""
+
 OURS = """
     new_step_starts allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens
     take_new_block_ids cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks get_computed_blocks
@@ -217,6 +215,26 @@ def test_calls(seam: str) -> None:
     for name in expected.split():
         if name not in names:
             source.broken(f"{place} does not call {', '.join(expected.split())} in this order", breaks)
+
+
+def test_pools_are_announced() -> None:
+    """In the engine's constructor, or in a method that it calls. Again after a sleep: the same sizes change nothing."""
+    engine = "vllm.v1.engine.core:EngineCore"
+    called = source.called(f"{engine}.__init__")
+    inner = "_set_kv_connector_handshake_metadata"
+    if inner in called:
+        called = source.called(f"{engine}.{inner}")
+    if [name for name in called if name in HANDSHAKE.split()] != HANDSHAKE.split():
+        source.broken(
+            f"{engine}.__init__ does not call {HANDSHAKE}", "the ledger never learns the pools' sizes"
+        )
+
+
+def test_start_up_check() -> None:
+    place = source.moves().max_memory_usage_bytes
+    breaks = "vLLM refuses prompts that eviction makes fit"
+    if "max_memory_usage_bytes" not in source.called(place, breaks):
+        source.broken(f"{place} asks no layer", breaks)
 
 
 @pytest.mark.parametrize("module", ["scheduler", "async_scheduler"])
@@ -394,23 +412,44 @@ def test_lookahead_is_reserved_for_running_and_waiting_requests() -> None:
         )
 
 
+PUT_OFF = (["break"], ["skip_request(request_queue)", "continue"])
+"""What vLLM does after a waiting request that gets no tokens: it looks at no other, or at the next one. Ours then gives
+the next ones none."""
+
+
+def test_what_follows_a_waiting_request_that_gets_no_tokens() -> None:
+    schedule = source.find(f"{SCHEDULER}.schedule")[1]
+    follows = [
+        [ast.unparse(statement) for statement in node.body]
+        for node in ast.walk(schedule)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "num_new_tokens == 0"
+    ]
+    running = ["req_index += 1", "continue"]
+    if running not in follows or not any(body in PUT_OFF for body in follows):
+        source.broken(
+            f"Scheduler.schedule goes on with {follows}",
+            "prompts that wait for a step of their own are overtaken",
+        )
+
+
 def test_media_may_be_named_instead_of_given() -> None:
     """Chats are rendered once more without loading their images again."""
     kinds = set(media.MEDIA_PARTS.values())
-    parse = source.text("vllm.renderers.chat_utils:_parse_chat_message_content_mm_part")
+    moves = source.moves()
+    parse = source.text(moves.parse_media_part)
     loaders = {"image_url": "parse_image", "audio_url": "parse_audio", "video_url": "parse_video"}
     assert kinds == set(loaders)
     breaks = "scope=prefix loads images once more, or finds no question in chats with images"
     for kind, loader in loaders.items():
-        body = source.text(f"vllm.renderers.chat_utils:MultiModalContentParser.{loader}")
+        body = source.text(f"{moves.media_parser}.{loader}")
         if f'"{kind}" in part' not in parse.replace("'", '"') or f"if {kind} else None" not in body:
             source.broken(f"{kind} cannot be None beside a uuid", breaks)
 
 
 def test_kinds_of_media_are_known() -> None:
     """All parts of messages that hold media, but embeddings of whole prompts."""
-    chat_utils = importlib.import_module("vllm.renderers.chat_utils")
-    unknown = chat_utils._MEDIA_CONTENT_PART_KEYS - set(media.MEDIA_PARTS) - {"prompt_embeds"}
+    messages = importlib.import_module(source.moves().parse_media_part.partition(":")[0])
+    unknown = messages._MEDIA_CONTENT_PART_KEYS - set(media.MEDIA_PARTS) - {"prompt_embeds"}
     if unknown:
         source.broken(f"messages may have {unknown}", "scope=prefix counts their tokens as text")
 

@@ -1,10 +1,12 @@
 """Names that the engine imports from vLLM: each exists, and none is imported that this table does not explain."""
 
 import ast
+import dataclasses
 
 import pytest
 
 from tests.contract import source
+from vllm_kvevict.engine import versions
 
 NAMES = {
     "vllm:_custom_ops": "CPU attention has no operators to call",
@@ -33,7 +35,6 @@ NAMES = {
     "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin": "LLM.beam_search is not refused",
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": "beam search over HTTP is not refused",
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": "streamed /v1/responses are not checked",
-    "vllm.entrypoints.launchers.cli_args:make_arg_parser": "vllm-kvevict doctor cannot read the flags of vllm serve",
     "vllm.exceptions:VLLMClientError": "a chat template that refuses a probe question fails the request",
     "vllm.exceptions:VLLMValidationError": "bad kv_* fields are answered with HTTP 500 instead of 400",
     "vllm.logger:init_logger": "the plugin cannot be imported",
@@ -60,7 +61,6 @@ NAMES = {
     "vllm.renderers.params:TokenizeParams": "what a model is asked when it repeats a prefix has no tokens",
     "vllm.v1.core.block_pool:BlockPool": "blocks cannot be shared with layers that are not evicted",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "blocks cannot be shared with layers that are not evicted",
-    "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size": "groups of layers cannot be foreseen",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "evicted layers get blocks, too",
     "vllm.v1.kv_cache_interface:MambaSpec": "groups of layers cannot be foreseen",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "groups of layers cannot be foreseen",
@@ -114,12 +114,22 @@ NAMES = {
 
 ENVIRONMENT = {
     "VLLM_USE_RUST_FRONTEND": "a front-end that checks no request is not refused",
-    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "the Ray executor that bypasses the worker is not refused",
     "VLLM_CPU_ATTN_SPLIT_KV": "CPU attention fails at the first step",
     "VLLM_CPU_KVCACHE_SPACE": "the README's way to size the KV memory of CPUs does nothing",
     "VLLM_CPU_OMP_THREADS_BIND": "two ranks on one NUMA node cannot be started as the README says",
     "VLLM_USE_V2_MODEL_RUNNER": "the model runner cannot be chosen as docs/GPU.md says",
 }
+
+
+MOVED = {
+    # Names that lie elsewhere in other versions, by the field that says where they are here.
+    "groups_of_one_page_size": "groups of layers cannot be foreseen",
+    "max_memory_usage_bytes": "vLLM refuses prompts that eviction makes fit",
+    "make_arg_parser": "vllm-kvevict doctor cannot read the flags of vllm serve",
+    "parse_media_part": "scope=prefix loads images once more",
+    "media_parser": "scope=prefix loads images once more",
+}
+RAY_VARIABLE = "the Ray executor that bypasses the worker is not refused"
 
 
 def imported() -> set[str]:
@@ -143,8 +153,31 @@ def test_name_exists(place: str) -> None:
     source.find(place, NAMES[place])
 
 
+@pytest.mark.parametrize("field", MOVED)
+def test_moved_name_exists(field: str) -> None:
+    source.find(getattr(source.moves(), field), MOVED[field])
+
+
+def test_table_has_what_moved() -> None:
+    fields = {field.name for field in dataclasses.fields(versions.Moves)}
+    assert fields == {*MOVED, "ray_executor_variable"}
+
+
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_environment_variable_is_known(name: str) -> None:
-    module = source.module_file("vllm.envs")
-    if module is None or f'"{name}"' not in module.read_text(encoding="utf-8"):
+    if not is_variable(name):
         source.broken(f"vllm.envs does not know {name}", ENVIRONMENT[name])
+
+
+def is_variable(name: str) -> bool:
+    """Whether vLLM knows an environment variable of this name."""
+    module = source.module_file("vllm.envs")
+    return module is not None and f'"{name}"' in module.read_text(encoding="utf-8")
+
+
+def test_ray_executors_are_told_apart() -> None:
+    """Where vLLM has two Ray executors, the variable between them is known; where it has one, there is none."""
+    name = source.moves().ray_executor_variable
+    two = source.module_file("vllm.v1.executor.ray_executor") is not None
+    if two != (name is not None) or (name is not None and not is_variable(name)):
+        source.broken(f"vLLM has {1 + two} Ray executors, and the variable is {name}", RAY_VARIABLE)

@@ -5,9 +5,12 @@ import dataclasses
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.harness.models import make_model
 from tests.contract import source
 from tests.contract.test_names import NAMES
 
@@ -79,6 +82,18 @@ def test_flags_reach_engine_arguments() -> None:
         source.broken(
             "dataclasses.fields(AsyncEngineArgs) lacks our fields", "flags are parsed and forgotten"
         )
+
+
+def test_a_server_without_flags_of_memory_is_not_refused(tmp_path: Path) -> None:
+    """The size of vLLM's blocks is checked with the arguments only if it is known by then."""
+    with one_line("a default server with eviction"):
+        importlib.import_module("vllm_kvevict.engine.frontend.plugin").register()
+        from vllm.engine.arg_utils import EngineArgs
+
+        model = make_model(tmp_path / "model")
+        settings: dict[str, Any] = {"additional_config": {"kv_eviction": {"policy": "ada-snapkv"}}}
+        args = EngineArgs(str(model), skip_tokenizer_init=True, dtype="float32", **settings)
+        args.create_engine_config()
 
 
 def test_backend_is_used_where_a_kind_of_layers_asks_for_it() -> None:

@@ -50,7 +50,6 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
     f"{MANAGER}:KVCacheManager.get_blocks": ("request_id", "the scheduler reads blocks that do not exist"),
     f"{MANAGER}:KVCacheManager.get_block_ids": ("request_id", "the scheduler reads blocks that do not exist"),
     f"{MANAGER}:KVCacheManager.estimate_cached_tokens": ("request", "admission reads vLLM's own accounts"),
-    f"{MANAGER}:KVCacheManager.get_computed_blocks": ("request", "no request begins with a cached prefix"),
     f"{MANAGER}:KVCacheManager.reset_prefix_cache": ("", "cached prefixes outlive a reset"),
     f"{MANAGER}:KVCacheManager.take_new_block_ids": (
         "",
@@ -227,7 +226,8 @@ WRAPPED: dict[str, tuple[str, str]] = {
 CALLED: dict[str, tuple[str, str]] = {
     # We call these with these names, or with as many values.
     f"{MANAGER}:KVCacheManager.__init__": (
-        "kv_cache_config max_model_len scheduler_block_size hash_block_size enable_caching log_stats",
+        "kv_cache_config max_model_len max_in_flight_tokens scheduler_block_size hash_block_size enable_caching "
+        "log_stats",
         "no engine starts",
     ),
     "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": (
@@ -314,6 +314,15 @@ BY_KEYWORD = {
 }
 
 
+def test_cached_prefixes_are_asked_for() -> None:
+    """With the request, and in newer versions with a limit, which ours accepts."""
+    place = f"{MANAGER}:KVCacheManager.get_computed_blocks"
+    breaks = "no request begins with a cached prefix"
+    names = source.parameters(place, breaks)
+    if names not in (["request"], ["request", "max_cache_hit_length"]):
+        source.broken(f"{place} takes ({', '.join(names)})", breaks)
+
+
 @pytest.mark.parametrize("place", OVERRIDDEN)
 def test_override_matches(place: str) -> None:
     expected, breaks = OVERRIDDEN[place]
@@ -351,6 +360,112 @@ def test_vllm_calls_by_keyword(method: str) -> None:
         source.broken(f"{place} does not call {method} with keywords {keywords}", breaks)
 
 
+SAME_BY_DEFAULT = {
+    "enable_kv_cache_events",
+    "enable_mamba_shared_prefix_checkpoint",
+    "dcp_world_size",
+    "metrics_collector",
+    "num_hash_lookahead_tokens",
+    "num_prefill_lookahead",
+    "pcp_world_size",
+    "prefix_replay_tokens",
+    "use_eagle",
+    "use_eagle_block_drop",
+    "watermark",
+}
+"""What vLLM's scheduler tells its block manager besides, of features that eviction refuses or has in its own
+way: there the defaults hold."""
+
+
+def test_the_manager_is_made_of_what_we_know() -> None:
+    """Our ledger takes the place of vLLM's block manager, and is told what that is told."""
+    made = [
+        node for node in source.calls(f"{SCHEDULER}.__init__") if ast.unparse(node.func) == "KVCacheManager"
+    ]
+    told = {str(keyword.arg) for node in made for keyword in node.keywords}
+    ours = set(CALLED[f"{MANAGER}:KVCacheManager.__init__"][0].split())
+    if unknown := told - ours - SAME_BY_DEFAULT:
+        source.broken(f"the block manager is told {', '.join(sorted(unknown))}", "our ledger is not")
+
+
+CALLERS = {
+    # Where vLLM calls methods that we override, by what it calls the object there.
+    "kv_cache_manager": (
+        ["vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler"],
+        "scheduler/ledger.py",
+    ),
+    "connector": (["vllm.v1.core.sched.scheduler"], "connector.py"),
+    "kv_connector": (
+        [
+            "vllm.v1.engine.core",
+            "vllm.v1.worker.kv_connector_model_runner_mixin",
+            "vllm.v1.worker.gpu.kv_connector",
+            "vllm.model_executor.layers.attention.kv_transfer_utils",
+        ],
+        "connector.py",
+    ),
+    "scheduler": (["vllm.v1.engine.core"], "scheduler/scheduler.py"),
+    "self": (["vllm.v1.core.sched.scheduler"], "scheduler/scheduler.py"),
+}
+
+
+def own_functions(file: str) -> dict[str, ast.arguments]:
+    """Parameters of the methods in a file of the engine, by name."""
+    return {
+        node.name: node.args
+        for cls in ast.parse((source.ENGINE / file).read_text()).body
+        if isinstance(cls, ast.ClassDef)
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def accepts(takes: ast.arguments, call: ast.Call) -> bool:
+    """Whether a method (its ``self`` apart) can be called like this."""
+    names = [argument.arg for argument in (*takes.posonlyargs, *takes.args)][1:]
+    by_name = {*names, *(argument.arg for argument in takes.kwonlyargs)}
+    fits = len(call.args) <= len(names) or takes.vararg is not None
+    required = names[len(call.args) : len(names) - len(takes.defaults)]
+    given = {keyword.arg for keyword in call.keywords if keyword.arg}
+    is_spread = any(keyword.arg is None for keyword in call.keywords)
+    return fits and (takes.kwarg is not None or given <= by_name) and (is_spread or set(required) <= given)
+
+
+@pytest.mark.parametrize("owner", CALLERS)
+def test_calls_are_accepted_as_they_are_made(owner: str) -> None:
+    """By position and by name: a signature may be alike and a call another one."""
+    modules, file = CALLERS[owner]
+    ours, seen = own_functions(file), 0
+    for module in modules:
+        for call in (
+            x for x in ast.walk(source.tree(module) or ast.Module([], [])) if isinstance(x, ast.Call)
+        ):
+            object_, _, method = ast.unparse(call.func).rpartition(".")
+            if object_.rpartition(".")[2] != owner or method not in ours:
+                continue
+            seen += 1
+            if not accepts(ours[method], call):
+                source.broken(
+                    f"{module} calls {ast.unparse(call)}", f"ours takes ({ast.unparse(ours[method])})"
+                )
+    assert seen, f"nothing of {file} is called"
+
+
+def test_calls_that_are_not_accepted_are_seen() -> None:
+    takes = own_functions("scheduler/ledger.py")["get_computed_blocks"]
+    calls = {
+        "f(request)": True,
+        "f(request, 3)": True,
+        "f(request, limit=3)": False,
+        "f(a, b, c)": False,
+        "f()": False,
+    }
+    for text, fits in calls.items():
+        call = ast.parse(text).body[0]
+        assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+        assert accepts(takes, call.value) == fits, text
+
+
 def test_beam_search_can_be_refused() -> None:
     """Beam search restarts requests without their settings: under eviction they would be evicted as the server says."""
     for name in ("online:BeamSearchOnlineMixin", "offline:BeamSearchOfflineMixin"):
@@ -377,6 +492,7 @@ OURS = {
     ("metrics.py", "EvictionPromMetrics"): [f"{METRICS}:KVConnectorPromMetrics"],
 }
 PASSED_ON = {f"{SCHEDULER}.__init__", f"{MANAGER}:KVCacheManager.__init__"}  # by *args and **kwargs
+OPTIONAL = {f"{MANAGER}:KVCacheManager.get_computed_blocks"}  # with an argument that not all versions have
 PROPERTIES = {f"{MANAGER}:KVCacheManager.usage"}
 
 
@@ -390,7 +506,7 @@ def test_table_has_what_we_override(ours: tuple[str, str]) -> None:
         if isinstance(node, ast.ClassDef) and node.name == name
     )
     methods = {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
-    known = {*OVERRIDDEN, *WRAPPED, *PASSED_ON, *PROPERTIES}
+    known = {*OVERRIDDEN, *WRAPPED, *PASSED_ON, *PROPERTIES, *OPTIONAL}
     for place in OURS[ours]:
         for method in sorted(methods & source.members(place)):
             if f"{place}.{method}" not in known:

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from vllm import AsyncEngineArgs, EngineArgs
 from vllm.benchmarks import latency, throughput
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.serving import ROOT, VLLM, command
+from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, ENGINE_MEANINGS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
@@ -35,7 +35,7 @@ def model(models):
 
 def serve_parser() -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(prog="vllm")
-    return make_arg_parser(parser)
+    return versions.load(versions.moves().make_arg_parser)(parser)
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from vllm import AsyncEngineArgs, EngineArgs, SamplingParams
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
@@ -21,6 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.clients import words
 from tests.engine.serving import Server
+from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import (
     ENGINE_DEFAULTS,
     OTHERS_FIELDS,
@@ -182,7 +182,7 @@ def model(models) -> str:
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+    return versions.load(versions.moves().make_arg_parser)(FlexibleArgumentParser(prog="vllm"))
 
 
 @contextlib.contextmanager

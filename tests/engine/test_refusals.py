@@ -1,10 +1,12 @@
 """Every combination that is refused, is refused before anything starts, in one sentence that says what to do."""
 
+import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import LLM, EngineArgs, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams, envs
 from vllm.config import AttentionConfig, ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
@@ -18,9 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
+from tests.engine import running
 from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
-from vllm_kvevict.engine import devices
+from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError, policy_config
 from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.policies import EvictionConfig, available, take
@@ -186,11 +189,11 @@ def test_flags(name, settings, model):
     assert f"--kv-eviction cannot be combined with {flag}: " in refusal(model, **settings)
 
 
-@pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, None), (256, None)])
+@pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, 128), (256, 128)])
 def test_pages_must_divide_blocks(page_size, block_size, model):
     sentence = refusal(model, block_size=block_size, kv_eviction_config={"page_size": page_size})
     assert f"--kv-eviction-config.page_size {page_size} " in sentence
-    assert f"block size {block_size or 128}" in sentence and "--block-size" in sentence
+    assert f"block size {block_size}" in sentence and "--block-size" in sentence
 
 
 @pytest.mark.parametrize("page_size, block_size", [(32, 32), (32, 128), (64, None), (128, None)])
@@ -199,6 +202,22 @@ def test_pages_that_divide_blocks(page_size, block_size, model):
         model, block_size=block_size, kv_eviction="full", kv_eviction_config={"page_size": page_size}
     )
     args.create_engine_config()
+
+
+@pytest.mark.parametrize("page_size", [96, 256])
+def test_pages_that_do_not_divide_the_default_block(page_size, model):
+    """If vLLM has set it by the time of the check, they are refused; else workers choose a block of whole pages."""
+    default = EngineArgs(model, dtype="float32").create_engine_config().cache_config.block_size
+    config = {"page_size": page_size}
+    if default == 128:
+        sentence = refusal(model, kv_eviction_config=config)
+        assert f"page_size {page_size} must divide the block size 128" in sentence
+        return
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": config, "max_model_len": 512}
+    with running.engine(Path(model), **settings) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size % page_size == 0
+        output = llm.generate([running.Ask(300).request], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert len(output[0].outputs[0].token_ids) > 0
 
 
 @pytest.mark.parametrize("given, is_on", [(None, True), (True, True), (False, False)])
@@ -425,10 +444,21 @@ def test_the_other_front_end(model, monkeypatch):
     assert "VLLM_USE_RUST_FRONTEND" in refusal(model)
 
 
-def test_the_older_ray_executor(model, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+@pytest.mark.parametrize("has_two", [True, False])
+def test_the_older_ray_executor(has_two, model, monkeypatch):
+    """It is refused where vLLM has it."""
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    places = dataclasses.replace(versions.moves(), ray_executor_variable=name if has_two else None)
+    monkeypatch.setattr(versions, "_chosen", places)
+    monkeypatch.setenv(name, "0")
+    if not hasattr(envs, name):
+        monkeypatch.setattr(envs, name, False, raising=False)
+    args = EngineArgs(model, kv_eviction="snapkv", distributed_executor_backend="ray")
+    if not has_two:
+        checks.check_arguments(args)
+        return
     sentence = refusal(model, distributed_executor_backend="ray")
-    assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in sentence and "unset" in sentence
+    assert f"{name}=0" in sentence and "unset" in sentence
 
 
 def test_expandable_segments(model, monkeypatch):

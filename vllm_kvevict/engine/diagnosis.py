@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options, policy_config
 from vllm_kvevict.engine.errors import in_one_line, no_rotary
 from vllm_kvevict.engine.frontend import checks, plugin
@@ -66,6 +66,7 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     """
     # vLLM's own usage would be hundreds of lines.
     parser = FlexibleArgumentParser(prog=program, usage=f"{program} [MODEL] [flags of vllm serve]")
+    make_arg_parser = versions.load(versions.moves().make_arg_parser)
     namespace = make_arg_parser(parser).parse_args(list(words))
     if namespace.model_tag is not None:
         namespace.model = namespace.model_tag

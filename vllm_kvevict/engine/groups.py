@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+from vllm_kvevict.engine import versions
 
 FULL_ATTENTION = {"attention", "full_attention"}
 WINDOW = "sliding_attention"
@@ -105,7 +106,7 @@ def _grouped(specs: tuple[tuple[int, KVCacheSpec], ...]) -> LayerGroups:
     others: list[tuple[int, ...]] = []
     of_others = []
     by_name = {str(index): spec for index, (_, spec) in enumerate(specs)}
-    for group in _get_kv_cache_groups_uniform_page_size(by_name):
+    for group in versions.load(versions.moves().groups_of_one_page_size)(by_name):
         layers = tuple(specs[int(name)][0] for name in group.layer_names)
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             evicted.append(layers)

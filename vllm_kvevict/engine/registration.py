@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,9 @@ def install() -> str | None:
 
     reason = refusal(found)
     if reason is None:
+        from vllm_kvevict.engine import versions
+
+        versions.choose(found)
         from vllm_kvevict.engine.frontend import plugin
 
         plugin.register()
@@ -36,7 +40,7 @@ def install() -> str | None:
 
 
 def register() -> None:
-    """What vLLM calls, through the ``vllm.general_plugins`` entry point.
+    """What vLLM calls, through the ``vllm.general_plugins`` entry point, in every process that it starts.
 
     Raises:
         KVEvictionError: eviction was asked for from Python in a version that this package was not tested with.
@@ -45,9 +49,14 @@ def register() -> None:
     reason = install()
     if reason is None:
         return
-    if asked_on_command_line(sys.argv[1:]):
+    try:
+        asked_by_flags, asked_by_code = asked_on_command_line(sys.argv[1:]), _asked_in_python()
+    except Exception:
+        # A look that fails, in a process of a vLLM that nobody knew here, must not stop those who ask for nothing.
+        return
+    if asked_by_flags:
         end_command(reason)
-    if _asked_in_python():
+    if asked_by_code:
         raise KVEvictionError(reason)
 
 
@@ -62,12 +71,14 @@ def asked_on_command_line(words: Sequence[str]) -> bool:
 
 def _words_of_files(words: Sequence[str]) -> Iterator[str]:
     """What the files of ``--config`` say, as words of a command line; vLLM itself says what is wrong with a file."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, is_joined, value = word.partition("=")
         if name != "--config":
             continue
+        path = Path(value if is_joined else following)
         try:
-            settings = yaml.safe_load(Path(value if is_joined else following).read_text())
+            # vLLM reads the file once more, and a pipe gives its content once.
+            settings = yaml.safe_load(path.read_text()) if path.is_file() else None
         except (OSError, ValueError, yaml.YAMLError):
             continue
         for key, setting in settings.items() if isinstance(settings, dict) else ():

@@ -8,6 +8,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, layer_groups, layer_types
@@ -65,10 +66,11 @@ def check_arguments(args: Any) -> None:
     Raises:
         KVEvictionError: one sentence naming the first such flag and what to do.
     """
-    if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    variable = versions.moves().ray_executor_variable
+    if args.distributed_executor_backend == "ray" and variable is not None and not getattr(envs, variable):
         raise KVEvictionError(
-            "--kv-eviction cannot be combined with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: that Ray executor calls the "
-            "model runner directly, so the worker never learns of an eviction; unset the variable"
+            f"--kv-eviction cannot be combined with {variable}=0: that Ray executor calls the model runner directly, "
+            "so the worker never learns of an eviction; unset the variable"
         )
     for reason, flags in _conflicts(args).items():
         for flag, given in flags.items():
@@ -135,7 +137,7 @@ def check_model(vllm_config: Any) -> None:
     Raises:
         KVEvictionError: one sentence naming the kind of model or the flag.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
     for kind, found in _unsupported_kinds(vllm_config).items():
         if found:
             raise KVEvictionError(
@@ -147,8 +149,18 @@ def check_model(vllm_config: Any) -> None:
     if layer_groups(vllm_config).others:
         _check_mixed_layers(vllm_config)
     _check_kv_dtype(vllm_config)
-    page_size = vllm_config.additional_config[KEY]["page_size"]
-    if cache.block_size % page_size:
+    _check_page_size(vllm_config)
+
+
+def _check_page_size(vllm_config: Any) -> None:
+    """Refuse pages that vLLM's blocks cannot be divided into.
+
+    Where neither the user nor vLLM's platform has set the size of blocks yet, workers choose one that our attention
+    backend supports.
+    """
+    cache, page_size = vllm_config.cache_config, vllm_config.additional_config[KEY]["page_size"]
+    is_known = cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE
+    if is_known and cache.block_size % page_size:
         raise KVEvictionError(
             f"--kv-eviction-config.page_size {page_size} must divide the block size {cache.block_size}: change it "
             "or --block-size"

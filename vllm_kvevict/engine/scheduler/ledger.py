@@ -105,13 +105,16 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """To claims of earlier steps, drained likewise."""
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
-        """Learn the pools' sizes, before the first request.
+        """Learn the pools' sizes, before the first request. Learning the same again changes nothing.
 
         Raises:
             ValueError: when a prompt of ``max_model_len`` tokens does not fit.
         """
-        self.ranks = sorted(capacities)
-        bounds = dataclasses.replace(self.bounds, ranks=[capacities[rank] for rank in self.ranks])
+        ranks, in_order = sorted(capacities), [capacities[rank] for rank in sorted(capacities)]
+        if (ranks, in_order) == (self.ranks, list(self.capacities)):
+            return
+        self.ranks = ranks
+        bounds = dataclasses.replace(self.bounds, ranks=in_order)
         self.control = dataclasses.replace(self.control, bounds=bounds)
         self.used = [0] * len(self.ranks)
         self.promised = [0] * len(self.ranks)
@@ -439,10 +442,16 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     # Cached prefixes.
 
-    def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
-        """How many tokens a waiting request need not compute: all of its compressed prefix, or what segments have."""
+    def get_computed_blocks(
+        self, request: "Request", max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """How many tokens a waiting request need not compute: all of its compressed prefix, or what segments have.
+
+        vLLM sets ``max_cache_hit_length`` where it stores more than KV of each token, which eviction refuses; then
+        nothing is taken from the cache.
+        """
         tokens = 0
-        if self.prefix_cache_lookup_enabled(request):
+        if max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request):
             prefix = self.cached_prefix(request)
             shared = self.shared_prefix(request) if prefix is None else None
             if prefix is not None:

@@ -43,6 +43,8 @@ class _EvictionMixin:
         self._probe_waits = False
         """Whether the step before this one had no room for a probe, since it repeated a prompt."""
         self._pausing_for: str | None = None
+        self._queue_waits = False
+        """Whether a prompt was put off in the step that is being scheduled; nobody overtakes it."""
         self._postponed: dict[str, int] = {}
         """How often a prompt that no step had room for was put off."""
         self._taken: dict[str, int] = {}
@@ -91,6 +93,7 @@ class _EvictionMixin:
         self._repeating = None if self._probe_waits or is_paused else self.kv_cache_manager.next_repeat()
         self._probe_waits = False
         self._pausing_for = self._next_in_line()
+        self._queue_waits = False
         self._taken = {request.request_id: 0 for request in self.running}
         if self.num_spec_tokens:  # type: ignore[attr-defined]
             self._room_for_drafts = self.kv_cache_manager.room_for_drafts()
@@ -102,6 +105,9 @@ class _EvictionMixin:
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
+        if self._pausing_for in self._postponed:
+            # vLLM did not admit it. Everybody goes on before the next try, whatever the reason was.
+            self._postponed[self._pausing_for] = 0
         self._end_hopeless()
         return output
 
@@ -153,22 +159,27 @@ class _EvictionMixin:
                                    +- ends at most at the position: rows behind it must see the compressed cache
 
         It computes nothing either while it waits for a step that can read it whole, while everybody pauses for
-        such a prompt, and once its answer is as long as it may be.
+        such a prompt, and once its answer is as long as it may be. Where one waits, nobody behind it in the queue
+        begins.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        pausing = self._pausing_for not in (None, request.request_id) and request.request_id in self._taken
+        is_running = request.request_id in self._taken
+        others_pause = self._pausing_for not in (None, request.request_id)
+        pauses = others_pause if is_running else self._queue_waits
         # Steps that run ahead of their outputs would go on beyond the answer's end, where there may be no memory.
         done = num_computed_tokens >= request.num_prompt_tokens + request.max_tokens - 1
-        if pausing or done or self.kv_cache_manager.must_wait(request.request_id):
-            num_new_tokens = 0
+        if pauses or done or self.kv_cache_manager.must_wait(request.request_id):
+            left = 0
         else:
-            num_new_tokens = self._cut_at_eviction(request, num_computed_tokens, num_new_tokens)
-        if num_new_tokens > 1 and request.request_id in self._taken:
-            num_new_tokens = self._cut_drafts(request, num_new_tokens)
-        self._taken[request.request_id] = num_new_tokens
-        return num_new_tokens
+            left = self._cut_at_eviction(request, num_computed_tokens, num_new_tokens)
+        if left > 1 and is_running:
+            left = self._cut_drafts(request, left)
+        if not is_running and num_new_tokens > 0 and left == 0:
+            self._queue_waits = True
+        self._taken[request.request_id] = left
+        return left
 
     def _cut_drafts(self, request: Request, num_new_tokens: int) -> int:
         """How many of the tokens a running request computes: no drafts that an answer of full length has no place for,
@@ -241,7 +252,7 @@ class _EvictionMixin:
     def _next_in_line(self) -> str | None:
         """The head of the queue, if it was put off too often and would be admitted: then everybody else pauses."""
         scheduler: Any = self
-        if not self._postponed or not scheduler.waiting:
+        if not self._postponed or not scheduler.waiting or not self._admits_requests():
             return None
         request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
@@ -250,6 +261,12 @@ class _EvictionMixin:
             return None
         whole_step = ledger.plan(request).evict_at or request.num_tokens
         return request.request_id if ledger.would_admit(request, whole_step) else None
+
+    def _admits_requests(self) -> bool:
+        """Whether vLLM admits requests at all: not while it is paused, and not beyond ``--max-num-seqs``."""
+        scheduler: Any = self
+        seats_taken = len(self.running) + scheduler.num_waiting_for_streaming_input
+        return scheduler.pause_state == PauseState.UNPAUSED and seats_taken < scheduler.max_num_active_reqs
 
     def _add_probe(self, output: SchedulerOutput, request: Request) -> None:
         """Send the prompt's last tokens along with the end of a chunk, as one more request of this step only."""

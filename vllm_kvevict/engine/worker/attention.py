@@ -4,11 +4,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
 
-from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError
 from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
 from vllm_kvevict.engine.worker.runtime import StepState, get_runtime
+
+
+def block_sizes() -> list[int | MultipleOf]:
+    """Sizes of vLLM's blocks that our backends support: blocks only measure memory here, in whole pages."""
+    vllm_config = get_current_vllm_config_or_none()
+    options = vllm_config.additional_config.get(KEY, {}) if vllm_config is not None else {}
+    return [MultipleOf(options.get("page_size", ENGINE_DEFAULTS["page_size"]))]
 
 
 class RaggedBuilder(AttentionMetadataBuilder[StepState]):

@@ -6,10 +6,11 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.calibration import Shape, time_decodes
 from vllm_kvevict.kernels.build import BuildError
@@ -31,6 +32,10 @@ class RaggedCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[RaggedBuilder]:  # type: ignore[override]
         return RaggedBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return block_sizes()
 
 
 class CPUPages:

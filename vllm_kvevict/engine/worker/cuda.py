@@ -4,14 +4,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
-from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 from vllm_kvevict.kernels.window_attention import window_attention
@@ -53,10 +53,7 @@ class RaggedCUDABackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """vLLM's blocks only measure memory here, in whole pages."""
-        vllm_config = get_current_vllm_config_or_none()
-        options = vllm_config.additional_config.get(KEY, {}) if vllm_config is not None else {}
-        return [MultipleOf(options.get("page_size", ENGINE_DEFAULTS["page_size"]))]
+        return block_sizes()
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
