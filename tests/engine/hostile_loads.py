@@ -8,6 +8,7 @@ Everything about a server follows from its seed, so that ``--only SEED`` plays i
 import argparse
 import dataclasses
 import logging
+import math
 import random
 import sys
 import time
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.v1.request import Request
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.loads import Ask, Load
 from tests.engine.servers import (
@@ -47,6 +49,9 @@ MOST_PREEMPTIONS = 20
 """Of one request, where who came first goes first."""
 GREEDS = ("none", "random", "rank", "rank", "layer", "head", "row")
 """What a request's choices fill first (see :mod:`tests.engine.choices`)."""
+
+PAUSES = ("abort", "wait", "keep")
+"""Modes of `/pause`: end all requests, let those that run end, or stop with all in place."""
 
 WINDOW = {"window": 8}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -115,6 +120,46 @@ def with_drafts(load: Load, seed: int) -> Load:
     drafts = random.Random(f"drafts {seed}").choice((1, 3, 5, 40))
     setup = dataclasses.replace(load.setup, drafts=drafts, asynchronous=False)
     return dataclasses.replace(load, setup=sized(setup, 1) if not starts(setup) else setup)
+
+
+def with_pauses(load: Load, seed: int) -> Load:
+    """The same load on a server with fewer seats than requests, which is paused now and then."""
+    choose = random.Random(f"pauses {seed}")
+    seats = choose.randrange(1, max(2, len(load.asks) // 2))
+    setup = dataclasses.replace(load.setup, max_num_seqs=seats)
+    return dataclasses.replace(load, setup=setup, pauses=_pauses(choose, load.asks))
+
+
+def _pauses(choose: random.Random, asks: Sequence[Ask]) -> dict[int, str]:
+    """When the server is paused, and how."""
+    last = max(ask.arrival for ask in asks) + 40
+    return {choose.randrange(last): choose.choice(PAUSES) for _ in range(choose.randrange(1, 5))}
+
+
+def crowded(seed: int) -> Load:
+    """A server whose memory holds a long prompt only if one step reads all of it, which answers leave no room for. Its
+    few seats are taken by requests with long answers."""
+    choose = random.Random(f"crowd {seed}")
+    longest, depth = choose.choice((512, 1024)), choose.choice((1, 1, 2))
+    shape = (choose.choice((8, 16)), 2)
+    setup = Setup(
+        [shape],
+        [math.prod(shape) * longest // PAGE // 2],
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        max_num_seqs=choose.choice((2, 3, 4, 8)),
+        depth=depth,
+        asynchronous=depth > 1 and choose.random() < 0.5,
+        options={"policy": choose.choice(("snapkv", "ada-snapkv")), "budget": 0.1, "check": True},
+    )
+    assert starts(setup)
+    asks = []
+    for index in range(choose.randrange(8, 16)):
+        is_long = choose.random() < 0.4
+        prompt = longest - choose.randrange(1, 4) if is_long else choose.randrange(20, longest // 8)
+        output = 2 if is_long else choose.randrange(30, 120)
+        asks.append(Ask(choose.randrange(60), f"s{seed}r{index}", prompt, output, {}, 0))
+    return Load(setup, sorted(asks, key=lambda ask: ask.arrival), pauses=_pauses(choose, asks))
 
 
 def sized(setup: Setup, times: float) -> Setup:
@@ -265,6 +310,7 @@ class Watch:
         self.furthest: dict[str, int] = {}
         self.progressed = 0
         self.ran: dict[str, int] = {}
+        self.aborted = set(load.aborted)
 
     def add(self, ask: Ask) -> None:
         """Let the front-end check a request and pass it on."""
@@ -301,6 +347,36 @@ class Watch:
         if standing > 3 * LONGEST_STANDSTILL:
             raise Stuck(f"nobody got further in {standing} steps: {', '.join(map(self._describe, self.ran))}")
 
+    def pause(self, mode: str) -> None:
+        """Pause the server as the engine core does, wait until it is, and let it go on."""
+        simulation, limit = self.simulation, self.simulation.steps + self._enough_steps()
+        scheduler = simulation.scheduler
+        if mode == "abort":
+            self.aborted |= set(scheduler.requests)
+            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        while simulation.in_flight or scheduler.has_requests():
+            if simulation.steps > limit:
+                raise Stuck(f"a pause ({mode}) has not ended in {self._enough_steps()} steps")
+            if scheduler.has_requests():
+                self.step()
+            else:
+                simulation.deliver()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        # Nobody is to be blamed for having waited.
+        self._follow()
+        self.progressed = simulation.steps
+        self.ran = dict.fromkeys(self.ran, simulation.steps)
+
+    def _enough_steps(self) -> int:
+        """Steps in which all that was asked for so far is done."""
+        setup = self.load.setup
+        chunk = min(setup.max_num_batched_tokens, setup.long_prefill or setup.max_num_batched_tokens)
+        return 600 + 4 * sum(
+            setup.depth * (self.limits[name] + 2 + request.num_prompt_tokens // chunk)
+            for name, request in self.requests.items()
+        )
+
     def _follow(self) -> None:
         """Note who ran and who got further than before; who left made room."""
         scheduler, steps = self.simulation.scheduler, self.simulation.steps
@@ -320,11 +396,8 @@ class Watch:
     def finish(self) -> None:
         """Step until everybody has left, then count."""
         setup, simulation = self.load.setup, self.simulation
-        chunk = min(setup.max_num_batched_tokens, setup.long_prefill or setup.max_num_batched_tokens)
-        limit = 600 + 4 * sum(
-            setup.depth * (self.limits[name] + 2 + request.num_prompt_tokens // chunk)
-            for name, request in self.requests.items()
-        )
+        # Counted from the beginning: what is left is less than all.
+        limit = simulation.steps + self._enough_steps() if self.load.pauses else self._enough_steps()
         while simulation.scheduler.has_requests():
             if simulation.steps > limit:
                 raise Stuck(f"after {limit} steps: {', '.join(map(self._describe, self.ran))}")
@@ -352,7 +425,7 @@ class Watch:
             raise Stuck(f"{self._describe(name)} ended: {reason}")
 
     def _reason(self, name: str) -> str:
-        gone = "aborted" if name in self.load.aborted else "without a word"
+        gone = "aborted" if name in self.aborted else "without a word"
         here = name in self.simulation.scheduler.requests
         return self.simulation.reasons.get(name, "not ended" if here else gone)
 
@@ -389,12 +462,15 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
     with surroundings(load.setup):
         watch = Watch(load, seed, greeds)
         try:
-            for step in range(max([ask.arrival for ask in load.asks] + list(load.aborts)) + 1):
+            last = max([*(ask.arrival for ask in load.asks), *load.aborts, *load.pauses])
+            for step in range(last + 1):
                 for ask in load.asks:
                     if ask.arrival == step:
                         watch.add(ask)
                 for name in load.aborts.get(step, ()):
                     watch.simulation.abort(name)
+                if step in load.pauses:
+                    watch.pause(load.pauses[step])
                 watch.step()
             watch.finish()
         except Exception as error:  # whatever vLLM's scheduler or the simulated workers stumble over
@@ -407,13 +483,26 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 # The command.
 
 
-def play_many(first: int, steps: int, servers: int, drafts: bool = False) -> list[Outcome]:
-    """Play servers of ascending seeds, so many or until so many steps are played; or the same with drafts."""
+KINDS = {"drafts": with_drafts, "pauses": with_pauses}
+"""What may be added to a hostile load."""
+
+
+def load_of(seed: int, kinds: Sequence[str] = (), crowd: bool = False) -> Load:
+    """The load of a seed, hostile or crowded, with what these kinds add."""
+    load = crowded(seed) if crowd else hostile(seed)
+    for kind in kinds:
+        load = KINDS[kind](load, seed)
+    return load
+
+
+def play_many(
+    first: int, steps: int, servers: int, kinds: Sequence[str] = (), crowd: bool = False
+) -> list[Outcome]:
+    """Play servers of ascending seeds, so many or until so many steps are played."""
     outcomes: list[Outcome] = []
     while len(outcomes) < servers and sum(outcome.steps for outcome in outcomes) < steps:
         seed = first + len(outcomes)
-        load = hostile(seed)
-        outcomes.append(play(with_drafts(load, seed) if drafts else load, seed))
+        outcomes.append(play(load_of(seed, kinds, crowd), seed))
     return outcomes
 
 
@@ -446,16 +535,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=500, help="or after so many servers")
     parser.add_argument("--seed", type=int, default=0, help="of the first server; the next ones count on")
     parser.add_argument("--drafts", action="store_true", help="with speculative decoding")
+    parser.add_argument("--pauses", action="store_true", help="with pauses, and more requests than seats")
+    parser.add_argument("--crowd", action="store_true", help="long prompts behind long answers, with pauses")
     parser.add_argument("--only", type=int, metavar="SEED", help="play one server and say what it is")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
-    started = time.perf_counter()
+    kinds, started = [kind for kind in KINDS if getattr(args, kind)], time.perf_counter()
     if args.only is None:
-        outcomes = play_many(args.seed, args.steps, args.servers, args.drafts)
+        outcomes = play_many(args.seed, args.steps, args.servers, kinds, args.crowd)
     else:
-        load = hostile(args.only)
-        load = with_drafts(load, args.only) if args.drafts else load
-        print(load.setup, *load.asks, load.aborts, sep="\n")
+        load = load_of(args.only, kinds, args.crowd)
+        print(load.setup, *load.asks, load.aborts, load.pauses, sep="\n")
         outcomes = [play(load, args.only)]
     print(summary(outcomes, time.perf_counter() - started))
     return int(any(outcome.failure for outcome in outcomes))

@@ -27,11 +27,12 @@ class Ask:
 
 @dataclass
 class Load:
-    """A server, what it is asked, and by step the names of requests that are aborted."""
+    """A server, what it is asked, and by step the names of requests that are aborted, or how the server is paused."""
 
     setup: Setup
     asks: list[Ask]
     aborts: dict[int, list[str]] = field(default_factory=dict)
+    pauses: dict[int, str] = field(default_factory=dict)
 
     @property
     def aborted(self) -> set[str]:

@@ -13,15 +13,17 @@ import torch
 
 from tests.engine import hostile_loads
 from tests.engine.choices import Choices
-from tests.engine.hostile_loads import WINDOW, hostile, play, play_many, summary
+from tests.engine.hostile_loads import WINDOW, crowded, hostile, play, play_many, summary
 from tests.engine.loads import Ask, Load
 from tests.engine.servers import PAGE, Setup, capacities
 from tests.engine.simulation import Workers
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
 from vllm_kvevict.schedules.plan import Admission, plan_of
 
 LAYERS, HEADS = 3, 4
+CROWDS_THAT_HUNG = (24, 56)
 STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
 """Servers that once stood still."""
 
@@ -161,12 +163,35 @@ def test_servers_that_stood_still(seed: int) -> None:
     assert not outcome.failure, f"--only {seed}: {outcome.failure}"
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_hostile_loads(drafts: bool) -> None:
+@pytest.mark.parametrize("kinds", [(), ("drafts",), ("pauses",), ("drafts", "pauses")], ids=" ".join)
+def test_hostile_loads(kinds: tuple[str, ...]) -> None:
     """5000 steps; `python -m tests.engine.hostile_loads` plays more."""
     started = time.perf_counter()
-    outcomes = play_many(2000, steps=5000, servers=100, drafts=drafts)
+    outcomes = play_many(2000, steps=5000, servers=100, kinds=kinds)
     assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+def test_crowds() -> None:
+    """60 servers, as many as hung in the one version of vLLM that goes on with who stands behind a prompt put off."""
+    started = time.perf_counter()
+    outcomes = play_many(0, steps=10**6, servers=60, crowd=True)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without looking whether there is a seat, and again after a pause that brought nothing."""
+    schedule = _EvictionMixin.schedule
+
+    def stubborn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        if self._pausing_for in self._postponed:
+            self._postponed[self._pausing_for] = MOST_POSTPONED
+        return output
+
+    monkeypatch.setattr(_EvictionMixin, "schedule", stubborn)
+    monkeypatch.setattr(_EvictionMixin, "_admits_requests", lambda self: True)
+    failures = [play(crowded(seed), seed).failure for seed in CROWDS_THAT_HUNG]
+    assert all(failure and "hang: nothing is scheduled" in failure for failure in failures)
 
 
 def test_the_command_names_the_seeds_that_failed(

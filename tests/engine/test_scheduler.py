@@ -11,6 +11,7 @@ from tests.engine.servers import PAGE, Setup, capacities, make_request, make_sch
 from tests.engine.simulation import Simulation
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.messages import Handshake
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.policies import cuts
 from vllm_kvevict.schedules.reports import Report
 
@@ -340,6 +341,67 @@ def test_prompts_that_fit_in_no_other_way_wait_for_a_step_of_their_own() -> None
         order += [name for name, count in scheduled.items() if count > 1]
         assert scheduled.get("long", 2046) in (1, 2046)
     assert order == ["long", "short"]
+
+
+ANSWERING = {"a": 1, "b": 1, "c": 1}
+
+
+def behind_answers(seats: int = 64) -> Simulation:
+    """A prompt has waited for a step of its own until the others would pause for it; one more waits behind."""
+    options = {"policy": "snapkv", "budget": 0.1}
+    setup = server(
+        shapes=[(16, 2)], pages=[ROWS * 32], max_model_len=2048, max_num_seqs=seats, options=options
+    )
+    simulation = Simulation(setup)
+    for name in ANSWERING:
+        simulation.add(make_request(name, 300, 100))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("long", 2046, 2))
+    simulation.add(make_request("short", 300, 8))
+    for _ in range(MOST_POSTPONED):
+        assert simulation.step().num_scheduled_tokens == ANSWERING
+    return simulation
+
+
+def test_others_pause_for_a_prompt_that_waited_long() -> None:
+    simulation = behind_answers()
+    assert simulation.step().num_scheduled_tokens == {"long": 2046}
+    simulation.run(300)
+
+
+def test_nobody_pauses_for_a_prompt_without_a_seat() -> None:
+    simulation = behind_answers(seats=3)
+    for _ in range(20):
+        assert simulation.step().num_scheduled_tokens == ANSWERING
+    simulation.run(300)
+    assert simulation.outputs == {"a": 100, "b": 100, "c": 100, "long": 2, "short": 8}
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_nobody_pauses_for_a_prompt_while_the_server_is_paused(state: PauseState) -> None:
+    """Requests that run go on to their end, if they may."""
+    simulation = behind_answers()
+    simulation.scheduler.set_pause_state(state)
+    for _ in range(20):
+        running = ANSWERING if state == PauseState.PAUSED_NEW else {}
+        assert simulation.step().num_scheduled_tokens == running
+    simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert simulation.step().num_scheduled_tokens == {"long": 2046}
+    simulation.run(300)
+
+
+def test_a_pause_that_brings_nothing_is_not_repeated_at_once() -> None:
+    """Whatever keeps vLLM from admitting the prompt: here there is no seat, and nobody looks."""
+    simulation, steps = behind_answers(), []
+    admits, scheduler = simulation.scheduler.max_num_active_reqs, simulation.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(scheduler), "_admits_requests", lambda self: True)
+        scheduler.max_num_active_reqs = 3
+        steps = [len(simulation.step().num_scheduled_tokens) for _ in range(20)]
+    assert steps == [0, *[3] * 19]
+    scheduler.max_num_active_reqs = admits
+    simulation.run(300)
 
 
 # take.
