@@ -14,10 +14,11 @@ import yaml
 
 from tests.engine.serving import ROOT
 from vllm_kvevict import __version__
+from vllm_kvevict.compatibility import series, supported
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
-SCRIPTS = [*sorted(DOCKER.glob("*.sh")), ROOT / "tools/install.sh"]
+SCRIPTS = [*sorted(DOCKER.glob("*.sh")), ROOT / "tools/install.sh", ROOT / "tools/vllm-next.sh"]
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 CONSTRAINTS = dict(re.findall(r"^(\S+)==(\S+)$", (DOCKER / "constraints-cpu.txt").read_text(), re.M))
@@ -152,7 +153,13 @@ def test_versions_agree_everywhere():
     assert CONSTRAINTS[name] == version
     assert f"torch=={CONSTRAINTS['torch']}" == INSTALLED["torch"]
     assert f"FROM vllm/vllm-openai:v{version}" in (DOCKER / "Dockerfile.cuda").read_text()
-    assert EXTRAS["cuda"] == [f"vllm=={version.rpartition('.')[0]}.*"]
+    assert series(version) in supported()
+
+
+def test_gpu_environments_get_a_supported_version():
+    first, last = supported()[0], supported()[-1]
+    major, minor = last.split(".")
+    assert EXTRAS["cuda"] == [f"vllm>={first},<{major}.{int(minor) + 1}"]
 
 
 def test_development_installs_by_the_images_script():
