@@ -9,6 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from tests.engine.loads import Load, mixed, play, staged, tight
 from tests.engine.servers import PAGE, Setup, capacities, make_request, make_scheduler, options_of
 from tests.engine.simulation import Simulation
+from vllm_kvevict import __version__
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
@@ -290,6 +291,20 @@ def test_another_version_on_a_rank_is_refused() -> None:
     scheduler, (capacity,) = make_scheduler(setup), capacities(setup)
     with pytest.raises(KVEvictionError, match=r"rank 0 has vllm-kvevict 0\.0\.9, .* every machine"):
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(0, capacity, "0.0.9")})
+
+
+def test_a_second_handshake_changes_nothing() -> None:
+    """vLLM may collect them again while requests run, as it does when it wakes a server."""
+    setup = server()
+    simulation = Simulation(setup)
+    simulation.add(make_request("r", 2048, 16))
+    simulation.step()
+    used = list(simulation.ledger.used)
+    shakes = {(rank, 0): Handshake(rank, x, __version__) for rank, x in enumerate(capacities(setup))}
+    simulation.scheduler.connector.set_xfer_handshake_metadata_pp_aware(shakes)
+    assert simulation.ledger.used == used != [0]
+    simulation.run(100)
+    assert simulation.outputs == {"r": 16} and simulation.ledger.used == [0]
 
 
 # Prompts that are read in one step.
