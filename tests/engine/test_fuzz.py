@@ -106,6 +106,7 @@ PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     ),
     "pooling": one_of("max", "avg", "none"),
     "gqa": one_of("mean", "max"),
+    "rows": one_of("mean", "max"),
     "pyramid_rounding": one_of("exact", "official"),
     "ada_safeguard": one_of("interp", "paper", "guarantee"),
     "lava_vnorm": one_of("all", "past"),

@@ -110,7 +110,7 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
 
 
 def reduced(rows: list[list[float]], how: str) -> list[float]:
-    """One row from those of the query heads of a group."""
+    """One row from several, of queries or of the query heads of a group."""
     return [max(c) if how == "max" else math.fsum(c) / len(c) for c in zip(*rows, strict=True)]
 
 
@@ -126,10 +126,11 @@ def norms(values: Array) -> list[float]:
 def snapkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     result = []
     for head in range(t.heads):
-        means = [
-            window_attention(t, window, hq, head)[:, : t.n - window].mean(0).tolist() for hq in t.group(head)
-        ]
-        result.append(pooled(reduced(means, p["gqa"]), p["pooling"], p["kernel"]))
+        heads = []
+        for hq in t.group(head):
+            rows = window_attention(t, window, hq, head)[:, : t.n - window].tolist()
+            heads.append(reduced(rows, p["rows"]))
+        result.append(pooled(reduced(heads, p["gqa"]), p["pooling"], p["kernel"]))
     return Scored(result)
 
 

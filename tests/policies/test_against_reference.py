@@ -29,6 +29,7 @@ CHOICES = {
     "kernel": [1, 3, 5, 7, 9],
     "pooling": ["max", "avg", "none"],
     "gqa": ["mean", "max"],
+    "rows": ["mean", "max"],
     "sinks": [0, 1, 4],
     "beta": [1, 2, 5, 20],
     "pyramid_rounding": ["exact", "exact", "official"],

@@ -72,6 +72,16 @@ def test_equal_settings_are_equal_however_written():
 
 
 NAN = float("nan")
+WITHOUT_ROWS = (
+    "cake",
+    "take",
+    "tova",
+    "lava",
+    "lava-uniform",
+    "lava-pyramid",
+    "lava-uniform-head",
+    "defensivekv",
+)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,8 @@ NAN = float("nan")
         *[("snapkv", {"kernel": x}, ["kernel", "odd", repr(x)]) for x in (0, 4, -3, 2.5, True, "5")],
         *[("snapkv", {"pooling": x}, ["pooling", "max, avg, none", repr(x)]) for x in ("min", "", None, 1)],
         *[("snapkv", {"gqa": x}, ["gqa", "mean, max", repr(x)]) for x in ("sum", True)],
+        *[("snapkv", {"rows": x}, ["rows", "mean, max", repr(x)]) for x in ("sum", "", None)],
+        *[(x, {"budget": 99, "rows": "max"}, ["rows does not apply", x]) for x in WITHOUT_ROWS],
         *[("streaming-llm", {"sinks": x}, ["sinks", ">= 0", repr(x)]) for x in (-1, 0.5, False, "4")],
         *[("pyramidkv", {"beta": x}, ["beta", ">= 1", repr(x)]) for x in (0, 0.5, 1.5, -20, True, NAN)],
         ("pyramidkv", {"pyramid_rounding": "floor"}, ["pyramid_rounding", "exact, official", "'floor'"]),
@@ -181,16 +193,26 @@ def test_parameters_are_those_of_the_policy():
         "kernel": 7,
         "pooling": "max",
         "gqa": "mean",
+        "rows": "mean",
         "beta": 20,
         "pyramid_rounding": "exact",
         "alpha": 0.2,
         "ada_safeguard": "interp",
         "tp_local": 0,
     }
-    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean"}
+    lava_head = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "max", "lava_vnorm": "all"}
+    cake = {
+        "window": 32,
+        "kernel": 5,
+        "pooling": "avg",
+        "gqa": "mean",
+        "gamma": 200.0,
+        "tau1": 1.0,
+        "tau2": 1.0,
+    }
+    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean", "rows": "mean"}
     critical = {**snapkv, "first": 0.5}
     ada = {"alpha": 0.2, "ada_safeguard": "interp", "tp_local": 0}
-    lava_head = {**snapkv, "gqa": "max", "lava_vnorm": "all"}
     lava = {**lava_head, "alpha": 0.0, "tp_local": 0}
     defensive = {"window": 32, "kernel": 5, "mass": 0.9, "norm_axis": "heads"}
     wanted = {
@@ -201,7 +223,7 @@ def test_parameters_are_those_of_the_policy():
         "lava-uniform": lava,
         "lava-pyramid": {**lava, "beta": 20, "pyramid_rounding": "exact"},
         "lava-uniform-head": lava_head,
-        "cake": {**snapkv, "kernel": 5, "pooling": "avg", "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
+        "cake": cake,
         "vatp-snapkv": {**snapkv, "sinks": 0},
         "tova": {"tova_heads": "all"},
         "knorm": {"window": 32, "skip_layers": 0},

@@ -78,6 +78,7 @@ def test_limits_of_the_parameters(seed):
     assert kept("ada-criticalkv", seed, alpha=1) == kept("criticalkv", seed)
     tova = kept("tova", seed, tova_heads="kv")
     assert tova == kept("snapkv", seed, window=1, pooling="none")
+    assert kept("snapkv", seed, window=1, rows="max") == kept("snapkv", seed, window=1)
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
     assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
@@ -103,6 +104,19 @@ def test_equal_layers_get_equal_budgets(seed):
     # Lifted tokens are equal among heads as well, and ties go to a layer before they go to a head.
     distinct = {"layers": equal, "mass": 0}
     assert kept("layer-defensivekv", seed, **distinct) == kept("defensivekv", seed, **distinct)
+
+
+def test_a_maximum_does_not_count_how_many_queries_agree():
+    """Of a token that one query needs, and one that the seven others would like to see."""
+    one, many = torch.eye(8)[0], torch.eye(8)[1]
+    keys = torch.zeros(3, N, 8)
+    keys[:, 40], keys[:, 60] = one, many
+    query = (18 * many).repeat(6, WINDOW, 1)
+    query[:, 3] = 24 * one
+    for rows, first, second in (("max", 40, 60), ("mean", 60, 40)):
+        cfg = config("snapkv", rows=rows, pooling="none")
+        scores = score_layer(cfg, LayerInputs(query, keys), 0, 1).scores
+        assert scores.argsort(1, descending=True)[:, :2].tolist() == [[first, second]] * 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -156,6 +170,7 @@ OTHER = {
     "kernel": 3,
     "pooling": "none",
     "gqa": None,
+    "rows": "max",
     "sinks": 3,
     "beta": 2,
     "pyramid_rounding": "official",

@@ -33,7 +33,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
-        scores_by_mean=True,
+        scores_by_window=True,
         heads_compete=True,
         always_kept=("window",),
         url="https://arxiv.org/abs/2502.03805",

@@ -73,17 +73,20 @@ def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
         yield window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
 
 
-def mean_attention(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
-    """For each KV head in turn what the window pays to the tokens before it, averaged over its rows, fp32 [g, m].
+def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
+    """For each KV head in turn what each token before the window receives of its attention, fp32 [g, m].
 
-    Raises ValueError naming window_mean, or q_window as `window_rows` does.
+    how: over the window's rows, their "mean" or their "max". Raises ValueError naming window_mean or window_max, or
+    q_window as `window_rows` does.
     """
-    if inputs.window_mean is not None:
-        yield from inputs.check_window_mean(window)
+    given = inputs.check_received(window, how)
+    if given is not None:
+        yield from given
         return
     m = inputs.num_tokens - window
     for rows in window_rows(inputs, window):
-        yield rows[:, :, :m].mean(1)
+        past = rows[:, :, :m]
+        yield past.amax(1) if how == "max" else past.mean(1)
 
 
 def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
@@ -115,12 +118,12 @@ def logit_scale(inputs: LayerInputs) -> float:
 
 
 def window_scores(
-    inputs: LayerInputs, window: int, *, pooling: str, kernel: int, gqa: str, comm: Comm | None
+    inputs: LayerInputs, window: int, *, rows: str, gqa: str, pooling: str, kernel: int, comm: Comm | None
 ) -> Tensor:
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
-    Mean over the window's rows, reduction over the query heads of each KV head, pooling. SnapKV section 4;
-    GQA reduction as in Ada-KV section 3.5. Raises ValueError as `mean_attention` does.
+    Mean or maximum over the window's rows, then over the query heads of each KV head, then pooling. SnapKV section 4
+    has the mean of rows; GQA reduction as in Ada-KV section 3.5. Raises ValueError as `received` does.
     """
-    scores = [reduce_group(rows, gqa, comm) for rows in mean_attention(inputs, window)]
+    scores = [reduce_group(heads, gqa, comm) for heads in received(inputs, window, rows)]
     return pool(torch.stack(scores), pooling, kernel)

@@ -104,9 +104,16 @@ class EvictionConfig:
         return needs(self.policy)
 
     @property
+    def combines_rows_by(self) -> str | None:
+        """Which of LayerInputs.window_mean and window_max can stand in for queries and keys: "mean", "max" or None."""
+        by_window = lookup(self.policy).scores_by_window
+        rows: str = self.params.get("rows", "mean")
+        return rows if by_window else None
+
+    @property
     def scores_by_mean(self) -> bool:
         """Whether LayerInputs.window_mean can stand in for queries and keys."""
-        return lookup(self.policy).scores_by_mean
+        return self.combines_rows_by == "mean"
 
     @property
     def heads_compete(self) -> bool:

@@ -112,6 +112,7 @@ OPTIONAL_WINDOW = integer("window", 32, 0)
 """For policies that do not score by the window's queries: 0 protects no last tokens."""
 KERNEL = integer("kernel", 7, 1, odd=True)
 POOLING = choice("pooling", "max", "avg", "none")
+ROWS = choice("rows", "mean", "max")
 GQA = choice("gqa", "mean", "max")
 SINKS = integer("sinks", 4, 0)
 BETA = integer("beta", 20, 1)
@@ -126,6 +127,7 @@ MEANINGS = {
     "keydiff, compactor, kvzip)",
     "kernel": "width of the pooling over neighbouring tokens",
     "pooling": "how a token's score is combined with its neighbours' scores",
+    "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`",
     "gqa": "how the scores of the query heads that share a KV head are combined",
     "sinks": "number of first tokens that always stay",
     "beta": "how steeply budgets fall: the top layer gets 1/beta of the average; 1 is uniform",

@@ -36,8 +36,9 @@ class Policy:
     """False: keeps everything, takes no budget."""
     needs: tuple[str, ...] = ()
     """Fields of LayerInputs, besides keys, that `score` reads."""
-    scores_by_mean: bool = False
-    """Whether of queries and keys `score` reads nothing but the window's mean attention (`mean_attention`)."""
+    scores_by_window: bool = False
+    """Whether of queries and keys `score` reads nothing but what tokens receive of the window's attention (`received`):
+    the mean over its rows, or what the parameter `rows` says where the policy has it."""
     schedule: str = "whole"
     """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
     the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, the
