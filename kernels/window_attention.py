@@ -30,12 +30,11 @@ def window_attention(
 
     Args:
         query: [w, Hq, head_dim], the dtype of the storage: of the tokens n - w to n - 1. Tokens and heads may lie
-            apart. w >= 1, practical up to 64.
+            apart. w >= 1, practical up to 64. Hq / Hkv query heads share a KV head.
         storage: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
             [page_size, head_dim], then its values, likewise.
         page_size: entries per page.
         table: int32 [Hkv, columns], rows may lie apart: the pages of each KV head, ceil(n / page_size) of them.
-            Hq / Hkv query heads share a KV head.
         n: entries of every KV head, at least w + 1. What lies behind them in the last page is not used.
         scale: factor of the logits.
         softcap: c in c * tanh(logit / c), or 0.
@@ -49,15 +48,13 @@ def window_attention(
     """
     _check(query, storage, table, n, rows)
     window, heads, head_dim = query.shape
-    kv_heads, m = table.shape[0], n - window
-    group = heads // kv_heads
+    kv_heads, m, group = table.shape[0], n - window, heads // table.shape[0]
     padded, block_heads, block_n = _tile(window, group, head_dim, query.dtype)
     blocks = kv_heads * triton.cdiv(group, block_heads)
     first, second = _split(n, block_n, blocks), _split(m, block_n, blocks)
     splits, lines = triton.cdiv(n, first), block_heads * padded
-    partial = torch.empty(2, blocks, splits, lines, dtype=torch.float32, device=query.device)
-    total = torch.empty(2, blocks, lines, dtype=torch.float32, device=query.device)
-    out = torch.empty(heads, m, dtype=torch.float32, device=query.device)
+    shapes = (2, blocks, splits, lines), (2, blocks, lines), (heads, m)
+    partial, total, out = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
     where = (query, query.stride(0), query.stride(1), storage, table, table.stride(0), n, scale)
     sizes = {
         "WINDOW": window,
@@ -73,10 +70,8 @@ def window_attention(
         "num_stages": 3,  # a tile needs its page ids, and they come from memory, too
     }
     _row_sums[(blocks, splits)](*where, first, *partial, **sizes)
-    largest = rows == "max"
-    divisor = 1 if largest else window
-    _join[(blocks,)](*partial, *total, splits, DIVISOR=divisor, BLOCK_M=lines, CHUNK=16)
-    _combine[(blocks, triton.cdiv(m, second))](*where, second, *total, out, LARGEST=largest, **sizes)
+    _join[(blocks,)](*partial, *total, splits, WINDOW=window, HOW=rows, BLOCK_M=lines, CHUNK=16)
+    _combine[(blocks, triton.cdiv(m, second))](*where, second, *total, out, HOW=rows, **sizes)
     return out
 
 
@@ -216,11 +211,12 @@ def _join(
     highest,
     factor,
     splits,
-    DIVISOR: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of each row the largest logit of all keys, and what turns an exponential into a probability over DIVISOR."""
+    """Of each row the largest logit of all keys, and what turns an exponential into the row's part of the result."""
     line = tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -233,7 +229,7 @@ def _join(
         total = total * tl.exp2(top - higher) + tl.sum(part_sum * tl.exp2(part - higher[None, :]), 0)
         top = higher
     tl.store(highest + tl.program_id(0) * BLOCK_M + line, top)
-    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * DIVISOR))
+    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * (WINDOW if HOW == "mean" else 1)))
 
 
 @triton.jit(do_not_specialize=["table_stride", "n", "per_split"])
@@ -250,7 +246,7 @@ def _combine(
     highest,
     factor,
     out,
-    LARGEST: tl.constexpr,
+    HOW: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -281,5 +277,5 @@ def _combine(
         shares = tl.exp2(logits - top[:, None]) * scaling[:, None]
         shares = tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N])
         # Rows that only pad the window have shares of 0, which change neither.
-        received = tl.max(shares, 1) if LARGEST else tl.sum(shares, 1)
+        received = tl.max(shares, 1) if HOW == "max" else tl.sum(shares, 1)
         tl.store(target + key[None, :], received, mask=(head < GROUP)[:, None] & (key < m)[None, :])
