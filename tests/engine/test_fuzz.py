@@ -104,7 +104,7 @@ PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
         st.integers(0, 20).map(lambda k: 2 * k + 1),
         st.one_of(st.integers(-20, 20).map(lambda k: 2 * k), at_least(1)[1]),
     ),
-    "pooling": one_of("max", "avg", "none"),
+    "pooling": one_of("max", "avg", "none", "decay"),
     "gqa": one_of("mean", "max"),
     "rows": one_of("mean", "max"),
     "pyramid_rounding": one_of("exact", "official"),
@@ -160,6 +160,7 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
         else:
             config[name] = draw(bad)
             wrong.append(name)
+    assume(config.get("pooling") != "decay" or "kernel" not in config)  # refused together: test_config.py
     if not draw(st.integers(0, 6)):
         name = draw(st.text("abkw_", min_size=1, max_size=8).filter(lambda name: name not in known))
         config[name] = draw(JSON)

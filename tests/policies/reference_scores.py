@@ -102,6 +102,11 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
     """Pooling with the window cut off at both ends; an average always divides by the kernel."""
     if how == "none":
         return list(row)
+    if how == "decay":
+        return [
+            max(s * 0.9 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31)
+            for j in range(len(row))
+        ]
     out = []
     for i in range(len(row)):
         near = row[max(0, i - kernel // 2) : i + kernel // 2 + 1]
@@ -130,7 +135,7 @@ def snapkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         for hq in t.group(head):
             rows = window_attention(t, window, hq, head)[:, : t.n - window].tolist()
             heads.append(reduced(rows, p["rows"]))
-        result.append(pooled(reduced(heads, p["gqa"]), p["pooling"], p["kernel"]))
+        result.append(pooled(reduced(heads, p["gqa"]), p["pooling"], p.get("kernel", 0)))
     return Scored(result)
 
 
@@ -157,7 +162,7 @@ def lava(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         rows = []
         for hq in t.group(head):
             mean = window_attention(t, window, hq, head)[:, :m].mean(0).tolist()
-            rows.append(pooled(mean, p["pooling"], p["kernel"]))
+            rows.append(pooled(mean, p["pooling"], p.get("kernel", 0)))
         largest = max(norms(t.v[head])[: m if p["lava_vnorm"] == "past" else t.n])
         result.append([largest * s for s in reduced(rows, p["gqa"])])
     flat = [s for row in result for s in row]
@@ -177,7 +182,7 @@ def cake(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
             a = window_attention(t, window, hq, head)[:, :m]
             variances = [variance(a[:, i]) for i in range(m)]
             indicator = [a[:, i].mean() + p["gamma"] * variances[i] for i in range(m)]
-            rows.append(pooled(indicator, p["pooling"], p["kernel"]))
+            rows.append(pooled(indicator, p["pooling"], p.get("kernel", 0)))
             entropy -= float((a * np.log(a + 1e-10)).sum())
             spread += math.fsum(variances)
         result.append(reduced(rows, p["gqa"]))

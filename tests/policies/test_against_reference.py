@@ -27,7 +27,7 @@ from .seeds import named
 CHOICES = {
     "window": [1, 2, 5, 8],
     "kernel": [1, 3, 5, 7, 9],
-    "pooling": ["max", "avg", "none"],
+    "pooling": ["max", "avg", "none", "decay"],
     "gqa": ["mean", "max"],
     "rows": ["mean", "max"],
     "sinks": [0, 1, 4],
@@ -79,6 +79,8 @@ def random_config(rng: random.Random, policy: str, **fixed) -> EvictionConfig:
     if params.get("window") == params.get("sinks") == 0:
         params["sinks"] = 1
     params |= fixed
+    if params.get("pooling") == "decay":
+        del params["kernel"]
     if rng.random() < 0.5:
         return EvictionConfig(
             policy, keep_ratio=rng.choice([0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.9, 1.0]), **params
@@ -286,6 +288,18 @@ def test_fewer_candidates_than_the_kernel(policy):
     sizes |= {"sinks": 0} if "sinks" in parameters(policy) else {}
     for n in (5, 6, 7, 8):
         run_case(random.Random(n), EvictionConfig(policy, budget=4, **sizes), n, torch.float32)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in SCORED if "pooling" in parameters(policy)])
+def test_decay_is_offered_where_no_score_is_negative(policy):
+    """A negative score would grow with the distance."""
+    for seed in range(20):
+        rng = random.Random(f"{policy}{seed}")
+        cfg = random_config(rng, policy, pooling="decay")
+        inputs, _ = random_layer(rng, cfg, 60, (2, 3, 4, None, None), torch.float32)
+        scores = score_layer(cfg, inputs, 0, 1).scores
+        assert scores is None or (float(scores.min()) >= 0 and float(scores.max()) > 0)
+    run_case(random.Random(1), random_config(random.Random(2), policy, pooling="decay"), 300, torch.float32)
 
 
 @pytest.mark.parametrize("policy", WINDOWLESS)

@@ -71,6 +71,13 @@ def test_equal_settings_are_equal_however_written():
     assert EvictionConfig("snapkv", budget=64, pooling="avg").params["kernel"] == 7
 
 
+def test_a_parameter_without_use_is_none_of_the_configurations():
+    decay = EvictionConfig("ada-snapkv", budget=64, pooling="decay")
+    assert "kernel" not in decay.params and "kernel" not in decay.to_dict()
+    assert EvictionConfig.from_dict(decay.to_dict()) == decay == eval(repr(decay))
+    assert decay != EvictionConfig("ada-snapkv", budget=64)
+
+
 NAN = float("nan")
 WITHOUT_ROWS = (
     "cake",
@@ -111,7 +118,14 @@ WITHOUT_ROWS = (
         *[("snapkv", {"keep_ratio": x}, ["keep_ratio", repr(x)]) for x in (0, -0.1, 1.1, NAN, True, "0.2")],
         *[("snapkv", {"window": x}, ["window", ">= 1", repr(x)]) for x in (0, -1, 1.5, True, "8", None, NAN)],
         *[("snapkv", {"kernel": x}, ["kernel", "odd", repr(x)]) for x in (0, 4, -3, 2.5, True, "5")],
-        *[("snapkv", {"pooling": x}, ["pooling", "max, avg, none", repr(x)]) for x in ("min", "", None, 1)],
+        *[
+            ("snapkv", {"pooling": x}, ["pooling", "max, avg, none, decay", repr(x)])
+            for x in ("min", "", None, 1)
+        ],
+        *[
+            (x, {"budget": 99, "pooling": "decay", "kernel": 7}, ["kernel is not used with pooling=decay"])
+            for x in ("snapkv", "lava", "cake", "ada-criticalkv")
+        ],
         *[("snapkv", {"gqa": x}, ["gqa", "mean, max", repr(x)]) for x in ("sum", True)],
         *[("snapkv", {"rows": x}, ["rows", "mean, max", repr(x)]) for x in ("sum", "", None)],
         *[(x, {"budget": 99, "rows": "max"}, ["rows does not apply", x]) for x in WITHOUT_ROWS],

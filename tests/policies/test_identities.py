@@ -18,9 +18,10 @@ from vllm_kvevict.policies import (
     score_layer,
     select,
 )
+from vllm_kvevict.policies.attention import pool
 
 from . import reference_select
-from .reference_scores import SCORE
+from .reference_scores import SCORE, pooled
 
 N, WINDOW, LAYERS = 100, 8, 4
 ANGLES = torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
@@ -104,6 +105,29 @@ def test_equal_layers_get_equal_budgets(seed):
     # Lifted tokens are equal among heads as well, and ties go to a layer before they go to a head.
     distinct = {"layers": equal, "mass": 0}
     assert kept("layer-defensivekv", seed, **distinct) == kept("defensivekv", seed, **distinct)
+
+
+def test_a_score_fades_with_the_distance():
+    scores = torch.zeros(2, 100)
+    scores[0, 50], scores[1, 2], scores[1, 97] = 1.0, 1.0, 0.5
+    found = pool(scores, "decay", None)
+    later, earlier = 0.9 ** torch.arange(32), 0.9 ** torch.arange(7, -1, -1)
+    wanted = torch.zeros(2, 100)
+    wanted[0, 50:82] = later
+    wanted[0, 43:51] = earlier
+    wanted[1, 2:34], wanted[1, :3] = later, earlier[-3:]
+    wanted[1, 97:], wanted[1, 90:98] = later[:3] / 2, earlier / 2
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33])
+def test_what_fades_in_a_few_tokens(length):
+    scores = torch.rand(1, length, generator=torch.Generator().manual_seed(length))
+    before = scores.clone()
+    wanted = [pooled(row, "decay", 0) for row in scores.tolist()]
+    torch.testing.assert_close(pool(scores, "decay", None), torch.tensor(wanted))
+    assert torch.equal(scores, before)
+    assert torch.equal(pool(torch.ones(1, length), "decay", None), torch.ones(1, length))
 
 
 def test_a_maximum_does_not_count_how_many_queries_agree():
@@ -217,6 +241,10 @@ def test_policies_differ():
     variants = {policy: str(kept(policy, 2)) for policy in SCORED}
     variants["streaming-llm"] = str(kept("streaming-llm", 2))
     variants["paper"] = str(kept("ada-snapkv", 2, ada_safeguard="paper"))
+    variants["rows"] = str(kept("ada-snapkv", 2, rows="max"))
+    variants["decay"] = str(kept("ada-snapkv", 2, pooling="decay"))
+    variants["both"] = str(kept("ada-snapkv", 2, rows="max", pooling="decay"))
+    assert variants["snapkv"] != str(kept("snapkv", 2, kernel=31)) != str(kept("snapkv", 2, pooling="decay"))
     assert len(set(variants.values())) == len(variants)
 
 

@@ -16,7 +16,8 @@ class EvictionConfig:
     Exactly one of budget (tokens, an integer >= 1; 1024.0 is accepted) and keep_ratio (in (0, 1], a share
     of the prompt) must be given; policy "full" takes neither. Omitted parameters take the policy's
     defaults (see `parameters`). pooling="avg" does not change the default kernel; SnapKV's original
-    setting is pooling="avg", kernel=5.
+    setting is pooling="avg", kernel=5. Where others leave a parameter without use (kernel with pooling="decay"), it is
+    none of the configuration's, and giving it is an error.
 
     Raises ValueError with one sentence that names the offending parameter and what is valid.
     Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
@@ -52,11 +53,11 @@ class EvictionConfig:
 
     @property
     def params(self) -> dict[str, Any]:
-        """All parameters of the policy with their values (a fresh dict)."""
+        """The policy's parameters with their values, without those that others leave without use (a fresh dict)."""
         return dict(self.items)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of JSON values: policy, the budget that was given, and every parameter."""
+        """A plain dict of JSON values: policy, the budget that was given, and all of `params`."""
         chosen = {"budget": self.budget, "keep_ratio": self.keep_ratio}
         return {"policy": self.policy, **{k: v for k, v in chosen.items() if v is not None}, **self.params}
 
@@ -170,4 +171,21 @@ def _check_parameters(method: Policy, given: Mapping[str, Any]) -> dict[str, Any
             known = any(name in parameters(other) for other in available())
             problem = "does not apply to" if known else "is not a parameter of"
             raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
-    return {p.name: p.parse(given[p.name]) if p.name in given else p.default for p in method.parameters}
+    values = {p.name: p.parse(given[p.name]) if p.name in given else p.default for p in method.parameters}
+    return _without_unused(method, values, given)
+
+
+def _without_unused(method: Policy, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those that others leave without use; ValueError names both where one of them was given."""
+    used = dict(values)
+    for parameter in method.parameters:
+        for other, value in parameter.unless:
+            if values.get(other) != value:
+                continue
+            if parameter.name in given:
+                raise ValueError(
+                    f"{parameter.name} is not used with {other}={value}: leave {parameter.name} out, or give another "
+                    f"{other}"
+                )
+            used.pop(parameter.name, None)
+    return used

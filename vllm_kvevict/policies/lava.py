@@ -54,9 +54,9 @@ def score_unweighted(
     scores = []
     for head, attention in enumerate(received(inputs, window)):
         if p["pooling"] == "avg" or p["gqa"] == "mean":
-            best = reduce_group(pool(attention, p["pooling"], p["kernel"]), p["gqa"], comm)
+            best = reduce_group(pool(attention, p["pooling"], p.get("kernel")), p["gqa"], comm)
         else:  # a maximum of maxima: pooling one row does for all query heads
-            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p["kernel"])[0]
+            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p.get("kernel"))[0]
         scores.append(best * norms[head])
     return LayerScores(layer, num_layers, inputs.num_kv_heads, torch.stack(scores), device=values.device)
 

@@ -23,7 +23,7 @@ def score(
     p = cfg.params
     window = cfg.window_for(inputs.num_tokens)
     scores = window_scores(
-        inputs, window, rows=p["rows"], gqa=p["gqa"], pooling=p["pooling"], kernel=p["kernel"], comm=comm
+        inputs, window, rows=p["rows"], gqa=p["gqa"], pooling=p["pooling"], kernel=p.get("kernel"), comm=comm
     )
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
