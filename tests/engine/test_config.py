@@ -14,6 +14,7 @@ from vllm_kvevict.engine.config import (
     Options,
     check_names,
     parse_budget,
+    policy_config,
 )
 from vllm_kvevict.policies import available, parameters
 
@@ -129,7 +130,8 @@ def test_options_survive_json(policy, budget):
         "policies": ["snapkv", "h2o"],
         "eviction_log": "some/where.jsonl",
     }
-    options = Options.parse(raw | parameters(policy))
+    params = policy_config(policy, budget).params
+    options = Options.parse(raw | params)
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
     assert (
         options.check
@@ -137,7 +139,7 @@ def test_options_survive_json(policy, budget):
         and not options.kernels
         and options.policies == ("snapkv", "h2o")
         and options.eviction_log == "some/where.jsonl"
-        and options.params == parameters(policy)
+        and options.params == params
     )
 
 

@@ -218,10 +218,13 @@ def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_another_parameter_of_the_policy_is_another_prefix() -> None:
+@pytest.mark.parametrize(
+    "one, other", [("window", 16), ("rows", "max"), ("pooling", "decay"), ("kernel", 31)]
+)
+def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any) -> None:
     numbers = []
-    for window in (8, 16):
-        simulation = Simulation(server(options={"window": window}))
+    for options in ({}, {one: other}):
+        simulation = Simulation(server(options=options))
         request = ask("d:0", document(0, 300), 5, 3)
         numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
     assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]

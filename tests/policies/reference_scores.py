@@ -295,8 +295,17 @@ def take(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
 
 
 def kvzip(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
-    """What repeating paid is given; test_kvzip.py has its reference."""
-    return Scored(t.repeated[:, : t.n - window].tolist())
+    """What repeating paid is given; test_kvzip.py has its reference. A window's queries may ask for more."""
+    m, result = t.n - window, []
+    for head in range(t.heads):
+        row = t.repeated[head, :m].tolist()
+        if window:
+            asking = [window_attention(t, window, hq, head)[:, :m] for hq in t.group(head)]
+            most = reduced([line.tolist() for rows in asking for line in rows], "max")
+            near = pooled(most, p["pooling"], p.get("kernel", 0))
+            row = [max(pair) for pair in zip(row, near, strict=True)]
+        result.append(row)
+    return Scored(result)
 
 
 def standardized(rows: Array) -> Array:

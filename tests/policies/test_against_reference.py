@@ -74,11 +74,13 @@ def random_config(rng: random.Random, policy: str, **fixed) -> EvictionConfig:
     if policy == "full":
         return EvictionConfig("full")
     params = {name: rng.choice(CHOICES[name]) for name in parameters(policy)}
-    if policy in WINDOWLESS and rng.random() < 0.3:
+    if policy in (*WINDOWLESS, "kvzip") and rng.random() < 0.3:
         params["window"] = 0
     if params.get("window") == params.get("sinks") == 0:
         params["sinks"] = 1
     params |= fixed
+    if policy == "kvzip" and not params["window"]:
+        del params["pooling"], params["kernel"]
     if params.get("pooling") == "decay":
         del params["kernel"]
     if rng.random() < 0.5:
@@ -194,7 +196,8 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
         tensor(heads * group, size, 5 if n < 1000 else 300),
     )
     q_all = tensor(heads * group, n, size) if cfg.policy in READ_ALL_QUERIES else None
-    repeated = torch.rand(heads, n, generator=g) if cfg.policy == "kvzip" else None
+    # As small as what the window's queries pay to most tokens, so that both count.
+    repeated = torch.rand(heads, n, generator=g) / 10 if cfg.policy == "kvzip" else None
     turns, rotary = random_turns(rng, n, size)
     inputs = LayerInputs(
         None if cfg.policy in WINDOWLESS else q,
@@ -295,14 +298,19 @@ def test_decay_is_offered_where_no_score_is_negative(policy):
     """A negative score would grow with the distance."""
     for seed in range(20):
         rng = random.Random(f"{policy}{seed}")
-        cfg = random_config(rng, policy, pooling="decay")
+        cfg = random_config(rng, policy, pooling="decay", window=5)
         inputs, _ = random_layer(rng, cfg, 60, (2, 3, 4, None, None), torch.float32)
         scores = score_layer(cfg, inputs, 0, 1).scores
         assert scores is None or (float(scores.min()) >= 0 and float(scores.max()) > 0)
-    run_case(random.Random(1), random_config(random.Random(2), policy, pooling="decay"), 300, torch.float32)
+    run_case(
+        random.Random(1),
+        random_config(random.Random(2), policy, pooling="decay", window=5),
+        300,
+        torch.float32,
+    )
 
 
-@pytest.mark.parametrize("policy", WINDOWLESS)
+@pytest.mark.parametrize("policy", [*WINDOWLESS, "kvzip"])
 def test_no_window(policy):
     for n in (1, 2, 6, 7, 30):
         sizes = {"window": 0} | ({"sinks": 2} if "sinks" in parameters(policy) else {})

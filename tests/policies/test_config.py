@@ -54,7 +54,9 @@ def test_window_and_sinks_of_small_ratios():
 @pytest.mark.parametrize("policy", available())
 def test_round_trips(policy):
     cfg = EvictionConfig(policy) if policy == "full" else EvictionConfig(policy, keep_ratio=0.3)
-    assert cfg.params == parameters(policy)
+    unused = {"kernel", "pooling"} if policy == "kvzip" else set()  # without a window
+    assert parameters(policy).keys() - cfg.params.keys() == unused
+    assert parameters(policy) | cfg.params == parameters(policy)
     assert EvictionConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     assert eval(repr(cfg)) == cfg
@@ -76,6 +78,10 @@ def test_a_parameter_without_use_is_none_of_the_configurations():
     assert "kernel" not in decay.params and "kernel" not in decay.to_dict()
     assert EvictionConfig.from_dict(decay.to_dict()) == decay == eval(repr(decay))
     assert decay != EvictionConfig("ada-snapkv", budget=64)
+    without, small = (EvictionConfig("kvzip", budget=64, window=window) for window in (0, 8))
+    assert without.params == {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0}
+    assert {"kernel": 7, "pooling": "max"}.items() <= small.params.items()
+    assert EvictionConfig.from_dict(without.to_dict()) == without != small
 
 
 NAN = float("nan")
@@ -127,6 +133,13 @@ WITHOUT_ROWS = (
             for x in ("snapkv", "lava", "cake", "ada-criticalkv")
         ],
         *[("snapkv", {"gqa": x}, ["gqa", "mean, max", repr(x)]) for x in ("sum", True)],
+        ("kvzip", {"budget": 64, "kernel": 5}, ["kernel is not used with window=0"]),
+        ("kvzip", {"budget": 64, "pooling": "avg"}, ["pooling is not used with window=0"]),
+        (
+            "kvzip",
+            {"budget": 64, "window": 8, "pooling": "decay", "kernel": 5},
+            ["kernel is not used with pooling=decay"],
+        ),
         *[("snapkv", {"rows": x}, ["rows", "mean, max", repr(x)]) for x in ("sum", "", None)],
         *[(x, {"budget": 99, "rows": "max"}, ["rows does not apply", x]) for x in WITHOUT_ROWS],
         *[("streaming-llm", {"sinks": x}, ["sinks", ">= 0", repr(x)]) for x in (-1, 0.5, False, "4")],
@@ -246,7 +259,14 @@ def test_parameters_are_those_of_the_policy():
         "ada-criticalkv": critical | ada,
         "defensivekv": {**defensive, "tp_local": 0},
         "layer-defensivekv": defensive,
-        "kvzip": {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0},
+        "kvzip": {
+            "kvzip_chunk": 512,
+            "kvzip_sees": "all",
+            "sinks": 4,
+            "window": 0,
+            "kernel": 7,
+            "pooling": "max",
+        },
         "take": {
             "take_chunk": 4096,
             "take_probe": 32,

@@ -40,7 +40,8 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
         if values == "unit":
             v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
         x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
-        result.append(dataclasses.replace(x, repeated=q_all.sum(2).view(3, 2, N).amax(1)))
+        # No more than a window pays, or it would not count beside that.
+        result.append(dataclasses.replace(x, repeated=q_all.sum(2).abs().view(3, 2, N).amax(1) / 100))
     return result
 
 
@@ -83,6 +84,25 @@ def test_limits_of_the_parameters(seed):
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
     assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kvzip_keeps_what_a_window_asks_for(seed):
+    given = inputs(seed)
+    assert all(
+        head[-WINDOW:] == list(range(N - WINDOW, N)) for layer in kept("kvzip", seed) for head in layer
+    )
+    # A prompt that repeating says nothing about is kept as one of the policies is that read the window alone.
+    (quiet,) = (dataclasses.replace(x, repeated=torch.zeros(3, N)) for x in given[:1])
+    same = {"rows": "max", "gqa": "max", "alpha": 0}
+    for pooling in ({"pooling": "avg", "kernel": 3}, {"pooling": "decay"}, {}):
+        found = kept("kvzip", seed, layers=[quiet], **pooling)
+        assert found == kept("ada-snapkv", seed, layers=[quiet], **same, **pooling)
+    # Queries that ask for nothing in particular change nothing.
+    blank = [dataclasses.replace(x, q_window=0 * x.q_window, repeated=x.repeated + 0.1) for x in given]
+    past = [x.repeated[:, : N - WINDOW] for x in blank]
+    scores = [score_layer(config("kvzip"), x, i, LAYERS).scores for i, x in enumerate(blank)]
+    assert all(torch.equal(*pair) for pair in zip(scores, past, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -94,6 +94,19 @@ def test_the_mean_does_not_stand_in_for_the_maximum(policy):
         decide(config, [_with(x, window_mean=y) for x, y in zip(inputs, means, strict=True)])
 
 
+def test_the_maximum_stands_in_for_queries_and_keys_of_kvzip():
+    without, config = (EvictionConfig("kvzip", budget=40, window=window) for window in (0, 32))
+    assert without.combines_rows_by is None and config.combines_rows_by == "max"
+    inputs = [dataclasses.replace(x, repeated=x.repeated / 100) for x in _inputs(1)]
+    expected = decide(config, inputs)
+    given = [_received(config, x) for x in inputs]
+    most = [_with(x, window_max=y["window_max"]) for x, y in zip(inputs, given, strict=True)]
+    assert _equal(expected, decide(config, most))
+    assert not _equal(
+        expected, decide(config, [dataclasses.replace(x, window_max=x.window_max.flip(1)) for x in most])
+    )
+
+
 @pytest.mark.parametrize("name", ["window_mean", "window_max"])
 @pytest.mark.parametrize(
     "received",

@@ -63,6 +63,8 @@ CONFIGS = [
     config("defensivekv", norm_axis="tokens", mass=0.8),
     config("layer-defensivekv", norm_axis="tokens", kernel=3),
     EvictionConfig("kvzip", keep_ratio=0.3),
+    config("kvzip", pooling="avg", kernel=5),
+    config("kvzip", pooling="decay", sinks=0),
     config("compactor", leverage_chunk=50, blend=2.0, sinks=0),
     config("expected-attention", keep_ratio=0.3, epsilon=0.01),
 ]
@@ -108,8 +110,11 @@ def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
 
 
 def most_of_heads(x: LayerInputs) -> torch.Tensor:
-    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most."""
-    return x.q_all.sum(2).unflatten(0, (x.num_kv_heads, -1)).amax(1)
+    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most.
+
+    No more than a window pays, or that would not count beside it.
+    """
+    return x.q_all.sum(2).abs().unflatten(0, (x.num_kv_heads, -1)).amax(1) / 200
 
 
 def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:

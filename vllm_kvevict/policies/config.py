@@ -102,14 +102,13 @@ class EvictionConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Fields of LayerInputs, besides keys, that scoring reads."""
-        return needs(self.policy)
+        return needs(self.policy).union(lookup(self.policy).window_needs if self.params.get("window") else ())
 
     @property
     def combines_rows_by(self) -> str | None:
         """Which of LayerInputs.window_mean and window_max can stand in for queries and keys: "mean", "max" or None."""
-        by_window = lookup(self.policy).scores_by_window
-        rows: str = self.params.get("rows", "mean")
-        return rows if by_window else None
+        rows: str | None = self.params.get("rows", lookup(self.policy).window_rows)
+        return rows if "q_window" in self.needs else None
 
     @property
     def scores_by_mean(self) -> bool:

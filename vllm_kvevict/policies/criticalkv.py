@@ -77,7 +77,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
-        scores_by_window=True,
+        window_rows="mean",
         always_kept=("window",),
         url="https://arxiv.org/abs/2502.03805",
     )

@@ -90,7 +90,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values"),
-        scores_by_window=True,
+        window_rows="mean",
         schedule="by weight",
         heads_compete=True,
         always_kept=("window",),

@@ -55,8 +55,8 @@ class LayerInputs:
     (`EvictionConfig.combines_rows_by` says by which) then read neither queries nor keys, of which only shape and dtype
     count: they may be on the meta device.
     repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
-    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape: they may be on the
-    meta device.
+    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape unless it has a
+    window: they may be on the meta device.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 

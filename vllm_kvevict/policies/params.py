@@ -101,8 +101,8 @@ def or_auto(parameter: Parameter) -> Parameter:
 
 
 def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
-    """The same parameter, which is not used where one of the named ones has the given value."""
-    return replace(parameter, unless=tuple(values.items()))
+    """The same parameter, which is not used where one of the named ones has the given value either."""
+    return replace(parameter, unless=(*parameter.unless, *values.items()))
 
 
 def choice(name: str, *values: str) -> Parameter:
@@ -133,10 +133,10 @@ TP_LOCAL = flag("tp_local")
 MEANINGS = {
     "window": "number of last tokens that always stay; their queries score the others (may be 0 with h2o, knorm, "
     "keydiff, compactor, kvzip)",
-    "kernel": "width of the pooling over neighbouring tokens (not with `pooling=decay`)",
+    "kernel": "width of the pooling over neighbouring tokens; not used with `pooling=decay`",
     "pooling": "how a token's score is combined with its neighbours' scores: the maximum or average of `kernel` "
     "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.9 times for each token "
-    "of distance",
+    "of distance. In kvzip only what the window attends to is pooled",
     "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`",
     "gqa": "how the scores of the query heads that share a KV head are combined",
     "sinks": "number of first tokens that always stay",

@@ -43,7 +43,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        scores_by_window=True,
+        window_rows="mean",
         always_kept=("window",),
         url="https://arxiv.org/abs/2404.14469",
     )

@@ -46,7 +46,7 @@ register(
         select,
         (choice("tova_heads", "all", "kv"),),
         needs=("q_window",),
-        scores_by_window=True,
+        window_rows="mean",
         last=1,
         url="https://arxiv.org/abs/2401.06104",
     )

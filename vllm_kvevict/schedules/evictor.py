@@ -45,7 +45,7 @@ class ResidentRequest:
         request_slot: the request's place in the cache.
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
-            step has all of them.
+            step has all of them, or a later one chooses by them.
         sums: what its prompt adds up to so far, in the rank's reserve.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
@@ -269,7 +269,7 @@ class Evictor:
         assert n is not None
         config, layer = resident.plan.config, step.layer
         received = self._received(step, resident, window, n)
-        if received or "repeated" in config.needs:
+        if received or ("repeated" in config.needs and "q_window" not in config.needs):
             keys = torch.empty(self.cache.num_kv_heads, n, self.cache.head_dim, device="meta")
         else:
             keys = self.cache.read_keys(resident.request_slot, layer, n)
@@ -396,10 +396,10 @@ class Evictor:
         return window
 
     def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
-        """The window's queries so far, [rows, Hq, d]; kept where a step ends within the window."""
+        """The window's queries so far, [rows, Hq, d]; kept where they do not choose in this step."""
         resident, count = rows.resident, rows.target.stop - rows.target.start
         window = step.query[rows.rows.stop - count : rows.rows.stop].contiguous()
-        if count == rows.window:
+        if count == rows.window and rows.evicts:
             return window
         if resident.window is None:
             shape = (self.cache.num_layers, resident.plan.config.window_for(n), *step.query.shape[1:])
