@@ -123,6 +123,7 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "decode_reserve": at_least(1),
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
     "scope": one_of("prompt", "prefix"),
+    "defaults": one_of("measured", "paper"),
     "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
     "policies": (
         st.sampled_from(POLICIES) | st.lists(st.sampled_from(POLICIES), max_size=3),

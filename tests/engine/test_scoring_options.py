@@ -7,6 +7,7 @@ from tests.engine.emulated import emulated_gpu
 from tests.engine.masked import layer_inputs, masked_logits
 from tests.engine.running import Ask, evicting_engine, run
 from tests.engine.test_decisions import check_kept
+from tests.registering import policy_with_both_defaults
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -76,6 +77,19 @@ def test_ranks_that_share_a_kv_head(models):
     with evicting_engine(model, eviction=server, **SERVER, tensor_parallel_size=2) as llm:
         (answer,) = run(llm, [ask], logits=True)
     check(model, ask, answer, **BEST)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("defaults", ["measured", "paper"])
+def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
+    """For a request that names the policy, which is not the server's."""
+    policy = policy_with_both_defaults(monkeypatch)
+    model, ask = models("llama", layers=3), Ask(300, policy, 0.2)
+    with evicting_engine(model, eviction={"defaults": defaults}, **SERVER) as llm:
+        (answer,) = run(llm, [ask], logits=True)
+    check(model, ask, answer, defaults=defaults)
+    with pytest.raises(AssertionError):
+        check(model, ask, answer, defaults={"paper": "measured", "measured": "paper"}[defaults])
 
 
 @pytest.mark.engine

@@ -15,9 +15,10 @@ class EvictionConfig:
 
     Exactly one of budget (tokens, an integer >= 1; 1024.0 is accepted) and keep_ratio (in (0, 1], a share
     of the prompt) must be given; policy "full" takes neither. Omitted parameters take the policy's
-    defaults (see `parameters`). pooling="avg" does not change the default kernel; SnapKV's original
-    setting is pooling="avg", kernel=5. Where others leave a parameter without use (kernel with pooling="decay"), it is
-    none of the configuration's, and giving it is an error.
+    defaults (see `parameters`), with defaults="paper" those of its paper. pooling="avg" does not change
+    the default kernel; SnapKV's original setting is pooling="avg", kernel=5. A parameter that others
+    leave without use (kernel with pooling="decay") is none of the configuration's, and giving it is an
+    error.
 
     Raises ValueError with one sentence that names the offending parameter and what is valid.
     Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
@@ -34,11 +35,12 @@ class EvictionConfig:
         *,
         budget: int | float | None = None,
         keep_ratio: float | None = None,
+        defaults: str = "measured",
         **params: Any,
     ) -> None:
         method = lookup(policy)
         tokens, ratio = _check_budget(method, budget, keep_ratio)
-        values = _check_parameters(method, params)
+        values = _check_parameters(method, params, defaults)
         if tokens is not None:
             _check_always_kept(method, tokens, values)
         if method.check:
@@ -163,14 +165,17 @@ def _check_budget(
     return None, ratio
 
 
-def _check_parameters(method: Policy, given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_parameters(method: Policy, given: Mapping[str, Any], defaults: str) -> dict[str, Any]:
+    values: dict[str, Any] = dict(parameters(method.name, defaults))
     valid = ", ".join(parameter.name for parameter in method.parameters) or "none"
     for name in given:
-        if name not in parameters(method.name):
+        if name not in values:
             known = any(name in parameters(other) for other in available())
             problem = "does not apply to" if known else "is not a parameter of"
             raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
-    values = {p.name: p.parse(given[p.name]) if p.name in given else p.default for p in method.parameters}
+    for parameter in method.parameters:
+        if parameter.name in given:
+            values[parameter.name] = parameter.parse(given[parameter.name])
     return _without_unused(method, values, given)
 
 

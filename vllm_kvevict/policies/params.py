@@ -7,6 +7,9 @@ from numbers import Integral, Real
 
 ParamValue = int | float | str
 
+DEFAULTS = ("measured", "paper")
+"""Whose values parameters take that are not given: those that were measured to be better here, or the paper's."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -14,7 +17,8 @@ class Parameter:
 
     `convert` returns the canonical value, or None for a value that is not acceptable; `expects` says
     in words what is, and ends up in error messages and help texts. `unless` are other parameters with values at which
-    this one is not used: a configuration with one of them does not have it.
+    this one is not used: a configuration with one of them does not have it. `paper` is the paper's default, None where
+    that is `default` too.
     """
 
     name: str
@@ -22,6 +26,17 @@ class Parameter:
     expects: str
     convert: Callable[[object], ParamValue | None]
     unless: tuple[tuple[str, ParamValue], ...] = ()
+    paper: ParamValue | None = None
+
+    def default_of(self, defaults: str) -> ParamValue:
+        """The default, "measured" or of the "paper"."""
+        return self.paper if defaults == "paper" and self.paper is not None else self.default
+
+    @property
+    def setting(self) -> str:
+        """NAME=DEFAULT, with the paper's default behind it where that is another one."""
+        paper = "" if self.paper in (None, self.default) else f" (paper: {self.paper})"
+        return f"{self.name}={self.default}{paper}"
 
     def parse(self, value: object) -> ParamValue:
         """The canonical value. Raises ValueError naming the parameter and what it accepts."""
@@ -103,6 +118,11 @@ def or_auto(parameter: Parameter) -> Parameter:
 def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
     """The same parameter, which is not used where one of the named ones has the given value either."""
     return replace(parameter, unless=(*parameter.unless, *values.items()))
+
+
+def measured(parameter: Parameter, default: ParamValue) -> Parameter:
+    """The same parameter with a default that was measured to be better; the one that it had is the paper's."""
+    return replace(parameter, default=parameter.parse(default), paper=parameter.default)
 
 
 def choice(name: str, *values: str) -> Parameter:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import Parameter, ParamValue
+from .params import DEFAULTS, Parameter, ParamValue
 
 if TYPE_CHECKING:
     from .config import EvictionConfig
@@ -91,6 +91,11 @@ def needs(policy: str) -> frozenset[str]:
     return frozenset(lookup(policy).needs)
 
 
-def parameters(policy: str) -> dict[str, ParamValue]:
-    """Names and defaults of the parameters of `policy` (budget and keep_ratio apart)."""
-    return {parameter.name: parameter.default for parameter in lookup(policy).parameters}
+def parameters(policy: str, defaults: str = "measured") -> dict[str, ParamValue]:
+    """Names and defaults of the parameters of `policy` (budget and keep_ratio apart).
+
+    Raises ValueError unless `defaults` is "measured" or "paper".
+    """
+    if defaults not in DEFAULTS:
+        raise ValueError(f"defaults must be {' or '.join(DEFAULTS)}, not {defaults!r}")
+    return {parameter.name: parameter.default_of(defaults) for parameter in lookup(policy).parameters}
