@@ -357,6 +357,23 @@ def expected_attention(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Sc
     return Scored(result)
 
 
+def dropkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """By dropping each token in turn, and looking how far the outputs move."""
+    m, result = t.n - window, []
+    for head in range(t.heads):
+        row = [0.0] * m
+        for hq in t.group(head):
+            for attention in window_attention(t, window, hq, head):
+                output = attention @ t.v[head]
+                for j in range(m):
+                    rest = attention.copy()
+                    rest[j] = 0
+                    moved = rest @ t.v[head] / rest.sum() - output
+                    row[j] += float(moved @ moved)
+        result.append(pooled(row, p["pooling"], p.get("kernel", 0)))
+    return Scored(result)
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "full": None,
     "streaming-llm": None,
@@ -382,5 +399,6 @@ SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] =
     "kvzip": kvzip,
     "compactor": compactor,
     "expected-attention": expected_attention,
+    "dropkv": dropkv,
 }
 """Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

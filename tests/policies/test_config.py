@@ -277,6 +277,7 @@ def test_parameters_are_those_of_the_policy():
             "kernel": 5,
             "gqa": "mean",
         },
+        "dropkv": {"window": 32, "kernel": 31, "pooling": "max"},
         "compactor": {"sinks": 16, "window": 64, "leverage_chunk": 512, "blend": 0.5},
         "expected-attention": {"sinks": 4, "n_future": 512, "epsilon": 0.0},
     }

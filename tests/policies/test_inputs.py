@@ -93,7 +93,7 @@ def test_unusable_inputs_are_named(change, words):
 NEEDS = {
     "": ("streaming-llm", "knorm", "keydiff"),
     "q_window": ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramid", "cake", "tova", "take"),
-    "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
+    "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv", "dropkv"),
     "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
     "col_sums": ("h2o",),
     "q_window repeated": ("kvzip",),

@@ -67,6 +67,8 @@ CONFIGS = [
     config("kvzip", pooling="decay", sinks=0),
     config("compactor", leverage_chunk=50, blend=2.0, sinks=0),
     config("expected-attention", keep_ratio=0.3, epsilon=0.01),
+    config("dropkv", pooling="avg", kernel=5),
+    config("dropkv", pooling="decay"),
 ]
 # Policies whose scores, and whose choices, concern one KV head at a time.
 QUIET_SCORES = (
@@ -81,8 +83,9 @@ QUIET_SCORES = (
     "take",
     "kvzip",
     "expected-attention",
+    "dropkv",
 )
-QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip"}), "tova", "lava-uniform-head", "cake")
+QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip", "dropkv"}), "tova", "lava-uniform-head", "cake")
 LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
 
 
