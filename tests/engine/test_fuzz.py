@@ -31,6 +31,7 @@ from vllm_kvevict.engine.config import (
 )
 from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.policies.registry import lookup
 
 PROMPT = 300
 FUZZ = settings(
@@ -161,7 +162,11 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
         else:
             config[name] = draw(bad)
             wrong.append(name)
-    assume(config.get("pooling") != "decay" or "kernel" not in config)  # refused together: test_config.py
+    values = parameters(policy) | config
+    for parameter in lookup(policy).parameters:
+        # What is not used is refused: test_config.py.
+        unused = any(values[name] == value for name, value in parameter.unless)
+        assume(not unused or parameter.name not in config)
     if not draw(st.integers(0, 6)):
         name = draw(st.text("abkw_", min_size=1, max_size=8).filter(lambda name: name not in known))
         config[name] = draw(JSON)

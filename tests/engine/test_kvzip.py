@@ -153,6 +153,29 @@ def test_a_window_on_ranks_that_share_a_kv_head(models):
 
 
 @pytest.mark.engine
+def test_a_window_behind_cached_tokens(models):
+    """Queries are not cached: the window's are computed again. A cached prefix keeps what its own window asked for."""
+    model = models("llama", heads=8, kv_heads=4, layers=4)
+    asks = [Ask(300, "kvzip", 0.3), Ask(310, "kvzip", 0.3, prefix_len=280, seed=1)]
+    server = {"eviction": options(**ASKED["max"]), **SERVER}
+    with evicting_engine(model, **server) as llm:
+        expected, prompts = run(llm, asks, logits=True), plain_prompts(llm)
+    with evicting_engine(model, **server, enable_prefix_caching=True) as llm:
+        rounds = [run(llm, asks, logits=True) for _ in range(2)]
+        assert num_hits(llm) > 280 + 200
+    for answers in rounds:
+        for answer, wanted in zip(answers, expected, strict=True):
+            torch.testing.assert_close(answer.logits, wanted.logits, atol=1e-4, rtol=1e-4)
+        check_asked(model, asks[0], answers[0], prompts, ASKED["max"])
+    assert rounds[0][1].kept and not rounds[1][1].kept
+
+
+def num_hits(llm) -> int:
+    """Tokens that requests began with, since the engine started."""
+    return next(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+
+
+@pytest.mark.engine
 def test_a_window_on_a_gpu(models):
     """Its kernel gives the maximum over the window's rows."""
     model, ask, params = (
