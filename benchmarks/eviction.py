@@ -24,7 +24,7 @@ from vllm_kvevict.policies import available
 TARGETS, TARGET_LENGTH = {USUAL: 0.03}, 8192
 """The largest share of the prefill that is acceptable, by level and dtype, at this length."""
 
-COSTLY = ("h2o", "criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv")
+COSTLY = ("h2o", "criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv", "dropkv")
 """Policies that by their definition do as much work as a part of the model: they have no target."""
 
 

@@ -1,4 +1,4 @@
-"""Mean attention of a request's last tokens to each earlier one, read from the pages in place, on a GPU."""
+"""What each earlier token receives of the attention of a request's last ones, read from the pages, on a GPU."""
 
 import math
 
@@ -15,41 +15,46 @@ _LOWEST = tl.constexpr(-1e30)  # below any logit, and finite: a row may see no k
 
 
 def window_attention(
-    query: Tensor, storage: Tensor, page_size: int, table: Tensor, n: int, scale: float, softcap: float = 0.0
+    query: Tensor,
+    storage: Tensor,
+    page_size: int,
+    table: Tensor,
+    n: int,
+    scale: float,
+    softcap: float = 0.0,
+    rows: str = "mean",
 ) -> Tensor:
-    """What each of the first m = n - w tokens receives on average of the attention of the last w queries.
+    """What each of the first m = n - w tokens receives of the attention of the last w queries.
 
     The softmax is over all n keys, where a query sees the keys up to its own token, in fp32.
 
     Args:
         query: [w, Hq, head_dim], the dtype of the storage: of the tokens n - w to n - 1. Tokens and heads may lie
-            apart. w >= 1, practical up to 64.
+            apart. w >= 1, practical up to 64. Hq / Hkv query heads share a KV head.
         storage: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
             [page_size, head_dim], then its values, likewise.
         page_size: entries per page.
         table: int32 [Hkv, columns], rows may lie apart: the pages of each KV head, ceil(n / page_size) of them.
-            Hq / Hkv query heads share a KV head.
         n: entries of every KV head, at least w + 1. What lies behind them in the last page is not used.
         scale: factor of the logits.
         softcap: c in c * tanh(logit / c), or 0.
+        rows: over the queries of a head, their "mean" or their "max".
 
     Returns:
         fp32 [Hq, m].
 
     Raises:
-        ValueError: dtypes or shapes do not fit.
+        ValueError: dtypes or shapes do not fit, or `rows` is neither.
     """
-    _check(query, storage, table, n)
+    _check(query, storage, table, n, rows)
     window, heads, head_dim = query.shape
-    kv_heads, m = table.shape[0], n - window
-    group = heads // kv_heads
-    rows, block_heads, block_n = _tile(window, group, head_dim, query.dtype)
+    kv_heads, m, group = table.shape[0], n - window, heads // table.shape[0]
+    padded, block_heads, block_n = _tile(window, group, head_dim, query.dtype)
     blocks = kv_heads * triton.cdiv(group, block_heads)
     first, second = _split(n, block_n, blocks), _split(m, block_n, blocks)
-    splits = triton.cdiv(n, first)
-    partial = torch.empty(2, blocks, splits, block_heads * rows, dtype=torch.float32, device=query.device)
-    total = torch.empty(2, blocks, block_heads * rows, dtype=torch.float32, device=query.device)
-    out = torch.empty(heads, m, dtype=torch.float32, device=query.device)
+    splits, lines = triton.cdiv(n, first), block_heads * padded
+    shapes = (2, blocks, splits, lines), (2, blocks, lines), (heads, m)
+    partial, total, out = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
     where = (query, query.stride(0), query.stride(1), storage, table, table.stride(0), n, scale)
     sizes = {
         "WINDOW": window,
@@ -57,24 +62,31 @@ def window_attention(
         "SOFTCAP": float(softcap),
         "PAGE_SIZE": page_size,
         "HEAD_DIM": head_dim,
-        "ROWS": rows,
+        "ROWS": padded,
         "BLOCK_HEADS": block_heads,
         "BLOCK_N": block_n,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "num_warps": 8 if block_heads * rows >= 128 else 4,
+        "num_warps": 8 if lines >= 128 else 4,
         "num_stages": 3,  # a tile needs its page ids, and they come from memory, too
     }
     _row_sums[(blocks, splits)](*where, first, *partial, **sizes)
-    _join[(blocks,)](*partial, *total, splits, WINDOW=window, BLOCK_M=block_heads * rows, CHUNK=16)
-    _mean[(blocks, triton.cdiv(m, second))](*where, second, *total, out, **sizes)
+    _join[(blocks,)](*partial, *total, splits, WINDOW=window, HOW=rows, BLOCK_M=lines, CHUNK=16)
+    _combine[(blocks, triton.cdiv(m, second))](*where, second, *total, out, HOW=rows, **sizes)
     return out
 
 
 def reference(
-    query: Tensor, storage: Tensor, page_size: int, table: Tensor, n: int, scale: float, softcap: float = 0.0
+    query: Tensor,
+    storage: Tensor,
+    page_size: int,
+    table: Tensor,
+    n: int,
+    scale: float,
+    softcap: float = 0.0,
+    rows: str = "mean",
 ) -> Tensor:
     """The same in plain torch; arguments as above. The result has the dtype of the query, but at least fp32."""
-    _check(query, storage, table, n)
+    _check(query, storage, table, n, rows)
     window, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     pages = storage.view(storage.shape[0], 2, page_size, -1)[:, 0]
@@ -85,10 +97,11 @@ def reference(
         logits = softcap * torch.tanh(logits / softcap)
     token = torch.arange(n, device=query.device)
     logits.masked_fill_(token > token[n - window :, None], -torch.inf)
-    return logits.softmax(-1).mean(1)[:, : n - window]
+    received = logits.softmax(-1)[:, :, : n - window]
+    return received.amax(1) if rows == "max" else received.mean(1)
 
 
-def _check(query: Tensor, storage: Tensor, table: Tensor, n: int) -> None:
+def _check(query: Tensor, storage: Tensor, table: Tensor, n: int, rows: str) -> None:
     if query.dtype != storage.dtype:
         raise ValueError(f"queries must have the pages' dtype {storage.dtype}, got {query.dtype}")
     if query.stride(2) != 1 or table.stride(1) != 1:
@@ -97,6 +110,8 @@ def _check(query: Tensor, storage: Tensor, table: Tensor, n: int) -> None:
         raise ValueError(f"{query.shape[1]} query heads cannot share {table.shape[0]} KV heads evenly")
     if n <= query.shape[0]:
         raise ValueError(f"{n} entries leave none before a window of {query.shape[0]}")
+    if rows not in ("mean", "max"):
+        raise ValueError(f"rows must be mean or max, not {rows!r}")
 
 
 def _tile(window: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -197,10 +212,11 @@ def _join(
     factor,
     splits,
     WINDOW: tl.constexpr,
+    HOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of each row the largest logit of all keys, and what turns an exponential into the row's part of the mean."""
+    """Of each row the largest logit of all keys, and what turns an exponential into the row's part of the result."""
     line = tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -213,11 +229,11 @@ def _join(
         total = total * tl.exp2(top - higher) + tl.sum(part_sum * tl.exp2(part - higher[None, :]), 0)
         top = higher
     tl.store(highest + tl.program_id(0) * BLOCK_M + line, top)
-    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * WINDOW))
+    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * (WINDOW if HOW == "mean" else 1)))
 
 
 @triton.jit(do_not_specialize=["table_stride", "n", "per_split"])
-def _mean(
+def _combine(
     query,
     token_stride,
     head_stride,
@@ -230,6 +246,7 @@ def _mean(
     highest,
     factor,
     out,
+    HOW: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -240,7 +257,8 @@ def _mean(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The probabilities of a range of keys before the window, which every row sees, averaged over the rows."""
+    """The probabilities of a range of keys before the window, which every row sees: their sum over the rows, or the
+    largest of them."""
     blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     q = _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D)
     kv_head = tl.program_id(0) // blocks
@@ -257,5 +275,7 @@ def _mean(
         key = first + tl.arange(0, BLOCK_N)
         logits = _logits(q, storage, pages, key, m, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D)
         shares = tl.exp2(logits - top[:, None]) * scaling[:, None]
-        mean = tl.sum(tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N]), 1)
-        tl.store(target + key[None, :], mean, mask=(head < GROUP)[:, None] & (key < m)[None, :])
+        shares = tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N])
+        # Rows that only pad the window have shares of 0, which change neither.
+        received = tl.max(shares, 1) if HOW == "max" else tl.sum(shares, 1)
+        tl.store(target + key[None, :], received, mask=(head < GROUP)[:, None] & (key < m)[None, :])

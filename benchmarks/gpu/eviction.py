@@ -82,8 +82,8 @@ class Prompt:
         def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
             write_entries(storage, PAGE, keys.unsqueeze(1), values.unsqueeze(1), slots)
 
-        def window_mean(query: Tensor, table: Tensor, n: int, scale: float, softcap: float) -> Tensor:
-            return window_attention(query, self.storage, PAGE, table, n, scale, softcap)
+        def received(query: Tensor, table: Tensor, n: int, scale: float, softcap: float, rows: str) -> Tensor:
+            return window_attention(query, self.storage, PAGE, table, n, scale, softcap, rows)
 
         self.cache = PagedKVCache(
             self.storage,
@@ -100,7 +100,7 @@ class Prompt:
                 "policies that read the model's weights or positions are not measured here"
             )
 
-        self.evictor = Evictor(self.cache, 0, layers, None, none, CUDA.is_asynchronous, window_mean, none)
+        self.evictor = Evictor(self.cache, 0, layers, None, none, CUDA.is_asynchronous, received, none)
         self.request_slot = self.cache.open()
         self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 

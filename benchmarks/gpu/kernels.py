@@ -97,11 +97,11 @@ def writing(context: int, dtype: torch.dtype) -> Operation:
     return operation("write_entries, one layer", run, 2 * nbytes(keys, values) + nbytes(slots))
 
 
-def window(context: int, dtype: torch.dtype) -> Operation:
-    """Attention of the last tokens to all others in one layer."""
+def window(context: int, dtype: torch.dtype, rows: str) -> Operation:
+    """Attention of the last tokens to all others in one layer, the mean or the maximum over them."""
     storage, table = scattered_pages(KV_HEADS, context, dtype)
     query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM, dtype=dtype)
-    arguments = query, storage, PAGE, table, context, SCALE
+    arguments = query, storage, PAGE, table, context, SCALE, 0.0, rows
 
     def run() -> Tensor:
         return window_attention.window_attention(*arguments)
@@ -111,7 +111,7 @@ def window(context: int, dtype: torch.dtype) -> Operation:
     moved = KV_HEADS * context * ENTRY_BYTES + nbytes(
         query, table, result
     )  # half of an entry is its key, read twice
-    return operation("window_attention, one layer", run, moved)
+    return operation(f"window_attention, {rows}, one layer", run, moved)
 
 
 def searches(context: int, layers: int) -> list[Operation]:
@@ -280,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         bandwidth = common.copy_bandwidth(arguments.rounds, timer)
         operations = [
             writing(context, dtype),
-            window(context, dtype),
+            window(context, dtype, "mean"),
+            window(context, dtype, "max"),
             *searches(context, layers),
             *compactions(context, layers, dtype),
             appending(arguments.append_batch, context, layers, dtype),

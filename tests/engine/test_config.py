@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.registering import policy_with_both_defaults
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
@@ -14,6 +15,7 @@ from vllm_kvevict.engine.config import (
     Options,
     check_names,
     parse_budget,
+    policy_config,
 )
 from vllm_kvevict.policies import available, parameters
 
@@ -125,19 +127,22 @@ def test_options_survive_json(policy, budget):
         "page_size": 64,
         "check": True,
         "scope": "prefix",
+        "defaults": "paper",
         "kernels": False,
         "policies": ["snapkv", "h2o"],
         "eviction_log": "some/where.jsonl",
     }
-    options = Options.parse(raw | parameters(policy))
+    params = policy_config(policy, budget).params
+    options = Options.parse(raw | params)
     assert Options.parse(json.loads(json.dumps(options.to_dict()))) == options
     assert (
         options.check
         and options.scope == "prefix"
+        and options.defaults == "paper"
         and not options.kernels
         and options.policies == ("snapkv", "h2o")
         and options.eviction_log == "some/where.jsonl"
-        and options.params == parameters(policy)
+        and options.params == params
     )
 
 
@@ -164,6 +169,34 @@ def test_a_request_without_fields_takes_the_servers_options():
 def test_another_policy_takes_its_own_defaults_and_the_servers_budget():
     config, _ = SERVER.request_config({"kv_eviction": "pyramidkv"})
     assert (config.policy, config.keep_ratio, config.params) == ("pyramidkv", 0.25, parameters("pyramidkv"))
+
+
+@pytest.mark.parametrize("defaults, kernel", [("measured", 31), ("paper", 7)])
+def test_the_server_says_whose_defaults_count(defaults, kernel, monkeypatch):
+    """For its own policy, and for one that a request names."""
+    policy = policy_with_both_defaults(monkeypatch)
+    own = Options.parse({"policy": policy, "defaults": defaults, "window": 16})
+    other = Options.parse({"policy": "snapkv", "defaults": defaults, "kernel": 9})
+    for options, fields in ((own, None), (own, {"kv_eviction": policy}), (other, {"kv_eviction": policy})):
+        config, _ = options.request_config(fields)
+        assert (config.policy, config.params["kernel"]) == (policy, kernel)
+        assert config.params["rows"] == {"measured": "max", "paper": "mean"}[defaults]
+        assert config.params["window"] == (16 if options is own else 32)
+    assert Options.parse(json.loads(json.dumps(own.to_dict()))) == own
+    given = Options.parse({"policy": policy, "defaults": defaults, "kernel": 5})
+    assert given.request_config(None)[0].params["kernel"] == 5
+
+
+def test_defaults_are_measured_ones_unless_told_otherwise(monkeypatch):
+    options = Options.parse({"policy": policy_with_both_defaults(monkeypatch)})
+    assert options.defaults == "measured" and options.request_config(None)[0].params["kernel"] == 31
+
+
+@pytest.mark.parametrize("wrong", ["ours", None, 1, ["paper"], {}])
+def test_unknown_defaults_are_refused(wrong):
+    with pytest.raises(KVEvictionError) as error:
+        Options.parse({"policy": "snapkv", "defaults": wrong})
+    one_sentence(error, "--kv-eviction-config.defaults", "measured or paper", repr(wrong))
 
 
 def test_the_same_policy_keeps_the_servers_parameters():

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine.masked import layer_inputs
-from tests.engine.running import Ask, evicting_engine, plain_prompts, run
-from vllm_kvevict.policies import EvictionConfig, available, needs, score_layer, select
+from tests.engine.running import Answer, Ask, evicting_engine, plain_prompts, run
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, needs, score_layer, select
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -54,15 +54,20 @@ def check(model, policies):
         answers, prompts = run(llm, asks), plain_prompts(llm)
     inputs = {n: layer_inputs(model, asks[0].prompt[:n], prompts) for n in (280, 300)}
     for ask, answer in zip(asks, answers, strict=True):
-        n = ask.prefix_len or ask.length
         config = EvictionConfig(ask.policy, keep_ratio=ask.budget)
-        scores = [score_layer(config, x, i, len(inputs[n])) for i, x in enumerate(inputs[n])]
-        expected = select(config, scores, n)
-        for layer, heads in enumerate(expected):
-            kept = answer.kept[0][layer]
-            assert [len(head) for head in kept] == [len(head) for head in heads], (ask, layer)
-            for head, positions in enumerate(heads):
-                swapped = set(kept[head]) ^ set(positions.tolist())
-                if swapped:
-                    near = scores[layer].scores[head, list(swapped)]
-                    assert near.max() - near.min() <= 1e-5 * near.abs().max(), (ask, layer, head)
+        check_kept(config, inputs[ask.prefix_len or ask.length], answer)
+
+
+def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer) -> None:
+    """What a request kept is what a configuration makes of a model's tensors, up to entries at the cut."""
+    n = inputs[0].num_tokens
+    scores = [score_layer(config, x, i, len(inputs)) for i, x in enumerate(inputs)]
+    expected = select(config, scores, n)
+    for layer, heads in enumerate(expected):
+        kept = answer.kept[0][layer]
+        assert [len(head) for head in kept] == [len(head) for head in heads], (config, layer)
+        for head, positions in enumerate(heads):
+            swapped = set(kept[head]) ^ set(positions.tolist())
+            if swapped:
+                near = scores[layer].scores[head, list(swapped)]
+                assert near.max() - near.min() <= 1e-5 * near.abs().max(), (config, layer, head)

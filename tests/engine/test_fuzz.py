@@ -31,6 +31,7 @@ from vllm_kvevict.engine.config import (
 )
 from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.policies.registry import lookup
 
 PROMPT = 300
 FUZZ = settings(
@@ -104,8 +105,9 @@ PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
         st.integers(0, 20).map(lambda k: 2 * k + 1),
         st.one_of(st.integers(-20, 20).map(lambda k: 2 * k), at_least(1)[1]),
     ),
-    "pooling": one_of("max", "avg", "none"),
+    "pooling": one_of("max", "avg", "none", "decay"),
     "gqa": one_of("mean", "max"),
+    "rows": one_of("mean", "max"),
     "pyramid_rounding": one_of("exact", "official"),
     "ada_safeguard": one_of("interp", "paper", "guarantee"),
     "lava_vnorm": one_of("all", "past"),
@@ -122,6 +124,7 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "decode_reserve": at_least(1),
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
     "scope": one_of("prompt", "prefix"),
+    "defaults": one_of("measured", "paper"),
     "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
     "policies": (
         st.sampled_from(POLICIES) | st.lists(st.sampled_from(POLICIES), max_size=3),
@@ -159,6 +162,11 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
         else:
             config[name] = draw(bad)
             wrong.append(name)
+    values = parameters(policy) | config
+    for parameter in lookup(policy).parameters:
+        # What is not used is refused: test_config.py.
+        unused = any(values[name] == value for name, value in parameter.unless)
+        assume(not unused or parameter.name not in config)
     if not draw(st.integers(0, 6)):
         name = draw(st.text("abkw_", min_size=1, max_size=8).filter(lambda name: name not in known))
         config[name] = draw(JSON)

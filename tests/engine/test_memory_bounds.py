@@ -50,7 +50,7 @@ def after_eviction(plan: Plan, tokens: int, rank: RankCapacity) -> int:
     return pages
 
 
-RECYCLING = [p for p in available() if p not in ("full", "layer-defensivekv", "kvzip", "take")]
+RECYCLING = [p for p in available() if p not in ("full", "layer-defensivekv", "dropkv", "kvzip", "take")]
 """Policies that evict a prompt layer by layer if one step reads it."""
 
 

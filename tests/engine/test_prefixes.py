@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from tests.cache.writers import plain, writer
 from tests.engine.servers import PAGE, Setup, Shape, make_request, options_of
 from tests.engine.simulation import Simulation
+from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.scheduler import prefixes
@@ -218,13 +219,27 @@ def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_another_parameter_of_the_policy_is_another_prefix() -> None:
+@pytest.mark.parametrize(
+    "one, other", [("window", 16), ("rows", "max"), ("pooling", "decay"), ("kernel", 31)]
+)
+def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any) -> None:
     numbers = []
-    for window in (8, 16):
-        simulation = Simulation(server(options={"window": window}))
+    for options in ({}, {one: other}):
+        simulation = Simulation(server(options=options))
         request = ask("d:0", document(0, 300), 5, 3)
         numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
     assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
+
+
+def test_other_defaults_are_another_prefix(monkeypatch) -> None:
+    """Of equal parameters, whoever says so, it is the same one."""
+    policy = policy_with_both_defaults(monkeypatch)
+    keys = []
+    for options in ({}, {"defaults": "paper"}, {"kernel": 7, "rows": "mean"}):
+        simulation = Simulation(server(options={"policy": policy, **options}))
+        request = ask("d:0", document(0, 300), 5, 3)
+        keys.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
+    assert keys[0] != keys[1] == keys[2]
 
 
 ROWS = [[1, 2, 3], [4, 5], [6]]

@@ -583,6 +583,7 @@ def test_mixed_loads_that_are_repeated(loads: Any, first: int) -> None:
     for seed in range(first, first + 10):
         load = with_room_for_repeats(loads(seed))
         params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
+        params |= {"window": (0, 24)[seed // 2 % 2]}
         options = {**(load.setup.options or {}), "policy": "kvzip", "budget": 64, **params}
         load = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
         simulation = play(load, seed, repeats=True)

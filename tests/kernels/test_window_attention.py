@@ -1,4 +1,4 @@
-"""The window's mean attention over pages, against plain torch and against what the policies define."""
+"""The window's attention over pages, against plain torch and against what the policies define."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +13,7 @@ from vllm_kvevict.kernels.window_attention import reference, window_attention
 from vllm_kvevict.policies import attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = ("mean", "max")
 TOLERANCE = 2e-6
 """Relative to the largest value, for every dtype: products of 16-bit numbers are exact in fp32, too."""
 
@@ -27,6 +28,7 @@ class Case(NamedTuple):
     n: int
     scale: float
     softcap: float = 0.0
+    rows: str = "mean"
 
     def to(self, device: str) -> "Case":
         return self._replace(
@@ -50,11 +52,13 @@ def _case(dtype, page_size, head_dim, kv_heads, group, window, m, softcap=0.0, p
 
 
 def _check(case: Case, device: str) -> None:
-    expected = reference(*case._replace(query=case.query.double(), storage=case.storage.double()))
-    actual = window_attention(*case.to(device)).cpu()
-    assert actual.dtype == torch.float32 and actual.shape == expected.shape
-    error = (actual - expected).abs().max() / expected.max()
-    assert error < TOLERANCE * max(1, case.softcap)
+    for rows in ROWS:
+        wide = case._replace(query=case.query.double(), storage=case.storage.double(), rows=rows)
+        expected = reference(*wide)
+        actual = window_attention(*case._replace(rows=rows).to(device)).cpu()
+        assert actual.dtype == torch.float32 and actual.shape == expected.shape
+        error = (actual - expected).abs().max() / expected.max()
+        assert error < TOLERANCE * max(1, case.softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,18 +106,38 @@ def test_flat_and_peaked_weights(device, peaked):
     )
 
 
+def test_a_token_that_one_row_needs(device):
+    """What one of 32 rows gives all its attention to: 1 over the rows' maximum, 1/32 in their mean."""
+    case = _case(torch.float32, 32, 64, 1, 1, 32, 100, peaked=100.0)
+    pages = case.storage.view(-1, 2, 32, 64)
+    case.query[:] = 0
+    case.query[5] = pages[case.table[0, 1], 0, 7]  # the key of token 39
+    largest, mean = (
+        window_attention(*case._replace(rows=rows).to(device)).cpu()[0] for rows in ("max", "mean")
+    )
+    assert largest.argmax() == mean.argmax() == 39
+    assert largest[39] == pytest.approx(1, abs=1e-3) and largest[:39].max() < 0.011
+    assert mean[39] < 0.05
+
+
+def test_the_mean_and_the_maximum_of_one_row_are_equal(device):
+    case = _case(torch.float32, 32, 64, 2, 2, 1, 100)
+    mean, largest = (window_attention(*case._replace(rows=rows).to(device)) for rows in ROWS)
+    assert torch.equal(mean, largest)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_the_policies_define_it(device, softcap):
-    case = _case(torch.float32, 32, 64, 2, 3, 16, 300, softcap=softcap)
+def test_the_policies_define_it(device, softcap, rows):
+    case = _case(torch.float32, 32, 64, 2, 3, 16, 300, softcap=softcap)._replace(rows=rows)
     actual = window_attention(*case.to(device)).cpu()
     pages = case.storage.view(-1, 2, 32, 64)[:, 0]
     query = case.query.mul(case.scale).transpose(0, 1).unflatten(0, (2, 3))
     for head in range(2):
         keys = pages[case.table[head, :-3].long()].flatten(0, 1)[: case.n]
-        rows = attention.window_attention(query[head], keys, softcap, torch.empty(3, 16, case.n))
-        torch.testing.assert_close(
-            actual[3 * head : 3 * head + 3], rows[..., :300].mean(1), atol=1e-6, rtol=1e-4
-        )
+        past = attention.window_attention(query[head], keys, softcap, torch.empty(3, 16, case.n))[..., :300]
+        expected = past.mean(1) if rows == "mean" else past.amax(1)
+        torch.testing.assert_close(actual[3 * head : 3 * head + 3], expected, atol=1e-6, rtol=1e-4)
 
 
 def test_the_result_is_always_the_same(device):
@@ -129,6 +153,7 @@ def test_what_is_refused(device, attend):
         (case._replace(query=case.query.repeat_interleave(2, 2)[..., ::2]), "adjacent"),
         (case._replace(query=case.query[:, :3]), "evenly"),
         (case._replace(n=8), "window"),
+        (case._replace(rows="sum"), "rows must be mean or max, not 'sum'"),
     ]:
         with pytest.raises(ValueError, match=message):
             attend(*changed)
@@ -143,4 +168,6 @@ def launches() -> Iterator[Callable[[], object]]:
         (torch.float16, 32, 96, 7, 8, 0.0),
         (torch.float32, 32, 128, 4, 32, 0.0),
     ]:
-        yield partial(window_attention, *_case(dtype, page_size, head_dim, 2, group, window, 100, softcap))
+        case = _case(dtype, page_size, head_dim, 2, group, window, 100, softcap)
+        for rows in ROWS:
+            yield partial(window_attention, *case._replace(rows=rows))

@@ -102,6 +102,11 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
     """Pooling with the window cut off at both ends; an average always divides by the kernel."""
     if how == "none":
         return list(row)
+    if how == "decay":
+        return [
+            max(s * 0.9 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31)
+            for j in range(len(row))
+        ]
     out = []
     for i in range(len(row)):
         near = row[max(0, i - kernel // 2) : i + kernel // 2 + 1]
@@ -110,7 +115,7 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
 
 
 def reduced(rows: list[list[float]], how: str) -> list[float]:
-    """One row from those of the query heads of a group."""
+    """One row from several, of queries or of the query heads of a group."""
     return [max(c) if how == "max" else math.fsum(c) / len(c) for c in zip(*rows, strict=True)]
 
 
@@ -126,10 +131,11 @@ def norms(values: Array) -> list[float]:
 def snapkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     result = []
     for head in range(t.heads):
-        means = [
-            window_attention(t, window, hq, head)[:, : t.n - window].mean(0).tolist() for hq in t.group(head)
-        ]
-        result.append(pooled(reduced(means, p["gqa"]), p["pooling"], p["kernel"]))
+        heads = []
+        for hq in t.group(head):
+            rows = window_attention(t, window, hq, head)[:, : t.n - window].tolist()
+            heads.append(reduced(rows, p["rows"]))
+        result.append(pooled(reduced(heads, p["gqa"]), p["pooling"], p.get("kernel", 0)))
     return Scored(result)
 
 
@@ -156,7 +162,7 @@ def lava(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         rows = []
         for hq in t.group(head):
             mean = window_attention(t, window, hq, head)[:, :m].mean(0).tolist()
-            rows.append(pooled(mean, p["pooling"], p["kernel"]))
+            rows.append(pooled(mean, p["pooling"], p.get("kernel", 0)))
         largest = max(norms(t.v[head])[: m if p["lava_vnorm"] == "past" else t.n])
         result.append([largest * s for s in reduced(rows, p["gqa"])])
     flat = [s for row in result for s in row]
@@ -176,7 +182,7 @@ def cake(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
             a = window_attention(t, window, hq, head)[:, :m]
             variances = [variance(a[:, i]) for i in range(m)]
             indicator = [a[:, i].mean() + p["gamma"] * variances[i] for i in range(m)]
-            rows.append(pooled(indicator, p["pooling"], p["kernel"]))
+            rows.append(pooled(indicator, p["pooling"], p.get("kernel", 0)))
             entropy -= float((a * np.log(a + 1e-10)).sum())
             spread += math.fsum(variances)
         result.append(reduced(rows, p["gqa"]))
@@ -289,8 +295,17 @@ def take(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
 
 
 def kvzip(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
-    """What repeating paid is given; test_kvzip.py has its reference."""
-    return Scored(t.repeated[:, : t.n - window].tolist())
+    """What repeating paid is given; test_kvzip.py has its reference. A window's queries may ask for more."""
+    m, result = t.n - window, []
+    for head in range(t.heads):
+        row = t.repeated[head, :m].tolist()
+        if window:
+            asking = [window_attention(t, window, hq, head)[:, :m] for hq in t.group(head)]
+            most = reduced([line.tolist() for rows in asking for line in rows], "max")
+            near = pooled(most, p["pooling"], p.get("kernel", 0))
+            row = [max(pair) for pair in zip(row, near, strict=True)]
+        result.append(row)
+    return Scored(result)
 
 
 def standardized(rows: Array) -> Array:
@@ -342,6 +357,23 @@ def expected_attention(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Sc
     return Scored(result)
 
 
+def dropkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """By dropping each token in turn, and looking how far the outputs move."""
+    m, result = t.n - window, []
+    for head in range(t.heads):
+        row = [0.0] * m
+        for hq in t.group(head):
+            for attention in window_attention(t, window, hq, head):
+                output = attention @ t.v[head]
+                for j in range(m):
+                    rest = attention.copy()
+                    rest[j] = 0
+                    moved = rest @ t.v[head] / rest.sum() - output
+                    row[j] += float(moved @ moved)
+        result.append(pooled(row, p["pooling"], p.get("kernel", 0)))
+    return Scored(result)
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "full": None,
     "streaming-llm": None,
@@ -367,5 +399,6 @@ SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] =
     "kvzip": kvzip,
     "compactor": compactor,
     "expected-attention": expected_attention,
+    "dropkv": dropkv,
 }
 """Per policy: (tensors, window, tokens per head besides the window, parameters) -> scores."""

@@ -36,6 +36,7 @@ RULES = {
     "kvzip": ("global", "global"),
     "compactor": ("uniform", "adaptive"),
     "expected-attention": ("uniform", "uniform"),
+    "dropkv": ("global", "global"),
 }
 DYNAMIC = [policy for policy, (layers, _) in RULES.items() if layers == "dynamic"]
 WHOLE_MODEL = [policy for policy, (layers, _) in RULES.items() if layers in ("dynamic", "global", "leader")]

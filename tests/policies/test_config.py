@@ -54,7 +54,9 @@ def test_window_and_sinks_of_small_ratios():
 @pytest.mark.parametrize("policy", available())
 def test_round_trips(policy):
     cfg = EvictionConfig(policy) if policy == "full" else EvictionConfig(policy, keep_ratio=0.3)
-    assert cfg.params == parameters(policy)
+    unused = {"kernel", "pooling"} if policy == "kvzip" else set()  # without a window
+    assert parameters(policy).keys() - cfg.params.keys() == unused
+    assert parameters(policy) | cfg.params == parameters(policy)
     assert EvictionConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     assert eval(repr(cfg)) == cfg
@@ -71,7 +73,28 @@ def test_equal_settings_are_equal_however_written():
     assert EvictionConfig("snapkv", budget=64, pooling="avg").params["kernel"] == 7
 
 
+def test_a_parameter_without_use_is_none_of_the_configurations():
+    decay = EvictionConfig("ada-snapkv", budget=64, pooling="decay")
+    assert "kernel" not in decay.params and "kernel" not in decay.to_dict()
+    assert EvictionConfig.from_dict(decay.to_dict()) == decay == eval(repr(decay))
+    assert decay != EvictionConfig("ada-snapkv", budget=64)
+    without, small = (EvictionConfig("kvzip", budget=64, window=window) for window in (0, 8))
+    assert without.params == {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0}
+    assert {"kernel": 7, "pooling": "max"}.items() <= small.params.items()
+    assert EvictionConfig.from_dict(without.to_dict()) == without != small
+
+
 NAN = float("nan")
+WITHOUT_ROWS = (
+    "cake",
+    "take",
+    "tova",
+    "lava",
+    "lava-uniform",
+    "lava-pyramid",
+    "lava-uniform-head",
+    "defensivekv",
+)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +124,24 @@ NAN = float("nan")
         *[("snapkv", {"keep_ratio": x}, ["keep_ratio", repr(x)]) for x in (0, -0.1, 1.1, NAN, True, "0.2")],
         *[("snapkv", {"window": x}, ["window", ">= 1", repr(x)]) for x in (0, -1, 1.5, True, "8", None, NAN)],
         *[("snapkv", {"kernel": x}, ["kernel", "odd", repr(x)]) for x in (0, 4, -3, 2.5, True, "5")],
-        *[("snapkv", {"pooling": x}, ["pooling", "max, avg, none", repr(x)]) for x in ("min", "", None, 1)],
+        *[
+            ("snapkv", {"pooling": x}, ["pooling", "max, avg, none, decay", repr(x)])
+            for x in ("min", "", None, 1)
+        ],
+        *[
+            (x, {"budget": 99, "pooling": "decay", "kernel": 7}, ["kernel is not used with pooling=decay"])
+            for x in ("snapkv", "lava", "cake", "ada-criticalkv")
+        ],
         *[("snapkv", {"gqa": x}, ["gqa", "mean, max", repr(x)]) for x in ("sum", True)],
+        ("kvzip", {"budget": 64, "kernel": 5}, ["kernel is not used with window=0"]),
+        ("kvzip", {"budget": 64, "pooling": "avg"}, ["pooling is not used with window=0"]),
+        (
+            "kvzip",
+            {"budget": 64, "window": 8, "pooling": "decay", "kernel": 5},
+            ["kernel is not used with pooling=decay"],
+        ),
+        *[("snapkv", {"rows": x}, ["rows", "mean, max", repr(x)]) for x in ("sum", "", None)],
+        *[(x, {"budget": 99, "rows": "max"}, ["rows does not apply", x]) for x in WITHOUT_ROWS],
         *[("streaming-llm", {"sinks": x}, ["sinks", ">= 0", repr(x)]) for x in (-1, 0.5, False, "4")],
         *[("pyramidkv", {"beta": x}, ["beta", ">= 1", repr(x)]) for x in (0, 0.5, 1.5, -20, True, NAN)],
         ("pyramidkv", {"pyramid_rounding": "floor"}, ["pyramid_rounding", "exact, official", "'floor'"]),
@@ -181,16 +220,26 @@ def test_parameters_are_those_of_the_policy():
         "kernel": 7,
         "pooling": "max",
         "gqa": "mean",
+        "rows": "mean",
         "beta": 20,
         "pyramid_rounding": "exact",
         "alpha": 0.2,
         "ada_safeguard": "interp",
         "tp_local": 0,
     }
-    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean"}
+    lava_head = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "max", "lava_vnorm": "all"}
+    cake = {
+        "window": 32,
+        "kernel": 5,
+        "pooling": "avg",
+        "gqa": "mean",
+        "gamma": 200.0,
+        "tau1": 1.0,
+        "tau2": 1.0,
+    }
+    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean", "rows": "mean"}
     critical = {**snapkv, "first": 0.5}
     ada = {"alpha": 0.2, "ada_safeguard": "interp", "tp_local": 0}
-    lava_head = {**snapkv, "gqa": "max", "lava_vnorm": "all"}
     lava = {**lava_head, "alpha": 0.0, "tp_local": 0}
     defensive = {"window": 32, "kernel": 5, "mass": 0.9, "norm_axis": "heads"}
     wanted = {
@@ -201,7 +250,7 @@ def test_parameters_are_those_of_the_policy():
         "lava-uniform": lava,
         "lava-pyramid": {**lava, "beta": 20, "pyramid_rounding": "exact"},
         "lava-uniform-head": lava_head,
-        "cake": {**snapkv, "kernel": 5, "pooling": "avg", "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
+        "cake": cake,
         "vatp-snapkv": {**snapkv, "sinks": 0},
         "tova": {"tova_heads": "all"},
         "knorm": {"window": 32, "skip_layers": 0},
@@ -210,7 +259,14 @@ def test_parameters_are_those_of_the_policy():
         "ada-criticalkv": critical | ada,
         "defensivekv": {**defensive, "tp_local": 0},
         "layer-defensivekv": defensive,
-        "kvzip": {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0},
+        "kvzip": {
+            "kvzip_chunk": 512,
+            "kvzip_sees": "all",
+            "sinks": 4,
+            "window": 0,
+            "kernel": 7,
+            "pooling": "max",
+        },
         "take": {
             "take_chunk": 4096,
             "take_probe": 32,
@@ -221,6 +277,7 @@ def test_parameters_are_those_of_the_policy():
             "kernel": 5,
             "gqa": "mean",
         },
+        "dropkv": {"window": 32, "kernel": 31, "pooling": "max"},
         "compactor": {"sinks": 16, "window": 64, "leverage_chunk": 512, "blend": 0.5},
         "expected-attention": {"sinks": 4, "n_future": 512, "epsilon": 0.0},
     }

@@ -18,9 +18,10 @@ from vllm_kvevict.policies import (
     score_layer,
     select,
 )
+from vllm_kvevict.policies.attention import pool
 
 from . import reference_select
-from .reference_scores import SCORE
+from .reference_scores import SCORE, pooled
 
 N, WINDOW, LAYERS = 100, 8, 4
 ANGLES = torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
@@ -39,7 +40,8 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
         if values == "unit":
             v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
         x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
-        result.append(dataclasses.replace(x, repeated=q_all.sum(2).view(3, 2, N).amax(1)))
+        # No more than a window pays, or it would not count beside that.
+        result.append(dataclasses.replace(x, repeated=q_all.sum(2).abs().view(3, 2, N).amax(1) / 100))
     return result
 
 
@@ -78,9 +80,29 @@ def test_limits_of_the_parameters(seed):
     assert kept("ada-criticalkv", seed, alpha=1) == kept("criticalkv", seed)
     tova = kept("tova", seed, tova_heads="kv")
     assert tova == kept("snapkv", seed, window=1, pooling="none")
+    assert kept("snapkv", seed, window=1, rows="max") == kept("snapkv", seed, window=1)
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
     assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kvzip_keeps_what_a_window_asks_for(seed):
+    given = inputs(seed)
+    assert all(
+        head[-WINDOW:] == list(range(N - WINDOW, N)) for layer in kept("kvzip", seed) for head in layer
+    )
+    # A prompt that repeating says nothing about is kept as one of the policies is that read the window alone.
+    (quiet,) = (dataclasses.replace(x, repeated=torch.zeros(3, N)) for x in given[:1])
+    same = {"rows": "max", "gqa": "max", "alpha": 0}
+    for pooling in ({"pooling": "avg", "kernel": 3}, {"pooling": "decay"}, {}):
+        found = kept("kvzip", seed, layers=[quiet], **pooling)
+        assert found == kept("ada-snapkv", seed, layers=[quiet], **same, **pooling)
+    # Queries that ask for nothing in particular change nothing.
+    blank = [dataclasses.replace(x, q_window=0 * x.q_window, repeated=x.repeated + 0.1) for x in given]
+    past = [x.repeated[:, : N - WINDOW] for x in blank]
+    scores = [score_layer(config("kvzip"), x, i, LAYERS).scores for i, x in enumerate(blank)]
+    assert all(torch.equal(*pair) for pair in zip(scores, past, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -103,6 +125,42 @@ def test_equal_layers_get_equal_budgets(seed):
     # Lifted tokens are equal among heads as well, and ties go to a layer before they go to a head.
     distinct = {"layers": equal, "mass": 0}
     assert kept("layer-defensivekv", seed, **distinct) == kept("defensivekv", seed, **distinct)
+
+
+def test_a_score_fades_with_the_distance():
+    scores = torch.zeros(2, 100)
+    scores[0, 50], scores[1, 2], scores[1, 97] = 1.0, 1.0, 0.5
+    found = pool(scores, "decay", None)
+    later, earlier = 0.9 ** torch.arange(32), 0.9 ** torch.arange(7, -1, -1)
+    wanted = torch.zeros(2, 100)
+    wanted[0, 50:82] = later
+    wanted[0, 43:51] = earlier
+    wanted[1, 2:34], wanted[1, :3] = later, earlier[-3:]
+    wanted[1, 97:], wanted[1, 90:98] = later[:3] / 2, earlier / 2
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33])
+def test_what_fades_in_a_few_tokens(length):
+    scores = torch.rand(1, length, generator=torch.Generator().manual_seed(length))
+    before = scores.clone()
+    wanted = [pooled(row, "decay", 0) for row in scores.tolist()]
+    torch.testing.assert_close(pool(scores, "decay", None), torch.tensor(wanted))
+    assert torch.equal(scores, before)
+    assert torch.equal(pool(torch.ones(1, length), "decay", None), torch.ones(1, length))
+
+
+def test_a_maximum_does_not_count_how_many_queries_agree():
+    """Of a token that one query needs, and one that the seven others would like to see."""
+    one, many = torch.eye(8)[0], torch.eye(8)[1]
+    keys = torch.zeros(3, N, 8)
+    keys[:, 40], keys[:, 60] = one, many
+    query = (18 * many).repeat(6, WINDOW, 1)
+    query[:, 3] = 24 * one
+    for rows, first, second in (("max", 40, 60), ("mean", 60, 40)):
+        cfg = config("snapkv", rows=rows, pooling="none")
+        scores = score_layer(cfg, LayerInputs(query, keys), 0, 1).scores
+        assert scores.argsort(1, descending=True)[:, :2].tolist() == [[first, second]] * 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -156,6 +214,7 @@ OTHER = {
     "kernel": 3,
     "pooling": "none",
     "gqa": None,
+    "rows": "max",
     "sinks": 3,
     "beta": 2,
     "pyramid_rounding": "official",
@@ -202,6 +261,10 @@ def test_policies_differ():
     variants = {policy: str(kept(policy, 2)) for policy in SCORED}
     variants["streaming-llm"] = str(kept("streaming-llm", 2))
     variants["paper"] = str(kept("ada-snapkv", 2, ada_safeguard="paper"))
+    variants["rows"] = str(kept("ada-snapkv", 2, rows="max"))
+    variants["decay"] = str(kept("ada-snapkv", 2, pooling="decay"))
+    variants["both"] = str(kept("ada-snapkv", 2, rows="max", pooling="decay"))
+    assert variants["snapkv"] != str(kept("snapkv", 2, kernel=31)) != str(kept("snapkv", 2, pooling="decay"))
     assert len(set(variants.values())) == len(variants)
 
 

@@ -93,10 +93,10 @@ def test_unusable_inputs_are_named(change, words):
 NEEDS = {
     "": ("streaming-llm", "knorm", "keydiff"),
     "q_window": ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramid", "cake", "tova", "take"),
-    "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv"),
+    "q_window values": ("lava", "lava-uniform", "lava-pyramid", "lava-uniform-head", "vatp-snapkv", "dropkv"),
     "q_window values w_o": ("criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"),
     "col_sums": ("h2o",),
-    "repeated": ("kvzip",),
+    "q_window repeated": ("kvzip",),
     "rotary tile_sums": ("compactor",),
     "values rotary query_moments": ("expected-attention",),
 }
@@ -113,6 +113,7 @@ def test_a_policy_reads_what_it_says(policy):
         with pytest.raises(ValueError, match=missing):
             score_layer(cfg, dataclasses.replace(x, **{name: None}), 0, 1)
     assert EvictionConfig("full").needs == frozenset()
+    assert EvictionConfig("kvzip", budget=20).needs == {"repeated"}
 
 
 @pytest.mark.parametrize(

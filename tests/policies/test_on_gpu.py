@@ -1,4 +1,4 @@
-"""What decisions do differently on a GPU: scores from means that a kernel computed, and the kernels of selection."""
+"""What decisions do differently on a GPU: scores from what a kernel computed, and the kernels of selection."""
 
 import dataclasses
 import importlib
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.interpreting import interpreted
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, score_layer
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, parameters, score_layer
 from vllm_kvevict.policies.attention import window_rows
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
@@ -41,10 +41,21 @@ def _inputs(seed: int) -> list[LayerInputs]:
     ]
 
 
-def _with_mean(config: EvictionConfig, inputs: LayerInputs) -> LayerInputs:
+def _received(config: EvictionConfig, inputs: LayerInputs) -> dict[str, torch.Tensor]:
+    """Both ways to combine the window's rows, by field."""
     window = config.window_for(TOKENS)
-    mean = torch.cat([rows[:, :, : TOKENS - window].mean(1) for rows in window_rows(inputs, window)])
-    return dataclasses.replace(inputs, q_window=None, keys=inputs.keys.to("meta"), window_mean=mean)
+    past = torch.cat([rows[:, :, : TOKENS - window].clone() for rows in window_rows(inputs, window)])
+    return {"window_mean": past.mean(1), "window_max": past.amax(1)}
+
+
+def _with(inputs: LayerInputs, **received: torch.Tensor) -> LayerInputs:
+    """Without queries, and with keys that have a shape alone."""
+    return dataclasses.replace(inputs, q_window=None, keys=inputs.keys.to("meta"), **received)
+
+
+def _equal(expected, found) -> bool:
+    pairs = [pair for layers in zip(expected, found, strict=True) for pair in zip(*layers, strict=True)]
+    return all(torch.equal(kept, also) for kept, also in pairs)
 
 
 def test_which_policies_score_by_the_mean():
@@ -59,21 +70,53 @@ def test_the_mean_stands_in_for_queries_and_keys(policy):
     config = EvictionConfig(policy, budget=40)
     inputs = _inputs(1)
     expected = decide(config, inputs)
-    found = decide(config, [_with_mean(config, x) for x in inputs])
-    for layer, other in zip(expected, found, strict=True):
-        for kept, also in zip(layer, other, strict=True):
-            assert torch.equal(kept, also)
+    means = [_received(config, x)["window_mean"] for x in inputs]
+    assert _equal(
+        expected, decide(config, [_with(x, window_mean=y) for x, y in zip(inputs, means, strict=True)])
+    )
 
 
+@pytest.mark.parametrize("policy", [policy for policy in BY_MEAN if "rows" in parameters(policy)])
+def test_the_mean_does_not_stand_in_for_the_maximum(policy):
+    config, other = (EvictionConfig(policy, budget=40, rows=rows) for rows in ("max", "mean"))
+    assert not config.scores_by_mean and config.combines_rows_by == "max" and other.scores_by_mean
+    inputs = _inputs(1)
+    expected = decide(config, inputs)
+    given = [_received(config, x) for x in inputs]
+    # Both are there: each configuration takes its own.
+    assert _equal(expected, decide(config, [_with(x, **y) for x, y in zip(inputs, given, strict=True)]))
+    assert not _equal(expected, decide(other, [_with(x, **y) for x, y in zip(inputs, given, strict=True)]))
+    # The mean alone: queries are read, or asked for.
+    means = [y["window_mean"] for y in given]
+    both = [dataclasses.replace(x, window_mean=y) for x, y in zip(inputs, means, strict=True)]
+    assert _equal(expected, decide(config, both))
+    with pytest.raises(ValueError, match="q_window is required"):
+        decide(config, [_with(x, window_mean=y) for x, y in zip(inputs, means, strict=True)])
+
+
+def test_the_maximum_stands_in_for_queries_and_keys_of_kvzip():
+    without, config = (EvictionConfig("kvzip", budget=40, window=window) for window in (0, 32))
+    assert without.combines_rows_by is None and config.combines_rows_by == "max"
+    inputs = [dataclasses.replace(x, repeated=x.repeated / 100) for x in _inputs(1)]
+    expected = decide(config, inputs)
+    given = [_received(config, x) for x in inputs]
+    most = [_with(x, window_max=y["window_max"]) for x, y in zip(inputs, given, strict=True)]
+    assert _equal(expected, decide(config, most))
+    assert not _equal(
+        expected, decide(config, [dataclasses.replace(x, window_max=x.window_max.flip(1)) for x in most])
+    )
+
+
+@pytest.mark.parametrize("name", ["window_mean", "window_max"])
 @pytest.mark.parametrize(
-    "mean",
+    "received",
     [torch.zeros(4, 57), torch.zeros(3, 58), torch.zeros(4, 58, dtype=torch.float64), torch.zeros(0, 58)],
     ids=["tokens", "heads", "dtype", "none"],
 )
-def test_a_mean_of_another_shape(mean):
-    inputs = dataclasses.replace(_inputs(0)[0], window_mean=mean)
-    with pytest.raises(ValueError, match="window_mean must be fp32"):
-        score_layer(EvictionConfig("snapkv", budget=40), inputs, 0, LAYERS)
+def test_what_is_received_in_another_shape(received, name):
+    inputs = dataclasses.replace(_inputs(0)[0], **{name: received})
+    with pytest.raises(ValueError, match=f"{name} must be fp32"):
+        score_layer(EvictionConfig("snapkv", budget=40, rows=name.removeprefix("window_")), inputs, 0, LAYERS)
 
 
 @pytest.mark.parametrize("policy", [name for name in available() if name != "full"])

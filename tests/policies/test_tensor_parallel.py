@@ -36,6 +36,14 @@ def config(policy: str, **params) -> EvictionConfig:
 CONFIGS = [
     *[config(policy) for policy in available() if policy != "full"],
     config("snapkv", gqa="max", pooling="avg", kernel=5),
+    config("snapkv", rows="max"),
+    config("pyramidkv", rows="max", gqa="max"),
+    config("ada-snapkv", rows="max", gqa="max", kernel=31),
+    config("ada-pyramid", rows="max", pooling="avg"),
+    config("ada-snapkv", rows="max", gqa="max", pooling="decay"),
+    config("lava", pooling="decay"),
+    config("lava-uniform", gqa="mean", pooling="decay"),
+    config("cake", pooling="decay"),
     config("ada-snapkv", keep_ratio=0.3, alpha=0),
     config("ada-snapkv", ada_safeguard="guarantee"),
     EvictionConfig("snapkv", budget=N, window=WINDOW),
@@ -45,15 +53,22 @@ CONFIGS = [
     config("lava-uniform-head", gqa="mean"),
     config("cake", gqa="max", pooling="max", kernel=7, gamma=3.0, tau1=1.6, tau2=0.4),
     config("vatp-snapkv", sinks=4, gqa="max"),
+    config("vatp-snapkv", rows="max"),
     EvictionConfig("tova", keep_ratio=0.2, tova_heads="kv"),
     config("knorm", skip_layers=1),
     config("criticalkv", first=0.2, gqa="max", pooling="none"),
+    config("criticalkv", rows="max", gqa="max"),
     config("ada-criticalkv", alpha=0, ada_safeguard="guarantee"),
+    config("ada-criticalkv", rows="max"),
     config("defensivekv", norm_axis="tokens", mass=0.8),
     config("layer-defensivekv", norm_axis="tokens", kernel=3),
     EvictionConfig("kvzip", keep_ratio=0.3),
+    config("kvzip", pooling="avg", kernel=5),
+    config("kvzip", pooling="decay", sinks=0),
     config("compactor", leverage_chunk=50, blend=2.0, sinks=0),
     config("expected-attention", keep_ratio=0.3, epsilon=0.01),
+    config("dropkv", pooling="avg", kernel=5),
+    config("dropkv", pooling="decay"),
 ]
 # Policies whose scores, and whose choices, concern one KV head at a time.
 QUIET_SCORES = (
@@ -68,8 +83,9 @@ QUIET_SCORES = (
     "take",
     "kvzip",
     "expected-attention",
+    "dropkv",
 )
-QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip"}), "tova", "lava-uniform-head", "cake")
+QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip", "dropkv"}), "tova", "lava-uniform-head", "cake")
 LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
 
 
@@ -97,8 +113,11 @@ def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
 
 
 def most_of_heads(x: LayerInputs) -> torch.Tensor:
-    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most."""
-    return x.q_all.sum(2).unflatten(0, (x.num_kv_heads, -1)).amax(1)
+    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most.
+
+    No more than a window pays, or that would not count beside it.
+    """
+    return x.q_all.sum(2).abs().unflatten(0, (x.num_kv_heads, -1)).amax(1) / 200
 
 
 def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:

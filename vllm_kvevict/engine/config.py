@@ -17,7 +17,7 @@ from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.engine.registration import KEY as KEY
 from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
-from vllm_kvevict.policies.params import to_int
+from vllm_kvevict.policies.params import DEFAULTS, to_int
 from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -36,6 +36,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "scope": "prompt",
     "kernels": True,
     "policies": UNRESERVED,
+    "defaults": DEFAULTS[0],
     "eviction_log": None,
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
@@ -47,6 +48,7 @@ ENGINE_MEANINGS = {
     "scope": "what is evicted: the prompt, or the prefix before the question",
     "kernels": "use vllm-kvevict's kernels where they are faster",
     "policies": f"policies that requests may choose: {ALL}, {UNRESERVED} or a list",
+    "defaults": f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}",
     "eviction_log": "file that gets one line of JSON for each eviction",
 }
 """What each engine option does, for help texts."""
@@ -86,13 +88,18 @@ def parse_budget(value: Any, name: str = "--kv-budget") -> float:
     return budget
 
 
-def policy_config(policy: str, budget: float, params: Mapping[str, Any] | None = None) -> EvictionConfig:
+def policy_config(
+    policy: str, budget: float, params: Mapping[str, Any] | None = None, defaults: str = DEFAULTS[0]
+) -> EvictionConfig:
     """Build the policy's configuration from a budget as users write it (ratio or tokens).
+
+    Args:
+        defaults: whose values parameters take that are not given.
 
     Raises:
         ValueError: naming the parameter that is unknown, inapplicable or out of range.
     """
-    params = dict(params or {})
+    params = {"defaults": defaults, **(params or {})}
     if policy == "full":
         return EvictionConfig(policy, **params)
     if budget <= 1:
@@ -101,9 +108,9 @@ def policy_config(policy: str, budget: float, params: Mapping[str, Any] | None =
 
 
 @functools.lru_cache(maxsize=256)
-def _policy_config(policy: str, budget: float, params: str) -> EvictionConfig:
+def _policy_config(policy: str, budget: float, params: str, defaults: str) -> EvictionConfig:
     """:func:`policy_config` of parameters in JSON; requests choose from few configurations, again and again."""
-    return policy_config(policy, budget, json.loads(params))
+    return policy_config(policy, budget, json.loads(params), defaults)
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ class Options:
         decode_reserve: tokens of output that admission expects of a request at most.
         scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
         kernels: use the project's own kernels where there is one for the machine and the model.
+        defaults: whose values parameters take that are not given, ``measured`` or ``paper``.
         policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
         eviction_log: file to which the scheduler appends a line of JSON for each evicted request; None for no file.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
@@ -133,6 +141,7 @@ class Options:
     scope: str = ENGINE_DEFAULTS["scope"]
     kernels: bool = ENGINE_DEFAULTS["kernels"]
     policies: str | tuple[str, ...] = ENGINE_DEFAULTS["policies"]
+    defaults: str = ENGINE_DEFAULTS["defaults"]
     eviction_log: str | None = ENGINE_DEFAULTS["eviction_log"]
     check: bool = False
 
@@ -156,7 +165,7 @@ class Options:
             )
         budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
         engine = _take_engine_options(raw)
-        _check_parameters(policy, budget, raw)
+        _check_parameters(policy, budget, raw, engine["defaults"])
         return cls(policy, budget, raw, **engine)
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +197,8 @@ class Options:
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.
 
-        A request that names another policy takes that policy's defaults; the budget is inherited unless given.
+        A request that names another policy takes that policy's defaults, of the server's kind; the budget is inherited
+        unless given.
 
         Returns:
             The policy's configuration, and ``kv_prefix_len`` or None.
@@ -206,7 +216,7 @@ class Options:
             prefix_len = _whole("kv_prefix_len", prefix_len)
         try:
             params = self.params if policy == self.policy else {}
-            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True))
+            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True), self.defaults)
         except ValueError as error:
             named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
             raise KVEvictionError(f"{named}: {error}", named) from None
@@ -316,8 +326,14 @@ def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
     scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
     if scope not in SCOPES:
         raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
+    defaults = raw.pop("defaults", ENGINE_DEFAULTS["defaults"])
+    if defaults not in DEFAULTS:
+        raise KVEvictionError(
+            f"--kv-eviction-config.defaults must be {' or '.join(DEFAULTS)}, got {defaults!r}"
+        )
     engine = {
         "scope": scope,
+        "defaults": defaults,
         "check": _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
         "kernels": _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
         "policies": _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
@@ -335,7 +351,7 @@ def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def _check_parameters(policy: str, budget: float, params: Mapping[str, Any]) -> None:
+def _check_parameters(policy: str, budget: float, params: Mapping[str, Any], defaults: str) -> None:
     """Refuse parameters that the policy does not have, or values that it cannot take."""
     known = parameters(policy)
     for name in params:
@@ -345,7 +361,7 @@ def _check_parameters(policy: str, budget: float, params: Mapping[str, Any]) -> 
                 f"--kv-eviction-config.{name} does not apply to policy {policy} (valid: {valid})"
             )
     try:
-        policy_config(policy, budget, params)
+        policy_config(policy, budget, params, defaults)
     except ValueError as error:
         raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
 

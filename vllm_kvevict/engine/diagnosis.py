@@ -118,7 +118,7 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
     for policy in available():
         try:
             params = options.params if policy == options.policy else {}
-            wanted = policy_config(policy, options.budget, params)
+            wanted = policy_config(policy, options.budget, params, options.defaults)
             checks.check_policy(config, wanted)
             # Workers look at the modules of the model, which are not there; with these positions the outcome is known.
             if "rotary" in wanted.needs and config.model_config.uses_mrope:

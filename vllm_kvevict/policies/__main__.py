@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .params import MEANINGS
-from .registry import available, lookup, parameters
+from .registry import available, lookup
 
 
 def policy_table() -> str:
@@ -14,7 +14,7 @@ def policy_table() -> str:
     for name in available():
         policy = lookup(name)
         mark = " (experimental)" if policy.experimental else ""
-        settings = ", ".join(f"`{key}={value}`" for key, value in parameters(name).items())
+        settings = ", ".join(f"`{parameter.setting}`" for parameter in policy.parameters)
         source = f"[{policy.source}]({policy.url})" if policy.url else policy.source
         rows.append(f"| `{name}`{mark} | {policy.summary} | {source} | {settings} |")
     return "\n".join(rows)

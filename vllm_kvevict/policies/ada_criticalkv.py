@@ -33,7 +33,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
-        scores_by_mean=True,
+        window_rows="mean",
         heads_compete=True,
         always_kept=("window",),
         url="https://arxiv.org/abs/2502.03805",

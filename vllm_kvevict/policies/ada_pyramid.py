@@ -27,7 +27,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        scores_by_mean=True,
+        window_rows="mean",
         layer_budgets=pyramidkv.layer_budgets,
         heads_compete=True,
         always_kept=("window",),

@@ -27,7 +27,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        scores_by_mean=True,
+        window_rows="mean",
         heads_compete=True,
         always_kept=("window",),
         url="https://arxiv.org/abs/2407.11550",

@@ -10,6 +10,10 @@ from .layer import Comm, LayerInputs
 
 _BLOCK = 128
 
+DECAY, AFTER, BEFORE = 0.9, 32, 8
+"""Of pooling "decay": the factor of a score for each token of distance, and how many distances it reaches, from 0 on:
+among later tokens, and among earlier ones. Powers of two."""
+
 
 def window_attention(
     query: Tensor, keys: Tensor, softcap: float | None, out: Tensor, causal: bool = True
@@ -47,15 +51,34 @@ def add_rows(rows: Tensor) -> Tensor:
     return total
 
 
-def pool(scores: Tensor, how: str, kernel: int) -> Tensor:
-    """[Hkv, m] -> [Hkv, m]: max or average of the `kernel` scores around each candidate, or unchanged.
+def pool(scores: Tensor, how: str, kernel: int | None) -> Tensor:
+    """[Hkv, m] -> [Hkv, m]: each candidate's score combined with its neighbours', as `how` says.
 
-    The neighbourhood ends at the first and last candidate; "avg" divides by `kernel` there too.
+    "max", "avg": of the `kernel` scores around it, an odd number; "avg" divides by `kernel` at the ends too.
+    "decay": s'[j] = max(s[j-t] * g^t over 0 <= t < 32, s[j+t] * g^t over 0 <= t < 8), g = 0.9, for scores that are not
+    negative: what follows a high score is kept further than what precedes it, and a higher one reaches further.
+    `kernel` plays no part. "none": unchanged.
+
+    The neighbourhood ends at the first and last candidate.
     """
     if how == "none":
         return scores
+    if how == "decay":
+        return torch.maximum(_fading(scores, AFTER), _fading(scores.flip(-1), BEFORE).flip(-1))
+    assert kernel is not None
     pooling = functional.max_pool1d if how == "max" else functional.avg_pool1d
     return pooling(scores[None], kernel, stride=1, padding=kernel // 2)[0]
+
+
+def _fading(scores: Tensor, reach: int) -> Tensor:
+    """The largest scores[j-t] * DECAY^t over 0 <= t < reach, a power of two, along the last dimension."""
+    result, distance = scores.clone(), 1
+    while distance < reach:
+        # Twice as many distances each time: those of the result so far, and the same again behind them.
+        further = result[..., :-distance] * DECAY**distance
+        result[..., distance:] = torch.maximum(result[..., distance:], further)
+        distance *= 2
+    return result
 
 
 def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
@@ -73,17 +96,20 @@ def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
         yield window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
 
 
-def mean_attention(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
-    """For each KV head in turn what the window pays to the tokens before it, averaged over its rows, fp32 [g, m].
+def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
+    """For each KV head in turn what each token before the window receives of its attention, fp32 [g, m].
 
-    Raises ValueError naming window_mean, or q_window as `window_rows` does.
+    how: over the window's rows, their "mean" or their "max". Raises ValueError naming window_mean or window_max, or
+    q_window as `window_rows` does.
     """
-    if inputs.window_mean is not None:
-        yield from inputs.check_window_mean(window)
+    given = inputs.check_received(window, how)
+    if given is not None:
+        yield from given
         return
     m = inputs.num_tokens - window
     for rows in window_rows(inputs, window):
-        yield rows[:, :, :m].mean(1)
+        past = rows[:, :, :m]
+        yield past.amax(1) if how == "max" else past.mean(1)
 
 
 def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
@@ -115,12 +141,19 @@ def logit_scale(inputs: LayerInputs) -> float:
 
 
 def window_scores(
-    inputs: LayerInputs, window: int, *, pooling: str, kernel: int, gqa: str, comm: Comm | None
+    inputs: LayerInputs,
+    window: int,
+    *,
+    rows: str,
+    gqa: str,
+    pooling: str,
+    kernel: int | None,
+    comm: Comm | None,
 ) -> Tensor:
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
-    Mean over the window's rows, reduction over the query heads of each KV head, pooling. SnapKV section 4;
-    GQA reduction as in Ada-KV section 3.5. Raises ValueError as `mean_attention` does.
+    Mean or maximum over the window's rows, then over the query heads of each KV head, then pooling. SnapKV section 4
+    has the mean of rows; GQA reduction as in Ada-KV section 3.5. Raises ValueError as `received` does.
     """
-    scores = [reduce_group(rows, gqa, comm) for rows in mean_attention(inputs, window)]
+    scores = [reduce_group(heads, gqa, comm) for heads in received(inputs, window, rows)]
     return pool(torch.stack(scores), pooling, kernel)

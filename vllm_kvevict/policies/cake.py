@@ -17,14 +17,14 @@ from .attention import pool, reduce_group, window_rows
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, WINDOW, choice, integer, real
+from .params import GQA, WINDOW, choice, integer, real, unless
 from .registry import Policy, register
 from .shares import shared_budgets
 
 PARAMETERS = (
     WINDOW,
-    integer("kernel", 5, 1, odd=True),
-    choice("pooling", "avg", "max", "none"),
+    unless(integer("kernel", 5, 1, odd=True), pooling="decay"),
+    choice("pooling", "avg", "max", "none", "decay"),
     GQA,
     real("gamma", 200.0),
     real("tau1", 1.0, positive=True),
@@ -48,7 +48,7 @@ def score(
         # torch.var is twenty times slower along this dimension.
         squares = torch.sub(past, mean[:, None], out=scratch).square_()
         variance = squares.sum(1).div_(max(1, window - 1))
-        indicator = pool(mean + p["gamma"] * variance, p["pooling"], p["kernel"])
+        indicator = pool(mean + p["gamma"] * variance, p["pooling"], p.get("kernel"))
         scores.append(reduce_group(indicator, p["gqa"], comm))
         logs = torch.add(past, 1e-10, out=scratch).log_().mul_(past)
         entropy = -logs.sum(2).sum(1, dtype=torch.float64)

@@ -15,8 +15,10 @@ class EvictionConfig:
 
     Exactly one of budget (tokens, an integer >= 1; 1024.0 is accepted) and keep_ratio (in (0, 1], a share
     of the prompt) must be given; policy "full" takes neither. Omitted parameters take the policy's
-    defaults (see `parameters`). pooling="avg" does not change the default kernel; SnapKV's original
-    setting is pooling="avg", kernel=5.
+    defaults (see `parameters`), with defaults="paper" those of its paper. pooling="avg" does not change
+    the default kernel; SnapKV's original setting is pooling="avg", kernel=5. A parameter that others
+    leave without use (kernel with pooling="decay") is none of the configuration's, and giving it is an
+    error.
 
     Raises ValueError with one sentence that names the offending parameter and what is valid.
     Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
@@ -33,11 +35,12 @@ class EvictionConfig:
         *,
         budget: int | float | None = None,
         keep_ratio: float | None = None,
+        defaults: str = "measured",
         **params: Any,
     ) -> None:
         method = lookup(policy)
         tokens, ratio = _check_budget(method, budget, keep_ratio)
-        values = _check_parameters(method, params)
+        values = _check_parameters(method, params, defaults)
         if tokens is not None:
             _check_always_kept(method, tokens, values)
         if method.check:
@@ -52,11 +55,11 @@ class EvictionConfig:
 
     @property
     def params(self) -> dict[str, Any]:
-        """All parameters of the policy with their values (a fresh dict)."""
+        """The policy's parameters with their values, without those that others leave without use (a fresh dict)."""
         return dict(self.items)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of JSON values: policy, the budget that was given, and every parameter."""
+        """A plain dict of JSON values: policy, the budget that was given, and all of `params`."""
         chosen = {"budget": self.budget, "keep_ratio": self.keep_ratio}
         return {"policy": self.policy, **{k: v for k, v in chosen.items() if v is not None}, **self.params}
 
@@ -101,12 +104,18 @@ class EvictionConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Fields of LayerInputs, besides keys, that scoring reads."""
-        return needs(self.policy)
+        return needs(self.policy).union(lookup(self.policy).window_needs if self.params.get("window") else ())
+
+    @property
+    def combines_rows_by(self) -> str | None:
+        """Which of LayerInputs.window_mean and window_max can stand in for queries and keys: "mean", "max" or None."""
+        rows: str | None = self.params.get("rows", lookup(self.policy).window_rows)
+        return rows if "q_window" in self.needs else None
 
     @property
     def scores_by_mean(self) -> bool:
         """Whether LayerInputs.window_mean can stand in for queries and keys."""
-        return lookup(self.policy).scores_by_mean
+        return self.combines_rows_by == "mean"
 
     @property
     def heads_compete(self) -> bool:
@@ -156,11 +165,31 @@ def _check_budget(
     return None, ratio
 
 
-def _check_parameters(method: Policy, given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_parameters(method: Policy, given: Mapping[str, Any], defaults: str) -> dict[str, Any]:
+    values: dict[str, Any] = dict(parameters(method.name, defaults))
     valid = ", ".join(parameter.name for parameter in method.parameters) or "none"
     for name in given:
-        if name not in parameters(method.name):
+        if name not in values:
             known = any(name in parameters(other) for other in available())
             problem = "does not apply to" if known else "is not a parameter of"
             raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
-    return {p.name: p.parse(given[p.name]) if p.name in given else p.default for p in method.parameters}
+    for parameter in method.parameters:
+        if parameter.name in given:
+            values[parameter.name] = parameter.parse(given[parameter.name])
+    return _without_unused(method, values, given)
+
+
+def _without_unused(method: Policy, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those that others leave without use; ValueError names both where one of them was given."""
+    used = dict(values)
+    for parameter in method.parameters:
+        for other, value in parameter.unless:
+            if values.get(other) != value:
+                continue
+            if parameter.name in given:
+                raise ValueError(
+                    f"{parameter.name} is not used with {other}={value}: leave {parameter.name} out, or give another "
+                    f"{other}"
+                )
+            used.pop(parameter.name, None)
+    return used

@@ -7,7 +7,7 @@ N[h, i] = mean over the query heads hq of KV head h of ||V[h, i] @ Wo[hq]||_1, W
 round 1: the floor(first*b) best by s, first=0.5
 round 2: of the others, the best by (s + 1e-4) * N until b = B - window are chosen
 
-window, kernel, pooling and gqa as in snapkv. The window is kept apart from both rounds.
+window, rows, kernel, pooling and gqa as in snapkv. The window is kept apart from both rounds.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values", "w_o"),
-        scores_by_mean=True,
+        window_rows="mean",
         always_kept=("window",),
         url="https://arxiv.org/abs/2502.03805",
     )

@@ -7,8 +7,13 @@ The prompt is read once more, chunk by chunk, as rows behind it that ask to repe
 s[h, i] = the most that i in [lo, hi) receives, over the query heads h' of the group of h and all rows r, of
           softmax(q[h', r] . K * scale) over the keys of the first `sinks` tokens, of [lo, hi) and of the rows up to r
 
-The first `sinks` tokens and the last `window` stay, then the best candidates of the whole model (`whole_model`). No
-question is read: what stays serves any. Chunks of kvzip_chunk=512 tokens (the authors' 2,000 keep less of what is
+The first `sinks` tokens and the last `window` stay, then the best candidates of the whole model (`whole_model`). With
+window=0 no question is read: what stays serves any. With a window, for a prompt that ends with its question,
+
+s[h, i] = the larger of the above and of what i receives at most from the window's rows in the query heads of h, that
+          maximum pooled by `pooling` and `kernel` as in snapkv
+
+Chunks of kvzip_chunk=512 tokens (the authors' 2,000 keep less of what is
 asked for at small budgets). The rows attend to all of the prompt (kvzip_sees=all, as the authors), or only to the keys
 over which scores are taken (chunk), which is cheaper.
 """
@@ -19,10 +24,10 @@ import torch
 from torch import Tensor
 
 from . import whole_model
-from .attention import reduce_group, window_attention
+from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
 from .layer import Comm, LayerInputs, LayerScores
-from .params import ParamValue, choice, integer
+from .params import KERNEL, POOLING, ParamValue, choice, integer, unless
 from .registry import Policy, register
 
 MIN_CHUNK = 64
@@ -57,11 +62,16 @@ def repeat_attention(
 def score(
     cfg: EvictionConfig, inputs: LayerInputs, layer: int, num_layers: int, comm: Comm | None
 ) -> LayerScores:
-    """What each candidate received at most when the prompt was repeated."""
-    n = inputs.num_tokens
+    """What each candidate received at most when the prompt was repeated, or from the window's queries."""
+    p, window = cfg.params, cfg.window_for(inputs.num_tokens)
     # Ranks that share a KV head have query heads of their own.
     rows = [reduce_group(head[None], "max", comm) for head in inputs.check_repeated()]
-    scores = torch.stack(rows)[:, : n - cfg.window_for(n)]
+    scores = torch.stack(rows)[:, : inputs.num_tokens - window]
+    if window:
+        asked = window_scores(
+            inputs, window, rows="max", gqa="max", pooling=p["pooling"], kernel=p.get("kernel"), comm=comm
+        )
+        scores = torch.maximum(scores, asked)
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
 
@@ -82,8 +92,12 @@ register(
             choice("kvzip_sees", "all", "chunk"),
             integer("sinks", 4, 0),
             integer("window", 0, 0),
+            unless(KERNEL, window=0),
+            unless(POOLING, window=0),
         ),
         needs=("repeated",),
+        window_needs=("q_window",),
+        window_rows="max",
         schedule="by repeat",
         always_kept=("sinks", "window"),
         check=_check,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention import mean_attention, pool, reduce_group
+from .attention import pool, received, reduce_group
 from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
@@ -52,11 +52,11 @@ def score_unweighted(
     values = inputs.check_values()
     norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
     scores = []
-    for head, attention in enumerate(mean_attention(inputs, window)):
+    for head, attention in enumerate(received(inputs, window)):
         if p["pooling"] == "avg" or p["gqa"] == "mean":
-            best = reduce_group(pool(attention, p["pooling"], p["kernel"]), p["gqa"], comm)
+            best = reduce_group(pool(attention, p["pooling"], p.get("kernel")), p["gqa"], comm)
         else:  # a maximum of maxima: pooling one row does for all query heads
-            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p["kernel"])[0]
+            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p.get("kernel"))[0]
         scores.append(best * norms[head])
     return LayerScores(layer, num_layers, inputs.num_kv_heads, torch.stack(scores), device=values.device)
 
@@ -90,7 +90,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values"),
-        scores_by_mean=True,
+        window_rows="mean",
         schedule="by weight",
         heads_compete=True,
         always_kept=("window",),

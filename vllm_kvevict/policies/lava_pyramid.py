@@ -24,7 +24,7 @@ register(
         select,
         (*lava.PARAMETERS, BETA, PYRAMID_ROUNDING),
         needs=("q_window", "values"),
-        scores_by_mean=True,
+        window_rows="mean",
         layer_budgets=pyramidkv.layer_budgets,
         heads_compete=True,
         always_kept=("window",),

@@ -24,7 +24,7 @@ register(
         select,
         lava.PARAMETERS,
         needs=("q_window", "values"),
-        scores_by_mean=True,
+        window_rows="mean",
         heads_compete=True,
         always_kept=("window",),
         url="https://arxiv.org/abs/2509.09754",

@@ -24,7 +24,7 @@ register(
         select,
         lava.SCORING,
         needs=("q_window", "values"),
-        scores_by_mean=True,
+        window_rows="mean",
         schedule="by weight",
         always_kept=("window",),
         url="https://arxiv.org/abs/2509.09754",

@@ -50,12 +50,13 @@ class LayerInputs:
     query_moments fp32 [Hq, d+1, d+1]: sum over the queries q before RoPE, the sinks' left out, of x x' with x = (1, q);
     expected-attention takes it or q_all. Both as summed up by `tiles`.
     w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
-    window_mean fp32 [Hq, m]: mean attention that the window pays to each of the m tokens before it, from whoever has it
-    already. Policies that score by it alone (`EvictionConfig.scores_by_mean`) then read neither queries nor keys, of
-    which only shape and dtype count: they may be on the meta device.
+    window_mean, window_max fp32 [Hq, m]: what each of the m tokens before the window receives of its attention, the
+    mean or the maximum over its rows, from whoever has it already. Policies that score by one of them alone
+    (`EvictionConfig.combines_rows_by` says by which) then read neither queries nor keys, of which only shape and dtype
+    count: they may be on the meta device.
     repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
-    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape: they may be on the
-    meta device.
+    query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape unless it has a
+    window: they may be on the meta device.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -68,6 +69,7 @@ class LayerInputs:
     col_sums: Tensor | None = None
     w_o: Tensor | None = None
     window_mean: Tensor | None = None
+    window_max: Tensor | None = None
     repeated: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | Rotary | None = None
     tile_sums: Tensor | None = None
@@ -106,21 +108,27 @@ class LayerInputs:
             raise ValueError(f"q_window must have at least {window} rows (the window), not {query.shape[1]}")
         return query[:, query.shape[1] - window :]
 
-    def check_window_mean(self, window: int) -> Tensor:
-        """window_mean by KV head, [Hkv, g, m]. Raises ValueError naming it if of a wrong shape or dtype."""
-        mean, heads, m = self.window_mean, self.num_kv_heads, self.num_tokens - window
+    def check_received(self, window: int, how: str) -> Tensor | None:
+        """window_mean or window_max by KV head, [Hkv, g, m]; None if it is not given.
+
+        how: "mean" or "max". Raises ValueError naming the field if of a wrong shape or dtype.
+        """
+        name = f"window_{how}"
+        given, heads, m = getattr(self, name), self.num_kv_heads, self.num_tokens - window
+        if given is None:
+            return None
         if (
-            not isinstance(mean, Tensor)
-            or mean.dtype != torch.float32
-            or mean.ndim != 2
-            or mean.shape[0] == 0
-            or mean.shape[0] % heads
-            or mean.shape[1] != m
+            not isinstance(given, Tensor)
+            or given.dtype != torch.float32
+            or given.ndim != 2
+            or given.shape[0] == 0
+            or given.shape[0] % heads
+            or given.shape[1] != m
         ):
             raise ValueError(
-                f"window_mean must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(mean)}"
+                f"{name} must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(given)}"
             )
-        return mean.unflatten(0, (heads, -1))
+        return given.unflatten(0, (heads, -1))
 
     def check_repeated(self) -> Tensor:
         """repeated [Hkv, n]. Raises ValueError naming it if missing or of a wrong shape or dtype."""

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 ParamValue = int | float | str
+
+DEFAULTS = ("measured", "paper")
+"""Whose values parameters take that are not given: those that were measured to be better here, or the paper's."""
 
 
 @dataclass(frozen=True)
@@ -13,13 +16,27 @@ class Parameter:
     """One tunable of a policy.
 
     `convert` returns the canonical value, or None for a value that is not acceptable; `expects` says
-    in words what is, and ends up in error messages and help texts.
+    in words what is, and ends up in error messages and help texts. `unless` are other parameters with values at which
+    this one is not used: a configuration with one of them does not have it. `paper` is the paper's default, None where
+    that is `default` too.
     """
 
     name: str
     default: ParamValue
     expects: str
     convert: Callable[[object], ParamValue | None]
+    unless: tuple[tuple[str, ParamValue], ...] = ()
+    paper: ParamValue | None = None
+
+    def default_of(self, defaults: str) -> ParamValue:
+        """The default, "measured" or of the "paper"."""
+        return self.paper if defaults == "paper" and self.paper is not None else self.default
+
+    @property
+    def setting(self) -> str:
+        """NAME=DEFAULT, with the paper's default behind it where that is another one."""
+        paper = "" if self.paper in (None, self.default) else f" (paper: {self.paper})"
+        return f"{self.name}={self.default}{paper}"
 
     def parse(self, value: object) -> ParamValue:
         """The canonical value. Raises ValueError naming the parameter and what it accepts."""
@@ -98,6 +115,16 @@ def or_auto(parameter: Parameter) -> Parameter:
     return Parameter(parameter.name, "auto", f"auto or {parameter.expects}", convert)
 
 
+def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
+    """The same parameter, which is not used where one of the named ones has the given value either."""
+    return replace(parameter, unless=(*parameter.unless, *values.items()))
+
+
+def measured(parameter: Parameter, default: ParamValue) -> Parameter:
+    """The same parameter with a default that was measured to be better; the one that it had is the paper's."""
+    return replace(parameter, default=parameter.parse(default), paper=parameter.default)
+
+
 def choice(name: str, *values: str) -> Parameter:
     """A parameter that takes one of `values`; the first is the default."""
 
@@ -110,8 +137,10 @@ def choice(name: str, *values: str) -> Parameter:
 WINDOW = integer("window", 32, 1)
 OPTIONAL_WINDOW = integer("window", 32, 0)
 """For policies that do not score by the window's queries: 0 protects no last tokens."""
-KERNEL = integer("kernel", 7, 1, odd=True)
-POOLING = choice("pooling", "max", "avg", "none")
+KERNEL = unless(integer("kernel", 7, 1, odd=True), pooling="decay")
+POOLING = choice("pooling", "max", "avg", "none", "decay")
+"""For scores that are not negative: "decay" takes part of them."""
+ROWS = choice("rows", "mean", "max")
 GQA = choice("gqa", "mean", "max")
 SINKS = integer("sinks", 4, 0)
 BETA = integer("beta", 20, 1)
@@ -124,8 +153,11 @@ TP_LOCAL = flag("tp_local")
 MEANINGS = {
     "window": "number of last tokens that always stay; their queries score the others (may be 0 with h2o, knorm, "
     "keydiff, compactor, kvzip)",
-    "kernel": "width of the pooling over neighbouring tokens",
-    "pooling": "how a token's score is combined with its neighbours' scores",
+    "kernel": "width of the pooling over neighbouring tokens; not used with `pooling=decay`",
+    "pooling": "how a token's score is combined with its neighbours' scores: the maximum or average of `kernel` "
+    "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.9 times for each token "
+    "of distance. In kvzip only what the window attends to is pooled",
+    "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`",
     "gqa": "how the scores of the query heads that share a KV head are combined",
     "sinks": "number of first tokens that always stay",
     "beta": "how steeply budgets fall: the top layer gets 1/beta of the average; 1 is uniform",

@@ -44,7 +44,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        scores_by_mean=True,
+        window_rows="mean",
         layer_budgets=layer_budgets,
         always_kept=("window",),
         url="https://arxiv.org/abs/2406.02069",

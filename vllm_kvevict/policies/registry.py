@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import Parameter, ParamValue
+from .params import DEFAULTS, Parameter, ParamValue
 
 if TYPE_CHECKING:
     from .config import EvictionConfig
@@ -36,8 +36,11 @@ class Policy:
     """False: keeps everything, takes no budget."""
     needs: tuple[str, ...] = ()
     """Fields of LayerInputs, besides keys, that `score` reads."""
-    scores_by_mean: bool = False
-    """Whether of queries and keys `score` reads nothing but the window's mean attention (`mean_attention`)."""
+    window_needs: tuple[str, ...] = ()
+    """What `score` reads besides unless the parameter `window` is 0."""
+    window_rows: str | None = None
+    """How `score` combines the window's rows, "mean" or "max", if of queries and keys it reads nothing but what tokens
+    receive of the window's attention (`received`); the parameter `rows`, where the policy has it, counts instead."""
     schedule: str = "whole"
     """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
     the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, the
@@ -88,6 +91,11 @@ def needs(policy: str) -> frozenset[str]:
     return frozenset(lookup(policy).needs)
 
 
-def parameters(policy: str) -> dict[str, ParamValue]:
-    """Names and defaults of the parameters of `policy` (budget and keep_ratio apart)."""
-    return {parameter.name: parameter.default for parameter in lookup(policy).parameters}
+def parameters(policy: str, defaults: str = "measured") -> dict[str, ParamValue]:
+    """Names and defaults of the parameters of `policy` (budget and keep_ratio apart).
+
+    Raises ValueError unless `defaults` is "measured" or "paper".
+    """
+    if defaults not in DEFAULTS:
+        raise ValueError(f"defaults must be {' or '.join(DEFAULTS)}, not {defaults!r}")
+    return {parameter.name: parameter.default_of(defaults) for parameter in lookup(policy).parameters}

@@ -1,6 +1,7 @@
 """snapkv: per KV head, the tokens that the last `window` queries attend to most (SnapKV, section 4).
 
-Defaults are Ada-KV's evaluation setting (max-pooling 7); SnapKV's own is pooling="avg", kernel=5.
+Defaults are Ada-KV's evaluation setting (max-pooling 7); SnapKV's own is pooling="avg", kernel=5. With rows="max" a
+token counts as much as the one query that attends to it most; in the mean over 32 queries such a token is lost.
 """
 
 from collections.abc import Sequence
@@ -9,10 +10,10 @@ from .attention import window_scores
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, KERNEL, POOLING, WINDOW
+from .params import GQA, KERNEL, POOLING, ROWS, WINDOW
 from .registry import Policy, register
 
-PARAMETERS = (WINDOW, KERNEL, POOLING, GQA)
+PARAMETERS = (WINDOW, KERNEL, POOLING, GQA, ROWS)
 
 
 def score(
@@ -21,7 +22,9 @@ def score(
     """Pooled attention of the window; every policy built on SnapKV scores uses this."""
     p = cfg.params
     window = cfg.window_for(inputs.num_tokens)
-    scores = window_scores(inputs, window, pooling=p["pooling"], kernel=p["kernel"], gqa=p["gqa"], comm=comm)
+    scores = window_scores(
+        inputs, window, rows=p["rows"], gqa=p["gqa"], pooling=p["pooling"], kernel=p.get("kernel"), comm=comm
+    )
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
 
@@ -40,7 +43,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window",),
-        scores_by_mean=True,
+        window_rows="mean",
         always_kept=("window",),
         url="https://arxiv.org/abs/2404.14469",
     )

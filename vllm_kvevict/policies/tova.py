@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention import add_rows, mean_attention, reduce_group
+from .attention import add_rows, received, reduce_group
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
@@ -24,7 +24,7 @@ def score(
 ) -> LayerScores:
     """Attention of the last query."""
     heads = inputs.num_kv_heads
-    scores = torch.stack([reduce_group(rows, "mean", comm) for rows in mean_attention(inputs, 1)])
+    scores = torch.stack([reduce_group(rows, "mean", comm) for rows in received(inputs, 1)])
     if cfg.params["tova_heads"] == "all":
         # Groups are of one size: the mean of their means is that of all heads. Every rank adds in head order.
         means = scores if comm is None else comm.gather_heads(scores)
@@ -46,7 +46,7 @@ register(
         select,
         (choice("tova_heads", "all", "kv"),),
         needs=("q_window",),
-        scores_by_mean=True,
+        window_rows="mean",
         last=1,
         url="https://arxiv.org/abs/2401.06104",
     )

@@ -44,7 +44,7 @@ register(
         select,
         PARAMETERS,
         needs=("q_window", "values"),
-        scores_by_mean=True,
+        window_rows="mean",
         always_kept=("window", "sinks"),
         url="https://arxiv.org/abs/2406.12335",
     )

@@ -31,8 +31,9 @@ from vllm_kvevict.schedules.sums import SUMMED_AS_READ, PromptSums
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
 
-WindowMean = Callable[[Tensor, Tensor, int, float, float], Tensor]
-"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap): fp32 [Hq, n - w]."""
+WindowAttention = Callable[[Tensor, Tensor, int, float, float, str], Tensor]
+"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap, "mean" or "max" of the queries):
+fp32 [Hq, n - w]."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class ResidentRequest:
         request_slot: the request's place in the cache.
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
-            step has all of them.
+            step has all of them, or a later one chooses by them.
         sums: what its prompt adds up to so far, in the rank's reserve.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
@@ -170,7 +171,8 @@ class Evictor:
         comm: the tensor-parallel group, None where it has one member.
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
         is_asynchronous: whether the device runs behind the host.
-        window_mean: computes :attr:`LayerInputs.window_mean` from pages, where the device has a kernel for it.
+        window_attention: computes what tokens receive of the window's attention (:attr:`LayerInputs.window_mean`,
+            :attr:`LayerInputs.window_max`) from pages, where the device has a kernel for it.
         rotary: gives how the model turns queries and keys by their positions.
         reserve: fp32 [size, local layers * Hq], for :attr:`ResidentRequest.sums`; None where no policy needs it.
     """
@@ -183,7 +185,7 @@ class Evictor:
         comm: TensorComm | None,
         output_projection: Callable[[int], Tensor],
         is_asynchronous: bool,
-        window_mean: WindowMean | None,
+        window_attention: WindowAttention | None,
         rotary: Callable[[], Rotary],
         reserve: Tensor | None = None,
     ):
@@ -193,7 +195,7 @@ class Evictor:
         self.comm = comm
         self.output_projection = output_projection
         self.is_asynchronous = is_asynchronous
-        self.window_mean = window_mean
+        self.window_attention = window_attention
         self.rotary = rotary
         self.reserve = reserve
         self.reports: dict[str, Report] = {}
@@ -265,27 +267,24 @@ class Evictor:
         """
         resident, n = rows.resident, rows.resident.plan.evict_at
         assert n is not None
-        config, layer, mean, values = resident.plan.config, step.layer, None, None
-        if self.window_mean is not None and config.scores_by_mean:
-            assert window is not None
-            table = self.cache.table(resident.request_slot, layer)
-            mean = self.window_mean(window, table, n, step.scale, step.softcap)
-            keys = torch.empty(len(table), n, self.cache.head_dim, device="meta")
-        elif "repeated" in config.needs:
+        config, layer = resident.plan.config, step.layer
+        received = self._received(step, resident, window, n)
+        if received or ("repeated" in config.needs and "q_window" not in config.needs):
             keys = torch.empty(self.cache.num_kv_heads, n, self.cache.head_dim, device="meta")
         else:
             keys = self.cache.read_keys(resident.request_slot, layer, n)
+        values = None
         if "values" in config.needs:
             values = self.cache.read_values(resident.request_slot, layer, n)
         inputs = LayerInputs(
             q_window=None if window is None else window.transpose(0, 1),
             keys=keys,
-            window_mean=mean,
             values=values,
             scale=step.scale,
             logit_softcap=step.softcap or None,
             w_o=self.output_projection(layer) if "w_o" in config.needs else None,
             rotary=self.rotary() if "rotary" in config.needs else None,
+            **received,
             **({} if resident.sums is None else resident.sums.of(layer)),
         )
         scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
@@ -293,6 +292,17 @@ class Evictor:
         if self.observer is not None:
             self.observer.on_scores(resident, scores)
         return n
+
+    def _received(
+        self, step: LayerStep, resident: ResidentRequest, window: Tensor | None, n: int
+    ) -> dict[str, Tensor]:
+        """What tokens receive of the window's attention, as a field of LayerInputs, where a kernel computes it."""
+        rows = resident.plan.config.combines_rows_by
+        if self.window_attention is None or rows is None:
+            return {}
+        assert window is not None
+        table = self.cache.table(resident.request_slot, step.layer)
+        return {f"window_{rows}": self.window_attention(window, table, n, step.scale, step.softcap, rows)}
 
     def decide(self, resident: ResidentRequest) -> None:
         """Decide for the layers scored so far and move their survivors."""
@@ -386,10 +396,10 @@ class Evictor:
         return window
 
     def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
-        """The window's queries so far, [rows, Hq, d]; kept where a step ends within the window."""
+        """The window's queries so far, [rows, Hq, d]; kept where they do not choose in this step."""
         resident, count = rows.resident, rows.target.stop - rows.target.start
         window = step.query[rows.rows.stop - count : rows.rows.stop].contiguous()
-        if count == rows.window:
+        if count == rows.window and rows.evicts:
             return window
         if resident.window is None:
             shape = (self.cache.num_layers, resident.plan.config.window_for(n), *step.query.shape[1:])

@@ -27,13 +27,14 @@ def schedule_of(config: EvictionConfig) -> Schedule:
     return _schedules[lookup(config.policy).schedule]
 
 
-def most_extra_rows(policy: str, params: Mapping[str, Any]) -> int:
+def most_extra_rows(policy: str, params: Mapping[str, Any], defaults: str) -> int:
     """The most token rows that a step computes for one prompt beside the tokens that it reads.
 
     Args:
         params: of the policy, those that differ from its defaults.
+        defaults: which these are, "measured" or "paper".
     """
-    return _schedules[lookup(policy).schedule].most_extra_rows(parameters(policy) | dict(params))
+    return _schedules[lookup(policy).schedule].most_extra_rows(parameters(policy, defaults) | dict(params))
 
 
 def begins_with_cached(config: EvictionConfig) -> bool:

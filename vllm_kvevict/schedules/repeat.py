@@ -6,7 +6,7 @@
 
 The rows stand at positions n, n + 1, ... for every chunk, and attend to the prompt and to the rows before them. The
 request has no rows of its own meanwhile. The last repeat is followed by the decision, as of other policies whose layers
-share one budget.
+share one budget. The queries of the prompt's window, if the configuration has one, are kept until then.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,8 @@ class ByRepeat(ByScore):
         resident, last = rows.resident, evictor.is_last(step.layer)
         self._note(evictor, step, rows, rows.repeat)
         if rows.evicts:
-            evictor.score(step, rows, None)
+            asked = resident.window
+            evictor.score(step, rows, None if asked is None else asked[step.layer])
         if not last:
             return
         evictor.drop_extra_entries(resident)

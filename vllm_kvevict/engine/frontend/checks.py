@@ -15,7 +15,7 @@ from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.schedules.registry import most_extra_rows, schedule_of
+from vllm_kvevict.schedules.registry import schedule_of
 
 WINDOWED = "models with sliding-window attention in every layer"
 BIDIRECTIONAL = "models whose images are attended to in both directions"
@@ -269,7 +269,7 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         KVEvictionError: one sentence naming the flags.
     """
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
-    if layer_groups(vllm_config).others and most_extra_rows(config.policy, config.params):
+    if layer_groups(vllm_config).others and schedule_of(config).most_extra_rows(config.params):
         raise KVEvictionError(
             f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "
             "full attention cannot undo, so choose another policy",

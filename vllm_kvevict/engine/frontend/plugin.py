@@ -23,7 +23,8 @@ from vllm_kvevict.engine.config import (
 from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.engine.errors import end_command
 from vllm_kvevict.kernels.processor import fast_dtype
-from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.policies import available
+from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.registry import most_extra_rows
 
 logger = init_logger("vllm.kv_eviction")
@@ -230,7 +231,10 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     """Give workers buffers for one request more than the scheduler may fill: a probe of a prompt that is evicted in
     chunks, or the repeat of one. No request has more rows than ``--max-model-len``, whatever its chunk is."""
     allowed = [policy for policy in available() if options.allows(policy)]
-    extra = max(most_extra_rows(name, options.params if name == options.policy else {}) for name in allowed)
+    extra = 0
+    for name in allowed:
+        params = options.params if name == options.policy else {}
+        extra = max(extra, most_extra_rows(name, params, options.defaults))
     set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
     def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
@@ -315,9 +319,9 @@ def _config_help() -> str:
     )
     policies = []
     for policy in available():
-        known = parameters(policy)
+        known = lookup(policy).parameters
         if known:
-            policies.append(f"{policy}: {', '.join(f'{name}={value}' for name, value in known.items())}")
+            policies.append(f"{policy}: {', '.join(parameter.setting for parameter in known)}")
     return f"Engine options and their defaults: {engine}. Policy parameters and their defaults: {'; '.join(policies)}."
 
 

@@ -48,7 +48,7 @@ class CPUPages:
     """
 
     uses_triton = False
-    window_mean = None
+    window_attention = None
 
     def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
         self.head_dim = storage.shape[1] // (2 * page_size)

@@ -14,7 +14,7 @@ from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.paged_decode import PagedDecode
-from vllm_kvevict.kernels.window_attention import window_attention
+from vllm_kvevict.kernels.window_attention import window_attention as attend_from_window
 from vllm_kvevict.kernels.write_entries import write_entries
 
 FLASH_ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
@@ -138,9 +138,12 @@ class CUDAPages:
                 sinks=sinks,
             )
 
-    def window_mean(self, query: Tensor, table: Tensor, n: int, scale: float, softcap: float) -> Tensor:
-        """Mean attention of the window, from pages; see :data:`vllm_kvevict.schedules.evictor.WindowMean`."""
-        return window_attention(query, self.storage, self.page_size, table, n, scale, softcap)
+    def window_attention(
+        self, query: Tensor, table: Tensor, n: int, scale: float, softcap: float, rows: str
+    ) -> Tensor:
+        """What tokens receive of the window's attention; see
+        :data:`vllm_kvevict.schedules.evictor.WindowAttention`."""
+        return attend_from_window(query, self.storage, self.page_size, table, n, scale, softcap, rows)
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:
         """Our kernel."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.schedules.evictor import WindowMean
+from vllm_kvevict.schedules.evictor import WindowAttention
 
 
 class Pages(Protocol):
@@ -16,8 +16,8 @@ class Pages(Protocol):
     """Whether the project's Triton kernels work on the pages."""
 
     @property
-    def window_mean(self) -> WindowMean | None:
-        """Mean attention of the window, from pages; None where policies read the keys."""
+    def window_attention(self) -> WindowAttention | None:
+        """What tokens receive of the window's attention, from pages; None where policies read the keys."""
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write entries into pages of any storage.

@@ -132,7 +132,7 @@ class Runtime:
             self._tensor_comm(),
             self.projections.of,
             self.device.is_asynchronous,
-            self.pages.window_mean,
+            self.pages.window_attention,
             self.rotary.read,
             self.reserve,
         )

@@ -26,9 +26,13 @@ def warm_up(runtime: "Runtime") -> None:
     entries = cache.storage.new_zeros(n, heads, cache.head_dim)
     pages.append(entries, entries, cache.entry_slots(step)[0])
     query = cache.storage.new_zeros(window, heads * runtime.group, cache.head_dim)
-    assert pages.window_mean is not None
-    mean = pages.window_mean(query, cache.table(request_slot, 0), n, 1.0, runtime.softcap)
-    scores = mean.view(heads, -1, n - window).mean(1)
+    assert pages.window_attention is not None
+    table = cache.table(request_slot, 0)
+    # Whatever a request's policy asks for.
+    received = [
+        pages.window_attention(query, table, n, 1.0, runtime.softcap, rows) for rows in ("mean", "max")
+    ]
+    scores = received[0].view(heads, -1, n - window).mean(1)
     scored = [
         LayerScores(
             evictor.first_layer + layer, evictor.num_model_layers, heads, scores, device=scores.device

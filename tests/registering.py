@@ -1,0 +1,33 @@
+"""Policies that exist while a test runs."""
+
+import pytest
+
+from vllm_kvevict.policies import ada_snapkv, registry, snapkv
+from vllm_kvevict.policies.params import measured
+from vllm_kvevict.policies.registry import Policy, register
+
+MEASURED: dict[str, str | int] = {"kernel": 31, "rows": "max"}
+
+
+def policy_with_both_defaults(monkeypatch: pytest.MonkeyPatch, **ours: str | int) -> str:
+    """Register ada-snapkv under another name, with measured defaults (MEASURED unless given); its name."""
+    ours = ours or MEASURED
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+    parameters = tuple(
+        measured(parameter, ours[parameter.name]) if parameter.name in ours else parameter
+        for parameter in ada_snapkv.PARAMETERS
+    )
+    policy = Policy(
+        "ada-measured",
+        "as ada-snapkv, with other defaults",
+        "a test",
+        snapkv.score,
+        ada_snapkv.select,
+        parameters,
+        needs=("q_window",),
+        window_rows="mean",
+        heads_compete=True,
+        always_kept=("window",),
+    )
+    register(policy)
+    return policy.name
