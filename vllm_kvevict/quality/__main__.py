@@ -10,22 +10,32 @@ from rich.console import Console
 
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
-from vllm_kvevict.quality.cases import Case, Generated, suite_cases
+from vllm_kvevict.quality.cases import Generated, suite_cases
 from vllm_kvevict.quality.checkpoint import CheckpointError
 from vllm_kvevict.quality.endpoint import EndpointError
+from vllm_kvevict.quality.fitting import TextQuestions
 from vllm_kvevict.quality.results import Column, ResultsError
-from vllm_kvevict.quality.run import Job, columns, run
+from vllm_kvevict.quality.run import Job, Questions, columns, run
 from vllm_kvevict.quality.suites import SuiteError
 
 console = Console()
 
 
+def text_questions(arguments: argparse.Namespace) -> TextQuestions:
+    """Those on real text that the arguments ask for."""
+    of_texts = ("tokens", "samples", "seed", "form")
+    given = {name: getattr(arguments, name) for name in of_texts}
+    return TextQuestions(arguments.tasks, sizes=arguments.difficulty, slack=arguments.slack, **given)
+
+
 def job(arguments: argparse.Namespace) -> Job:
     """What the arguments of `run` ask for."""
     if arguments.suite:
-        cases: Generated | list[Case] = suite_cases(
+        cases: Questions = suite_cases(
             arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
         )
+    elif arguments.family == "text":
+        cases = text_questions(arguments)
     else:
         cases = Generated(
             list(dict.fromkeys(arguments.tasks)),
@@ -37,7 +47,18 @@ def job(arguments: argparse.Namespace) -> Job:
             arguments.slack,
             arguments.questions,
         )
-    names = ("url", "model", "output", "plain", "seed", "instruct", "slack", "concurrency", "min_prompt")
+    names = (
+        "form",
+        "url",
+        "model",
+        "output",
+        "plain",
+        "seed",
+        "instruct",
+        "slack",
+        "concurrency",
+        "min_prompt",
+    )
     more = ("timeout", "tries", "backoff", "note")
     asked = (
         [Column(arguments.label)]
@@ -45,6 +66,7 @@ def job(arguments: argparse.Namespace) -> Job:
         else columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
     )
     given = {name: getattr(arguments, name) for name in (*names, *more)}
+    given["form"] = given["form"] or "chat"
     return Job(cases=cases, columns=asked, command=arguments.typed, **given)
 
 

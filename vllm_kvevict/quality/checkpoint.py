@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,11 +109,12 @@ def build(tell: Tell = lambda step: None) -> Path:
 def _alone(target: Path) -> Iterator[Path]:
     """A fresh folder beside the target, for one process at a time; gone at the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}")
+    begin = f".{target.name}-"
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-        scratch.mkdir()
+        for left in target.parent.glob(f"{begin}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=begin, dir=target.parent))
         try:
             yield scratch
         finally:
