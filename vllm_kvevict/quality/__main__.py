@@ -1,4 +1,4 @@
-"""How well a server answers with evicted caches: ask it (`run`), then write down what came out (`report`)."""
+"""How well a server answers with evicted caches: ask it (`run`, `fidelity`), then write down what came (`report`)."""
 
 import argparse
 import asyncio
@@ -10,10 +10,14 @@ from rich.console import Console
 
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
-from vllm_kvevict.quality.cases import Generated, suite_cases
+from vllm_kvevict.quality.cases import Case, Generated, suite_cases
 from vllm_kvevict.quality.checkpoint import CheckpointError
 from vllm_kvevict.quality.endpoint import EndpointError
+from vllm_kvevict.quality.fidelity import FLOOR
+from vllm_kvevict.quality.fidelity_report import gather_fidelity
+from vllm_kvevict.quality.fidelity_run import FidelityJob, floor_error, run_fidelity
 from vllm_kvevict.quality.fitting import TextQuestions
+from vllm_kvevict.quality.prompts import read_prompts
 from vllm_kvevict.quality.results import Column, ResultsError
 from vllm_kvevict.quality.run import Job, Questions, columns, run
 from vllm_kvevict.quality.suites import SuiteError
@@ -21,11 +25,11 @@ from vllm_kvevict.quality.suites import SuiteError
 console = Console()
 
 
-def text_questions(arguments: argparse.Namespace) -> TextQuestions:
+def text_questions(arguments: argparse.Namespace, slack: int) -> TextQuestions:
     """Those on real text that the arguments ask for."""
     of_texts = ("tokens", "samples", "seed", "form")
     given = {name: getattr(arguments, name) for name in of_texts}
-    return TextQuestions(arguments.tasks, sizes=arguments.difficulty, slack=arguments.slack, **given)
+    return TextQuestions(arguments.tasks, sizes=arguments.difficulty, slack=slack, **given)
 
 
 def job(arguments: argparse.Namespace) -> Job:
@@ -35,7 +39,7 @@ def job(arguments: argparse.Namespace) -> Job:
             arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
         )
     elif arguments.family == "text":
-        cases = text_questions(arguments)
+        cases = text_questions(arguments, arguments.slack)
     else:
         cases = Generated(
             list(dict.fromkeys(arguments.tasks)),
@@ -78,6 +82,30 @@ def run_command(arguments: argparse.Namespace) -> None:
     )
 
 
+def fidelity_job(arguments: argparse.Namespace) -> FidelityJob:
+    """What the arguments of `fidelity` ask for."""
+    asked = columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
+    if arguments.prompts:
+        cases: TextQuestions | list[Case] = read_prompts(arguments.prompts)
+    else:
+        cases = text_questions(arguments, slack=0)
+    shared = ("url", "model", "output", "form", "seed", "concurrency", "min_prompt", "timeout", "tries")
+    own = ("backoff", "note", "answer_tokens", "top", "dry_run")
+    given = {name: getattr(arguments, name) for name in (*shared, *own)}
+    return FidelityJob(cases=cases, columns=asked, command=arguments.typed, **given)
+
+
+def fidelity_command(arguments: argparse.Namespace) -> None:
+    """Score answers, and make sure that the full cache agrees with itself."""
+    new = asyncio.run(run_fidelity(fidelity_job(arguments), console))
+    if arguments.dry_run:
+        return
+    _say(f"{new:,} new measures in {arguments.output}; next: vllm-kvevict quality report {arguments.output}")
+    found = gather_fidelity(arguments.output)
+    if found and found.floor and found.floor.mean < FLOOR:
+        raise ResultsError(floor_error(found.floor.mean))
+
+
 def report_command(arguments: argparse.Namespace) -> None:
     """Write the report."""
     from vllm_kvevict.quality.report import write_report  # late: matplotlib takes a while
@@ -108,7 +136,12 @@ def checkpoint_command(arguments: argparse.Namespace) -> None:
     print(path)
 
 
-COMMANDS = {"run": run_command, "report": report_command, "checkpoint": checkpoint_command}
+COMMANDS = {
+    "run": run_command,
+    "fidelity": fidelity_command,
+    "report": report_command,
+    "checkpoint": checkpoint_command,
+}
 
 
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:

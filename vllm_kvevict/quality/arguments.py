@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.open_questions import TASKS as OPEN_TASKS
 from vllm_kvevict.quality.options import (
     add_columns,
     add_patience,
@@ -16,18 +17,22 @@ from vllm_kvevict.quality.options import (
     check_tasks,
     parse_budget,
 )
+from vllm_kvevict.quality.prompts import SHAPES
 from vllm_kvevict.quality.questions import TASKS as TEXT_TASKS
+from vllm_kvevict.quality.results import FULL
 from vllm_kvevict.quality.suites import SUITES
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
+FIDELITY_TASKS, FIDELITY_SAMPLES = [*OPEN_TASKS, *TEXT_TASKS], 4
 PROGRAM = "python -m vllm_kvevict.quality"
 SAMPLES, LENGTH = 50, 1024
 OF_WORDS, OF_TEXT = ("lengths", "depths", "instruct"), ("tokens", "form", "difficulty")
 """Arguments that apply to one family of questions only."""
 DEFAULT_BUDGET = 0.2
 DESCRIPTION = (
-    "Measures how eviction changes the quality of a server's answers. run asks the questions, and report writes tables "
-    "and plots of the answers. checkpoint fetches a small real model to measure with."
+    "Measures how eviction changes the quality of a server's answers. run asks questions with known answers, fidelity "
+    "measures how far answers to any prompts change, and report writes tables and plots of both. checkpoint fetches a "
+    "small real model to measure with."
 )
 
 
@@ -51,11 +56,20 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     _add_suite(asking)
     add_columns(asking)
     add_patience(asking)
+    scoring = commands.add_parser(
+        "fidelity",
+        help="measure how far answers change, on your own prompts or on real text; needs no right answers",
+        description="Lets the full cache of a running server answer greedily, and scores each answer token by token on "
+        "the compressed caches: how often their first choice is the same token, the difference of its log-probability, "
+        "and the KL divergence. Measures are appended to FOLDER/fidelity.jsonl; started again, it continues. Start the "
+        "server as for run, with --dtype float32 for results that are to be published.",
+    )
+    _add_fidelity(scoring)
     writing = commands.add_parser(
         "report",
         help="write tables, verdicts and plots",
         description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder with the report's name. "
-        "All figures come from FOLDER/results.jsonl.",
+        "All figures come from FOLDER/results.jsonl and FOLDER/fidelity.jsonl.",
     )
     _add_report(writing)
     commands.add_parser(
@@ -69,7 +83,68 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     arguments.typed = ["vllm-kvevict", "quality", *words]
     if arguments.command == "run":
         _check(asking, arguments)
+    elif arguments.command == "fidelity":
+        _check_fidelity(scoring, arguments)
     return arguments
+
+
+def _add_fidelity(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=f"your own, a file of JSON lines: {SHAPES} (default: real text)",
+    )
+    group.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=f"kinds of prompts on real text: {', '.join(FIDELITY_TASKS)} (default: all)",
+    )
+    group.add_argument(
+        "--samples",
+        type=int,
+        default=FIDELITY_SAMPLES,
+        metavar="N",
+        help="prompts of each task and length (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)"
+    )
+    add_real_texts(parser)
+    group = parser.add_argument_group("answers")
+    group.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="length of the full cache's answers, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top",
+        type=int,
+        default=20,
+        metavar="N",
+        help="tokens whose log-probabilities are compared; at most the server's --max-logprobs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="only say how many requests it would take, and about how long"
+    )
+    add_columns(parser)
+    add_patience(parser, concurrency=1)
+
+
+def _check_fidelity(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, and fill in defaults."""
+    least = {"samples": 1, "answer_tokens": 2, "top": 1, "concurrency": 1, "tries": 1}
+    check_least(parser, arguments, {**least, "min_prompt": 0, "timeout": 0, "backoff": 0})
+    if arguments.prompts and (wrong := [f"--{n}" for n in ("tasks", *OF_TEXT) if getattr(arguments, n)]):
+        parser.error(f"{', '.join(wrong)} cannot be combined with --prompts")
+    check_real_texts(parser, arguments)
+    arguments.tasks = check_tasks(parser, arguments.tasks, FIDELITY_TASKS)
+    arguments.policies = list(dict.fromkeys([FULL, *arguments.policies]))  # its floor belongs to every run
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:

@@ -161,7 +161,16 @@ def fingerprints(cases: Generated | Sequence[Case], seed: int) -> dict[str, str]
     if isinstance(cases, Generated):  # the same sample whatever is asked for
         makers = {name: tasks.make(name, 200, random.Random(seed)) for name in cases.names}
         return {name: _digest(made.context, made.question, *made.expected) for name, made in makers.items()}
-    return {case.task: _digest(case.context, case.question) for case in cases if case.index == 0}
+    return {case.task: _digest(*_texts(case)) for case in cases if case.index == 0}
+
+
+def fingerprint(cases: Sequence[Case]) -> str:
+    """A digest of all of them."""
+    return _digest(*(text for case in cases for text in _texts(case)))
+
+
+def _texts(case: Case) -> list[str]:
+    return [*(said for _, said in case.turns), case.context, case.question]
 
 
 def _digest(*texts: str) -> str:

@@ -168,6 +168,17 @@ class Endpoint:
                 f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}"
             ) from None
 
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The only choice of a completion, as the API answers it; greedy."""
+        asked = {"model": self.model, "temperature": 0, **body}
+        answer = await self._call("POST", f"{self.url}/completions", asked)
+        try:
+            return dict(answer["choices"][0])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise EndpointError(
+                f"{self.url}/completions answered with no completion: {str(answer)[:BODY_WIDTH]}"
+            ) from None
+
     async def tokenize(self, prompt: Mapping[str, Any]) -> list[int]:
         """The token ids of a chat or a text, as the server would answer it.
 

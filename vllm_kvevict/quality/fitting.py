@@ -5,12 +5,13 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_kvevict.quality import questions
+from vllm_kvevict.quality import open_questions, questions
 from vllm_kvevict.quality.cases import TEXT, Case
 from vllm_kvevict.quality.endpoint import Endpoint
 from vllm_kvevict.quality.questions import Draw, Message, Question
 from vllm_kvevict.quality.texts import TextError
 
+TASKS = {**questions.TASKS, **open_questions.TASKS}
 PLAIN = "plain"
 SPEAKERS = {"user": "User", "assistant": "Assistant"}
 FIRST_UNITS = 32
@@ -51,7 +52,7 @@ class TextQuestions:
 
     def question(self, name: str, index: int) -> Question:
         """A task's question; the same one at every length."""
-        task = questions.TASKS[name]
+        task = TASKS[name]
         size = self.sizes.get(name, task.size)
         return task.make(Draw(random.Random(f"{self.seed}/{name}/{size}/{index}"), index, size))
 
@@ -73,7 +74,8 @@ def to_case(
     context = f"{messages[-1][1]}\n\n" if len(before) < len(messages) else ""
     if form == PLAIN:
         context = "".join(_spoken(message) for message in before) + context
-        asked, start, before = f"Question: {question.asked}\nAnswer: ", question.start, []
+        asked, before = f"Question: {question.asked}\nAnswer:", []
+        start = f" {question.start}" if question.start else ""
     else:
         asked, start = question.asked, question.start
     return Case(

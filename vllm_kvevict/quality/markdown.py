@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.quality.cases import TEXT
+from vllm_kvevict.quality.fidelity_report import fidelity_section
 from vllm_kvevict.quality.findings import (
     CAN_DO,
     HOLDS,
@@ -20,7 +21,7 @@ from vllm_kvevict.quality.findings import (
 from vllm_kvevict.quality.plots import SCOPE_TITLES
 from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import RESAMPLES, Mean, Scores, of_length, of_task
-from vllm_kvevict.quality.tables import picture, table
+from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -56,7 +57,19 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         pictures: where they are, by what they show.
     """
     parts = [
-        [f"# {report.title}", "", *blind_lines(report.full), *measured(report)],
+        [f"# {report.title}"],
+        fidelity_section(report.fidelity) if report.fidelity else [],
+        picture("KL over budget", pictures.get("divergence")),
+        *(answers_sections(report, pictures) if report.results else ()),
+        ["## Commands", "", *run_lines(report.runs)],
+    ]
+    return "\n\n".join("\n".join(part).rstrip() for part in parts if part) + "\n"
+
+
+def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[str]]:
+    """What is said about scores."""
+    return [
+        [*blind_lines(report.full), *measured(report)],
         hard_section(report.full),
         pick_section(pick(report.scores)),
         fixed_section(report.scores),
@@ -67,13 +80,7 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         needle_section(report, pictures),
         claims_section(check_claims(report.scores)),
         kept_section(report, pictures),
-        ["## Commands", "", *run_lines(report.runs)],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def budget_name(budget: float) -> str:
-    return f"{budget:g}" if budget <= 1 else f"{budget:g} tokens"
 
 
 def measured(report: Report) -> list[str]:

@@ -154,12 +154,12 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_patience(parser: argparse.ArgumentParser) -> None:
+def add_patience(parser: argparse.ArgumentParser, concurrency: int = 8) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--concurrency",
         type=int,
-        default=8,
+        default=concurrency,
         metavar="N",
         help="requests in flight at once (default: %(default)s)",
     )

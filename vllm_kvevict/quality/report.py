@@ -12,6 +12,7 @@ import numpy as np
 from vllm_kvevict.machine import record
 from vllm_kvevict.quality import markdown, plots
 from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
+from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity, summarise_fidelity
 from vllm_kvevict.quality.findings import check_claims, full_scores, pick, too_hard
 from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, Settings, read, read_settings
 from vllm_kvevict.quality.scores import Mean, Scores, of_length, of_task
@@ -32,6 +33,7 @@ class Report:
         needles: of samples with a given depth, None if there are none.
         budget: of the tables by task and of the maps, None if there are no budgets.
         kept: shares by column, [layers, KV heads].
+        fidelity: None if that was not measured.
     """
 
     title: str
@@ -43,6 +45,7 @@ class Report:
     needles: Scores | None
     budget: float | None
     kept: Mapping[Column, np.ndarray]
+    fidelity: Measures | None
 
 
 def write_report(
@@ -64,11 +67,8 @@ def write_report(
 
 def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -> Report:
     """Read a folder, and what the server wrote of its evictions if there is such a file."""
-    settings, runs = read_settings(folder, Settings)
-    path = folder / RESULTS
-    results = list(read(path, Result)) if path.exists() else []
-    if not results:
-        raise ResultsError(f"{folder} has no results yet")
+    fidelity = gather_fidelity(folder)
+    settings, runs, results = read_answers(folder, fidelity)
     full = full_scores(results)
     counting = [result for result in results if result.task not in too_hard(full)]
     placed = [result for result in counting if result.depth is not None]
@@ -79,9 +79,26 @@ def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -
     kept = kept_shares(scores.results, evictions, chosen) if chosen is not None else {}
     if eviction_log and not kept:
         raise ResultsError(f"{eviction_log} does not mention the requests of {folder}")
-    return Report(
-        title, settings, runs, results, full, scores, Scores(placed) if placed else None, chosen, kept
-    )
+    needles = Scores(placed) if placed else None
+    return Report(title, settings, runs, results, full, scores, needles, chosen, kept, fidelity)
+
+
+def read_answers(
+    folder: Path, fidelity: Measures | None
+) -> tuple[Settings, list[Mapping[str, Any]], list[Result]]:
+    """Settings, runs and results of a folder, which may have measures of fidelity only.
+
+    Raises:
+        ResultsError: it has neither.
+    """
+    path = folder / RESULTS
+    if fidelity is not None and not path.exists():
+        return fidelity.settings, list(fidelity.runs), []
+    settings, runs = read_settings(folder, Settings)
+    results = list(read(path, Result)) if path.exists() else []
+    if not results and fidelity is None:
+        raise ResultsError(f"{folder} has no results yet")
+    return settings, [*runs, *(fidelity.runs if fidelity else ())], results
 
 
 def draw(report: Report, folder: Path) -> dict[str, Path]:
@@ -97,6 +114,10 @@ def draw(report: Report, folder: Path) -> dict[str, Path]:
             found[f"needle {scope}"] = plots.needle_maps(needles, scope, budget, path)
     if report.kept:
         found["kept"] = plots.kept_maps(report.kept, folder / "kept.png")
+    if report.fidelity is not None and report.fidelity.divergence.scopes:
+        measures = report.fidelity.divergence
+        path = plots.score_over_budget(measures, folder / "divergence.png", "KL, nats per token")
+        found["divergence"] = path
     return found
 
 
@@ -115,6 +136,8 @@ def summarise(report: Report) -> dict[str, Any]:
     }
     if report.needles is not None:
         summary["needles"] = [needle_summary(report.needles, column) for column in report.needles.columns]
+    if report.fidelity is not None:
+        summary["fidelity"] = summarise_fidelity(report.fidelity)
     if report.kept:
         summary["kept"] = [
             {**asdict(column), "share": np.round(share, 5).tolist()} for column, share in report.kept.items()

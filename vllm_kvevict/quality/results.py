@@ -96,22 +96,12 @@ def _kinds(cls: type[Record]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Result(Record):
-    """One answer.
+class Cell(Record):
+    """What came of one sample in one column.
 
     Attributes:
         task, length, depth, index: name the sample.
         policy, budget, scope: name the column.
-        score: 0 to 1.
-        reply, expected: what came and what should have.
-        prompt_tokens: as the server counts them.
-        output_tokens: of the reply.
-        finish_reason: ``length`` if the reply was cut.
-        evict_at: tokens that the budget refers to: the prompt's, or those before the question; None if nothing was to
-            be evicted.
-        whole: they are too few for the server to evict any.
-        request: the server's name for it, which its eviction log repeats.
-        seconds: until the answer was there.
     """
 
     task: str
@@ -121,16 +111,6 @@ class Result(Record):
     policy: str
     budget: float | None
     scope: str | None
-    score: float
-    reply: str
-    expected: tuple[str, ...]
-    prompt_tokens: int | None
-    output_tokens: int | None
-    finish_reason: str | None
-    evict_at: int | None
-    whole: bool
-    request: str | None
-    seconds: float
 
     @property
     def sample(self) -> Sample:
@@ -143,6 +123,43 @@ class Result(Record):
     @property
     def key(self) -> Key:
         return self.sample, self.column
+
+
+@dataclass(frozen=True)
+class Result(Cell):
+    """One answer.
+
+    Attributes:
+        score: 0 to 1.
+        reply, expected: what came and what should have.
+        prompt_tokens: as the server counts them.
+        output_tokens: of the reply.
+        finish_reason: ``length`` if the reply was cut.
+        evict_at: tokens that the budget refers to: the prompt's, or those before the question; None if nothing was to
+            be evicted.
+        whole: they are too few for the server to evict any.
+        request: the server's name for it, which its eviction log repeats.
+        seconds: until the answer was there.
+    """
+
+    score: float
+    reply: str
+    expected: tuple[str, ...]
+    prompt_tokens: int | None
+    output_tokens: int | None
+    finish_reason: str | None
+    evict_at: int | None
+    whole: bool
+    request: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measure(Cell):
+    """One number about an answer; see Result."""
+
+    score: float
+    evict_at: int | None
 
 
 R = TypeVar("R", bound=Record)

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -211,16 +211,13 @@ async def run(job: Job, console: Console) -> int:
         with Store(job.output / RESULTS, Result) as store:
             write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
             driver = Driver(endpoint, store, job.min_prompt, job.plain)
-            job = replace(job, cases=await fitted(job.cases, endpoint, job.concurrency, console))
+            if isinstance(job.cases, TextQuestions):
+                job = replace(job, cases=await fitted(job.cases, endpoint, job.concurrency, console))
             return await answer_all(driver, job, console)
 
 
-async def fitted(
-    asked: Questions, endpoint: Endpoint, concurrency: int, console: Console
-) -> Generated | list[Case]:
-    """Questions on real text as cases of the wanted number of tokens; others as they are."""
-    if not isinstance(asked, TextQuestions):
-        return asked
+async def fitted(asked: TextQuestions, endpoint: Endpoint, concurrency: int, console: Console) -> list[Case]:
+    """Questions on real text as cases of the wanted number of tokens."""
     with progress(console) as bar:
         task = bar.add_task("texts", total=len(asked))
         return await cases(asked, endpoint, concurrency, lambda: bar.advance(task))
@@ -234,7 +231,20 @@ def settings(job: Job, model: str) -> Settings:
     return Settings(model, job.seed, job.instruct, job.slack, texts, questions, job.form)
 
 
-async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:
+class Described(Protocol):
+    """What the note of a run needs."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def concurrency(self) -> int: ...
+    @property
+    def command(self) -> Sequence[str]: ...
+
+
+async def describe(job: Described, endpoint: Endpoint) -> dict[str, Any]:
     """The run, for the report: command, machine, versions."""
     server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
     return record(job.command, {"server": server, "concurrency": job.concurrency})
@@ -247,19 +257,32 @@ async def answer_all(driver: Driver, job: Job, console: Console) -> int:
         task = bar.add_task("answers", total=count(job))
         queue = missing(job, driver.store, lambda: bar.advance(task))
 
-        async def worker() -> None:
-            for case, column in queue:
-                await driver.ask(case, column)
-                bar.advance(task)
+        async def ask(request: tuple[Case, Column]) -> None:
+            await driver.ask(*request)
+            bar.advance(task)
 
-        workers = [asyncio.create_task(worker()) for _ in range(job.concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for one in workers:
-                one.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await each(queue, job.concurrency, ask)
     return len(driver.store.done) - before
+
+
+T = TypeVar("T")
+
+
+async def each(things: Iterable[T], concurrency: int, work: Callable[[T], Awaitable[None]]) -> None:
+    """Let so many workers take one thing after another; the first error ends them all."""
+    queue = iter(things)
+
+    async def worker() -> None:
+        for thing in queue:
+            await work(thing)
+
+    workers = [asyncio.create_task(worker()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for one in workers:
+            one.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
 def progress(console: Console) -> Progress:
