@@ -70,7 +70,7 @@ class Draw:
         return [self._words.pop() for _ in range(count)]
 
     def key(self) -> str:
-        return "-".join(self.words(2))
+        return self.words(1)[0]
 
     def number(self) -> str:
         return str(self.rng.randrange(10**6, 10**7))
@@ -125,13 +125,12 @@ def number(draw: Draw) -> Question:
 
 
 def multivalue(draw: Draw) -> Question:
-    """`size` numbers of one key, all of them asked for."""
+    """`size` numbers of one key in one sentence, all of them asked for."""
     key, values = draw.key(), [draw.number() for _ in range(draw.size)]
-    needles = [f"One of the special magic numbers for {key} is: {value}." for value in values]
     return Question(
-        hidden(draw, needles),
-        f"What are all the special magic numbers for {key} mentioned in the text? There are {draw.size}.",
-        f"The {draw.size} special magic numbers for {key} mentioned in the text are:",
+        hidden(draw, [f"The special magic numbers for {key} are {' and '.join(values)}."]),
+        "Repeat the sentence of the text with the special magic numbers, word for word.",
+        f"The special magic numbers for {key} are",
         tuple(values),
         14 * draw.size,
         numbers(values),
@@ -159,8 +158,8 @@ def words(draw: Draw) -> Question:
 
 def copy(draw: Draw) -> Question:
     """The next eight words of a sentence, of which `size` words or more are given."""
-    # Without quotes, which would end the quotation, and marks that a reply may leave out.
-    plain = [one for one in texts.sentences() if not set(one) & set('"*`')]
+    # Marks other than commas are what small models change first.
+    plain = [one for one in texts.sentences() if re.fullmatch(r"[\w, ]+\.", one)]
     long_ones = [one for one in plain if len(one.split()) >= draw.size + COPIED_WORDS]
     sentence = draw.rng.choice(long_ones).split()
     given = max(draw.size, min(len(sentence) // 2, len(sentence) - COPIED_WORDS))
@@ -257,7 +256,7 @@ def few_shot(draw: Draw) -> Question:
     """The label of a new line, after `size` labelled ones; each topic has one label."""
     topics = draw.words(TOPICS)
     label_of = dict(zip(topics, draw.rng.choices(LABELS, k=TOPICS), strict=True))
-    snippets, prose = draw.rng.sample(texts.sentences(), draw.size + 1), draw.prose()
+    snippets = draw.rng.sample(texts.sentences(), draw.size + 1)
     # The topic that is asked for occurs as often as the others.
     of_line = [topics[i % TOPICS] for i in range(draw.size)]
     draw.rng.shuffle(of_line)
@@ -275,11 +274,9 @@ def few_shot(draw: Draw) -> Question:
         said = re.findall(r"[a-z]+", reply.lower())[:1]
         return float(said == [label_of[topic]])
 
-    def text(units: int) -> list[Message]:
-        return [("user", "\n".join([" ".join(prose(units)), *lines]).strip())]
-
-    asked = line(snippets[-1], topic)
-    return Question(text, "Label one more line like those above.", asked, (label_of[topic],), 4, score)
+    asked, block = line(snippets[-1], topic), "\n".join(["", "These lines have labels:", *lines, ""])
+    text, right = hidden(draw, [block]), label_of[topic]
+    return Question(text, "Label one more line like those of the text.", asked, (right,), 4, score)
 
 
 def chat_needle(draw: Draw) -> Question:
@@ -336,7 +333,7 @@ TASKS: dict[str, Task] = {
     "multikey": Task(number, 2, "keys with a number", range(1, 33)),
     "multivalue": Task(multivalue, 2, "numbers of the key", range(1, 9)),
     "words": Task(words, 2, "words of the key", range(1, 9)),
-    "copy": Task(copy, 8, "words of the sentence that are given, at least", range(4, 17)),
+    "copy": Task(copy, 10, "words of the sentence that are given, at least", range(4, 17)),
     "json": Task(json_value, 8, "entries of the object", range(1, 101)),
     "signature": Task(signature, 24, "characters of the parameters, at most", range(12, 81)),
     "name": Task(name, 16, "characters of the value, at most", range(4, texts.LONGEST_VALUE + 1)),
