@@ -45,7 +45,11 @@ def measured(tmp_path_factory) -> Path:
         assert quality.main([*command, "--scopes", "prompt", "prefix"]) == 0
         # The prompts' tokens, which the masked model reads.
         tokens = [_tokens(server, line) for line in lines]
+        scored = {
+            f"{evicts} {way}": _scored(server, tokens[0], evicts, way) for evicts in EVICTS for way in WAYS
+        }
     (folder / "tokens.json").write_text(json.dumps(tokens))
+    (folder / "scored.json").write_text(json.dumps(scored))
     return folder
 
 
@@ -53,6 +57,42 @@ def _tokens(server: Server, line: dict[str, str]) -> list[int]:
     chat = [{"role": "user", "content": f"{line['document']}\n\n{line['question']}"}]
     body = {"model": server.model, "messages": chat, "add_generation_prompt": True}
     return list(httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"])
+
+
+WAYS = {"echo": {"echo": True, "logprobs": 0}, "prompt_logprobs": {"prompt_logprobs": 0}}
+EVICTS = {
+    "nothing": {"kv_eviction": "full"},
+    "prompt": {"kv_eviction": "streaming-llm", "kv_budget": 0.1},
+    "prefix": {"kv_eviction": "streaming-llm", "kv_budget": 0.1, "kv_prefix_len": 200},
+}
+
+
+def _scored(server: Server, prompt: list[int], evicts: str, way: str) -> list[float]:
+    """Log-probabilities of a prompt's tokens behind its first one."""
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0,
+        "vllm_xargs": EVICTS[evicts],
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body | WAYS[way], timeout=60).json()
+    choice = answer["choices"][0]
+    if way == "echo":
+        return list(choice["logprobs"]["token_logprobs"][1 : len(prompt)])
+    rows = choice["prompt_logprobs"][1:]
+    return [row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("way", WAYS)
+def test_scoring_a_prompt_scores_the_full_cache_unless_a_prefix_is_evicted(measured, way):
+    """What the page on measuring quality warns of."""
+    scored = json.loads((measured / "scored.json").read_text())
+    full, prompt, prefix = (scored[f"{evicts} {way}"] for evicts in EVICTS)
+    assert prompt == pytest.approx(full, abs=1e-4)
+    assert prefix[:199] == pytest.approx(full[:199], abs=1e-4)
+    assert max(abs(one - other) for one, other in zip(prefix[199:], full[199:], strict=True)) > 0.1
 
 
 def measures(folder: Path, column: Column) -> list[Fidelity]:

@@ -33,15 +33,21 @@ def said(question: questions.Question, units: int) -> str:
 def right(task: str, question: questions.Question) -> str:
     """What a perfect reply goes on with behind the given start."""
     joined = {"words": " and ", "multivalue": ", "}.get(task, " ").join(question.expected)
-    return {"json": f' "{joined}",\n', "signature": f"{joined}):\n    pass"}.get(task, f" {joined}.\n")
+    forms = {
+        "json": ' "{}",\n',
+        "signature": "({}):\n    pass",
+        "name": " = {}\n",
+        "copy": " {}",
+        "words": " are {}.",
+        "few-shot": " is {}\n",
+    }
+    return forms.get(task, " {}.\n").format(joined)
 
 
 def test_the_right_answer_scores_and_wrong_ones_do_not(task):
     for index in range(10):
         question = make(task, index)
         reply = right(task, question)
-        if task in ("name", "copy"):
-            reply = reply.replace(".\n", "\n")
         assert question.score(reply) == 1.0
         assert question.score("") == question.score(" I do not know.") == 0.0
         other = next(o for i in range(1, 9) if (o := make(task, index + i)).expected != question.expected)
@@ -91,11 +97,22 @@ def test_part_of_a_value_is_wrong():
     assert question.score(f" {first} {second}") == 0.0  # no JSON
     question = make("signature")
     begin = question.expected[0].rpartition(",")[0]
-    assert question.score(f"{begin}):") == 0.0
-    assert question.score(question.expected[0].replace(", ", ",") + ")") == 1.0
+    assert question.score(f"({begin}):") == 0.0
+    assert question.score("(" + question.expected[0].replace(", ", ",") + ")") == 1.0
     question = make("name")
-    assert question.score(f" {question.expected[0]}0\n") == 0.0
-    assert question.score(f" {question.expected[0]}  # why\nnext") == 1.0
+    assert question.score(f" = {question.expected[0]}0\n") == 0.0
+    assert question.score(f" = {question.expected[0]}  # why\nnext") == 1.0
+
+
+def test_no_answer_is_its_first_token(task):
+    """That is chosen before the prompt is evicted. A word may be a token; a number of seven digits is none."""
+    if task in ("number", "multikey", "multivalue", "chat-needle"):
+        assert all(re.fullmatch(r"\d{7}", part) for part in make(task).expected)
+        return
+    for index in range(10):
+        question = make(task, index)
+        (first,) = re.findall(r"^\s*(?:\w+|\W)", right(task, question))
+        assert question.score(first) < 1.0
 
 
 def test_facts_are_what_the_text_says_whatever_the_version_of_python():

@@ -1,5 +1,7 @@
 """Questions on real text, whose right answers code can check; each text has any length that is asked for.
 
+The first token of an answer is chosen before a prompt is evicted: no answer begins with what is asked for.
+
 number, multikey and multivalue are RULER's needles (Hsieh et al. 2024) in its kind of sentence. All others ask for what
 the text says in some place, or for what a rule made.
 """
@@ -19,7 +21,7 @@ Message = tuple[str, str]
 HEADER = "A special magic number is hidden within the following text. Remember it: you will be asked for it at the end."
 """RULER's first sentence, in front of every other text of number and multikey."""
 COPIED_WORDS = 8
-SNIPPET_WORDS = 4
+SNIPPET_WORDS = 3
 LABELS = ("red", "green", "blue", "yellow")
 TURNS = 6
 TOPICS = 8
@@ -148,8 +150,8 @@ def words(draw: Draw) -> Question:
 
     return Question(
         hidden(draw, [f"The secret words for {key} are {said}."]),
-        "Repeat the sentence of the text with the secret words, word for word.",
-        f"The secret words for {key} are",
+        "Repeat one sentence of the text, word for word.",
+        f"The secret words for {key}",
         tuple(found),
         8 * draw.size,
         score,
@@ -227,10 +229,10 @@ def signature(draw: Draw) -> Question:
     return Question(
         around(draw, fact),
         "Repeat one line of this source, word for word.",
-        f"def {fact.name}(",
+        f"def {fact.name}",
         (fact.value,),
         48,
-        lambda reply: float("".join(reply.split()).startswith("".join(f"{fact.value})".split()))),
+        lambda reply: float("".join(reply.split()).startswith("".join(f"({fact.value})".split()))),
     )
 
 
@@ -240,12 +242,12 @@ def name(draw: Draw) -> Question:
 
     def score(reply: str) -> float:
         line = next(iter(reply.strip().splitlines()), "")
-        return float(line.partition("  #")[0].strip(" `") == fact.value)
+        return float(line.partition("  #")[0].strip(" `") == f"= {fact.value}")
 
     return Question(
         around(draw, fact),
-        f"What is {fact.name} set to in this source?",
-        f"{fact.name} =",
+        "Repeat one line of this source, word for word.",
+        fact.name,
         (fact.value,),
         24,
         score,
@@ -264,19 +266,25 @@ def few_shot(draw: Draw) -> Question:
 
     def line(snippet: str, topic: str) -> str:
         cut = " ".join(snippet.split()[:SNIPPET_WORDS])
-        return f"{cut} ... about {topic} is"
+        return f"{cut} about {topic}"
 
     lines = [
-        f"{line(snippet, topic)} {label_of[topic]}" for snippet, topic in zip(snippets, of_line, strict=False)
+        f"{line(snippet, topic)} is {label_of[topic]}"
+        for snippet, topic in zip(snippets, of_line, strict=False)
     ]
 
     def score(reply: str) -> float:
-        said = re.findall(r"[a-z]+", reply.lower())[:1]
-        return float(said == [label_of[topic]])
+        said = re.findall(r"[a-z]+", reply.lower())[:2]
+        return float(said == ["is", label_of[topic]])
 
-    asked, block = line(snippets[-1], topic), "\n".join(["", "These lines have labels:", *lines, ""])
-    text, right = hidden(draw, [block]), label_of[topic]
-    return Question(text, "Label one more line like those of the text.", asked, (right,), 4, score)
+    asked, right, prose = line(snippets[-1], topic), label_of[topic], draw.prose()
+    head = ["These lines have labels:", *lines, "Here is some other text:"]
+
+    def text(units: int) -> list[Message]:
+        """The lines come first, so that they are not what is read last."""
+        return [("user", "\n".join([*head, " ".join(prose(units))]))]
+
+    return Question(text, "Label one more line like those above.", asked, (right,), 6, score)
 
 
 def chat_needle(draw: Draw) -> Question:
