@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +24,7 @@ from vllm_kvevict.quality.fitting import TextQuestions
 from vllm_kvevict.quality.prompts import TASK as PROMPTS
 from vllm_kvevict.quality.results import FULL, Column, Store, write_settings
 from vllm_kvevict.quality.run import (
+    Target,
     asked_fields,
     describe,
     each,
@@ -40,32 +40,18 @@ TOKEN = "token_id:"
 
 
 @dataclass(frozen=True)
-class FidelityJob:
-    """One run; what is not listed is as in `run.Job`.
+class FidelityJob(Target):
+    """One run; the full cache is the first of its columns.
 
     Attributes:
         cases: whose answers are scored.
-        columns: with what; the full cache is the first.
         answer_tokens, top: see FidelitySettings.
         dry_run: only say how long it would take.
     """
 
-    url: str
-    model: str | None
-    output: Path
     cases: TextQuestions | list[Case]
-    columns: Sequence[Column]
-    form: str
-    seed: int
     answer_tokens: int
     top: int
-    concurrency: int
-    min_prompt: int
-    timeout: float
-    tries: int
-    backoff: float
-    note: str
-    command: Sequence[str]
     dry_run: bool
 
 
@@ -206,8 +192,7 @@ async def run_fidelity(job: FidelityJob, console: Console) -> int:
         ValueError: a policy cannot be scored, or no prompt can.
     """
     require_scorable(job.columns)
-    connection = Endpoint(job.url, job.concurrency, job.timeout, job.tries, job.backoff)
-    async with connection as endpoint:
+    async with job.endpoint() as endpoint:
         await endpoint.find_model(job.model)
         await require_eviction(endpoint, job.columns)
         cases = job.cases

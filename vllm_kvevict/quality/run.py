@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -36,17 +36,15 @@ Questions = Generated | TextQuestions | list[Case]
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run.
+class Target:
+    """The server that is asked, and where the results go.
 
     Attributes:
         url: of the endpoint.
         model: None for the first one that it lists.
         output: folder.
-        cases: what is asked.
-        columns: with what.
-        plain: send no fields of ours.
-        form, seed, instruct, slack: see Settings.
+        columns: what everything is asked with.
+        form, seed: see Settings.
         concurrency: requests at once.
         min_prompt: the server's; shorter prompts are marked as whole.
         timeout, tries, backoff: see Endpoint.
@@ -57,13 +55,9 @@ class Job:
     url: str
     model: str | None
     output: Path
-    cases: Questions
     columns: Sequence[Column]
-    plain: bool
     form: str
     seed: int
-    instruct: bool
-    slack: int
     concurrency: int
     min_prompt: int
     timeout: float
@@ -71,6 +65,26 @@ class Job:
     backoff: float
     note: str
     command: Sequence[str]
+
+    def endpoint(self) -> Endpoint:
+        """Connections to the server."""
+        return Endpoint(self.url, self.concurrency, self.timeout, self.tries, self.backoff)
+
+
+@dataclass(frozen=True)
+class Job(Target):
+    """One run.
+
+    Attributes:
+        cases: what is asked.
+        plain: send no fields of ours.
+        instruct, slack: see Settings.
+    """
+
+    cases: Questions
+    plain: bool
+    instruct: bool
+    slack: int
 
 
 def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[str]) -> list[Column]:
@@ -203,8 +217,7 @@ async def run(job: Job, console: Console) -> int:
         EndpointError: if the endpoint fails; what was answered before is stored.
         ResultsError: if the folder cannot take the results.
     """
-    connection = Endpoint(job.url, job.concurrency, job.timeout, job.tries, job.backoff)
-    async with connection as endpoint:
+    async with job.endpoint() as endpoint:
         await endpoint.find_model(job.model)
         if not job.plain:
             await require_eviction(endpoint, job.columns)
@@ -231,20 +244,7 @@ def settings(job: Job, model: str) -> Settings:
     return Settings(model, job.seed, job.instruct, job.slack, texts, questions, job.form)
 
 
-class Described(Protocol):
-    """What the note of a run needs."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def note(self) -> str: ...
-    @property
-    def concurrency(self) -> int: ...
-    @property
-    def command(self) -> Sequence[str]: ...
-
-
-async def describe(job: Described, endpoint: Endpoint) -> dict[str, Any]:
+async def describe(job: Target, endpoint: Endpoint) -> dict[str, Any]:
     """The run, for the report: command, machine, versions."""
     server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
     return record(job.command, {"server": server, "concurrency": job.concurrency})
