@@ -99,7 +99,7 @@ def test_measuring_quality(server, tmp_path):
     prompts, page = tmp_path / "prompts.jsonl", tmp_path / "report.md"
     prompts.write_text("\n".join(blocks(MEASURING, "json")))
     asked = [line[2] for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
-    assert asked == ["fidelity", "report", "run", "run", "report"]
+    assert asked == ["fidelity", "report", "run", "run", "run", "report"]
     places = {"http://localhost:8000/v1": f"{server.url}/v1", "report.md": str(page)}
     places["prompts.jsonl"] = str(prompts)
     runs = 0

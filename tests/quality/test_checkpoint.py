@@ -161,6 +161,21 @@ def test_what_converting_needs_is_named(registry, monkeypatch):
     assert not (registry / "calls").exists()
 
 
+@pytest.mark.parametrize(("code", "goes_on"), [(0, False), (2, True)])
+def test_an_installation_succeeds_without_it_and_says_so(code, goes_on, tmp_path):
+    script = (ROOT / "tools/install.sh").read_text()
+    begin = script.index('echo "install 4/4')
+    step = script[begin : script.index("\nfi\n", begin) + 4]
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >&2\nexit {code}\n')
+    python.chmod(0o755)
+    words = ["bash", "-euo", "pipefail", "-c", f"python={python}; log=/dev/null\n{step}\necho done"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stdout.endswith("done\n")
+    assert ended.stderr == "-m vllm_kvevict quality checkpoint\n"
+    assert ("going on without it" in ended.stdout) == goes_on
+
+
 @pytest.mark.parametrize(("value", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
 def test_under_ci_tests_without_the_checkpoint_fail(value, outcome, registry, monkeypatch):
     monkeypatch.setenv("CI", value)

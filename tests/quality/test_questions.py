@@ -117,7 +117,7 @@ def test_no_answer_is_its_first_token(task):
 
 def test_facts_are_what_the_text_says_whatever_the_version_of_python():
     """Computed anew by running the sources' own lines; of functions from their syntax tree."""
-    assert len(texts.signatures()) > 100 and len(texts.constants()) > 20
+    assert len(texts.signatures()) > 100 and len(texts.constants()) > 15
     for fact in texts.constants():
         line = texts.sources()[fact.module][fact.line]
         assert re.match(rf"{fact.name}\s*=", line)

@@ -344,7 +344,7 @@ TASKS: dict[str, Task] = {
     "copy": Task(copy, 10, "words of the sentence that are given, at least", range(4, 17)),
     "json": Task(json_value, 8, "entries of the object", range(1, 101)),
     "signature": Task(signature, 24, "characters of the parameters, at most", range(12, 81)),
-    "name": Task(name, 16, "characters of the value, at most", range(4, texts.LONGEST_VALUE + 1)),
+    "name": Task(name, 8, "characters of the value, at most", range(4, texts.LONGEST_VALUE + 1)),
     "few-shot": Task(few_shot, 40, "labelled lines", range(TOPICS, 401)),
     "chat-needle": Task(chat_needle, 2, "numbers that are told", range(1, TURNS)),
 }

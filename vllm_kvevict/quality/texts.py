@@ -101,7 +101,7 @@ def signatures() -> tuple[Fact, ...]:
 
 @cache
 def constants() -> tuple[Fact, ...]:
-    """Names that a module sets to a number or a text, on one line."""
+    """Names in capitals that a module sets to a number or a text, on one line."""
     found = []
     for module, lines in sources().items():
         for node in ast.parse("\n".join(lines)).body:
@@ -111,13 +111,14 @@ def constants() -> tuple[Fact, ...]:
                 ):
                     line = lines[node.lineno - 1]
                     value = line.partition(" = ")[2].partition("  #")[0].strip()
-                    if (
-                        node.lineno == node.end_lineno
-                        and 1 < len(value) <= LONGEST_VALUE
-                        and "\\" not in value
-                    ):
+                    if name.isupper() and node.lineno == node.end_lineno and is_short(value):
                         found.append(Fact(name, value, module, node.lineno - 1))
     return _unique(found)
+
+
+def is_short(value: str) -> bool:
+    """Whether a reply can be expected to repeat it."""
+    return 1 < len(value) <= LONGEST_VALUE and "\\" not in value
 
 
 def _unique(facts: list[Fact]) -> tuple[Fact, ...]:
