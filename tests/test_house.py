@@ -20,8 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"cache", "kernels"},
     "parallel": {"parallel", "policies", "kernels"},
     "schedules": {"schedules", "cache", "parallel", "policies", "kernels"},
-    "quality": {"quality", "schedules", "machine"},
-    "inspect": {"inspect", "policies"},
+    "policy_list": set(),
+    "quality": {"quality", "schedules", "machine", "policy_list"},
+    "inspect": {"inspect", "policies", "policy_list"},
 }
 """Parts of the project that each part may import; `engine` and the commands of `RUN_ENGINES` may import all."""
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -90,22 +89,29 @@ def test_demo():
     assert "ada-snapkv" in done.stdout and "pages" in done.stdout
 
 
+ON_WORDS = ("--tasks", "single", "--samples", "1", "--lengths", "512")
+ON_TEXT = ("--tasks", "number", "--samples", "1")
+
+
 @pytest.mark.engine
 def test_measuring_quality(server, tmp_path):
-    _, run, report = (
-        line for line in commands(MEASURING) if "needle" in " ".join(line) or "quality" in " ".join(line)
-    )
-    output, page = str(tmp_path / "out"), str(tmp_path / "report.md")
-    places = {
-        "http://localhost:8000/v1": f"{server.url}/v1",
-        "out": output,
-        "report.md": page,
-    }
-    small = ("--tasks", "single", "--samples", "1", "--lengths", "512")
-    for line, more in ((run, small), (report, ())):
-        done = run_ours(line, places, *more)
-        assert done.returncode == 0, done.stderr
-    assert "ada-snapkv" in Path(page).read_text()
+    """All commands of the page in their order, each pair of a run and its report in a folder of its own."""
+    prompts, page = tmp_path / "prompts.jsonl", tmp_path / "report.md"
+    prompts.write_text("\n".join(blocks(MEASURING, "json")))
+    asked = [line[2] for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
+    assert asked == ["fidelity", "report", "run", "run", "run", "report"]
+    places = {"http://localhost:8000/v1": f"{server.url}/v1", "report.md": str(page)}
+    places["prompts.jsonl"] = str(prompts)
+    runs = 0
+    for line in commands(MEASURING):
+        if line[:2] == ["vllm-kvevict", "quality"]:
+            runs += line[2] != "report"
+            small = (ON_TEXT if "--family" in line else ON_WORDS) if line[2] == "run" else ()
+            done = run_ours(line, {**places, "out": str(tmp_path / f"out{runs}")}, *small)
+            assert done.returncode == 0, done.stderr
+            if line[2] == "report":
+                assert "ada-snapkv" in page.read_text()
+                page.unlink()
 
 
 @pytest.mark.engine

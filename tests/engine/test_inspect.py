@@ -95,3 +95,26 @@ def test_command(models, tmp_path):
         always = set.intersection(*(set(head) for layer in policy["kept"] for head in layer))
         assert {*range(LENGTH - window, LENGTH)} <= always
     assert "snapkv keeps 384 of 2,400 entries" in done.stderr
+
+
+def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path):
+    prompt, data = tmp_path / "prompt.txt", tmp_path / "data.json"
+    prompt.write_text(TEXT)
+
+    def shown(*words):
+        flags = ["--budget", str(BUDGET), *words, "--output", tmp_path / "page.html", "--json", data]
+        engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
+        inspect = [sys.executable, "-m", "vllm_kvevict.inspect", models("llama"), "--prompt", prompt]
+        done = command(*inspect, *flags, *engine, "--kv-eviction-config.page_size", "64")
+        assert done.returncode == 0, done.stderr
+        content = json.loads(data.read_text())
+        assert content["page_size"] == 64  # in every engine
+        return {policy["policy"]: policy["kept"] for policy in content["policies"]}
+
+    # A parameter of the first policy belongs to none of the others.
+    wide = "snapkv:window=16,kernel=31@wide"
+    several = shown("--compare", wide, "snapkv", "--kv-eviction-config.alpha", "0.5")
+    assert list(several) == ["ada-snapkv", wide, "snapkv"]
+    parameters = ["--kv-eviction-config.window", "16", "--kv-eviction-config.kernel", "31"]
+    alone = shown("--policy", "snapkv", *parameters)["snapkv"]
+    assert several[wide] == alone != several["snapkv"]

@@ -58,6 +58,24 @@ def test_files(words, sentence, refusal):
     assert refusal(*words) == sentence
 
 
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ("lavas", "--compare: unknown policy 'lavas' (choose from "),
+        (
+            "lava:kernel",
+            "--compare: 'lava:kernel' is not POLICY[:NAME=VALUE,...][@NOTE]: 'kernel' is not NAME=VALUE",
+        ),
+        ("lava:krnel=3", "--compare: krnel is not a parameter of policy lava (valid parameters: window, "),
+        ("lava:kernel=4", "--compare: kernel must be an odd integer >= 1, not 4"),
+        ("full:kernel=3", "--compare: "),
+        ("lava:kernel=3,kernel=5", "--compare: 'lava:kernel=3,kernel=5' names kernel twice"),
+    ],
+)
+def test_policies_to_compare(entry, sentence, refusal):
+    assert refusal("--prompt", "prompt.txt", "--compare", "snapkv", entry).startswith(sentence)
+
+
 def test_a_file_that_may_not_be_written(refusal, tmp_path, monkeypatch):
     """Who runs tests as root may write everywhere, so another answer of the system's is put in its place."""
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "page.html")

@@ -35,6 +35,7 @@ class FakeServer:
     Args:
         evicts: whether it knows our fields; otherwise it ignores them.
         tokenizes: whether it has ``/tokenize``.
+        tunes: whether requests may set parameters of policies.
         fail: from a chat's number (from 1) and body to a status and message, or None to answer it.
     """
 
@@ -42,9 +43,10 @@ class FakeServer:
         self,
         evicts: bool = True,
         tokenizes: bool = True,
+        tunes: bool = True,
         fail: Callable[[int, dict[str, Any]], tuple[int, str] | None] = lambda number, body: None,
     ):
-        self.evicts, self.tokenizes, self.fail = evicts, tokenizes, fail
+        self.evicts, self.tokenizes, self.tunes, self.fail = evicts, tokenizes, tunes, fail
         self.asked: list[dict[str, Any]] = []
         self.tokenized: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -76,6 +78,11 @@ class FakeServer:
         policy = body.get("vllm_xargs", {}).get("kv_eviction")
         if self.evicts and policy is not None and policy not in POLICIES:
             return 400, {"error": {"message": f"kv_eviction: unknown policy {policy!r}"}}
+        parameters = body.get("vllm_xargs", {}).get("kv_params")
+        if parameters is not None and not self.tunes:
+            return 400, {"error": {"message": "kv_params is unknown (valid: kv_eviction, kv_budget)"}}
+        if parameters is not None and not parameters.startswith("kernel="):
+            return 400, {"error": {"message": f"kv_params: {policy} has no {parameters} (valid: kernel)"}}
         if policy == "no-such-policy":
             return 200, {"choices": [{"text": ""}]}
         with self._lock:

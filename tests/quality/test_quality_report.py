@@ -246,7 +246,7 @@ def folder(tmp_path):
         "results": {"server": {"url": "http://there/v1", "vllm": "0.32.0", "note": "on a shelf"}},
     }
     write_settings(tmp_path, Settings("m", 0, False, 8, {"single": "x"}), run)
-    with Store(tmp_path) as store:
+    with Store(tmp_path / RESULTS, Result) as store:
         for column in columns:
             for index in range(8):
                 for task, length in (("single", 100), ("facts", 200)):
@@ -313,9 +313,27 @@ def test_the_same_results_give_the_same_report(folder):
     assert first == ((folder / "report.md").read_text(), (folder / "report" / "scores.png").read_bytes())
 
 
+def test_a_task_that_the_full_cache_cannot_do_does_not_count(tmp_path):
+    write_settings(tmp_path, Settings("m", 0, False, 8, {}), {**RUN})
+    with Store(tmp_path / RESULTS, Result) as store:
+        for index in range(10):
+            for task, right in (("text/number", 8), ("text/json", 7), ("longbench/qasper", 3)):
+                store.add(result(FULL_CACHE, index, float(index < right), task, length=1024))
+                store.add(result(at("snapkv"), index, float(index < right / 2), task, length=1024))
+    assert report(tmp_path) == 0
+    content = json.loads((tmp_path / "summary.json").read_text())["results"]
+    assert content["too_hard"] == {"text/json": 0.7} and content["answers"] == 60
+    full, snapkv = content["columns"]
+    assert set(full["tasks"]) == {"text/number", "longbench/qasper"}
+    assert snapkv["ratio_to_full"]["mean"] == pytest.approx((4 + 2) / (8 + 3))
+    text = (tmp_path / "report.md").read_text()
+    assert "| text/json | 0.70 | the model cannot do this |" in text and "scores 0." not in text
+    assert "streaming-llm was not measured: it is the control" in text
+
+
 def test_needles_only_and_plain_only(tmp_path):
     write_settings(tmp_path, Settings("m", 0, False, 8, {}), {**RUN})
-    with Store(tmp_path) as store:
+    with Store(tmp_path / RESULTS, Result) as store:
         for depth in (0.0, 1.0):
             store.add(result(Column("plain"), 0, 1.0, depth=depth))
     assert report(tmp_path) == 0
@@ -341,5 +359,6 @@ def test_no_results(tmp_path, capsys):
 
 
 def test_two_runs_cannot_write_at_once(tmp_path):
-    with Store(tmp_path), pytest.raises(ResultsError, match="another run"), Store(tmp_path):
+    path = tmp_path / RESULTS
+    with Store(path, Result), pytest.raises(ResultsError, match="another run"), Store(path, Result):
         pass

@@ -17,7 +17,7 @@ from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality import endpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, fingerprints, suite_case
-from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, read
+from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, Result, read
 from vllm_kvevict.quality.run import columns
 from vllm_kvevict.quality.suites import SuiteSample
 
@@ -35,7 +35,7 @@ def run(*words: str) -> int:
 
 
 def results(folder: Path) -> list:
-    return list(read(folder / RESULTS))
+    return list(read(folder / RESULTS, Result))
 
 
 def test_full_is_asked_once_and_the_others_for_every_budget_and_scope():
@@ -334,6 +334,15 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--questions", "5", "--suite", "ruler"], "--questions above 1 cannot be combined"),
         (["--questions", "5", "--tasks", "single", "common"], "common asks about the whole text"),
         (["--questions", "5000"], "there are no more names"),
+        (["--policies", "snapkv:kernel"], "'kernel' is not NAME=VALUE"),
+        (["--tokens", "99"], "--tokens can be combined with --family text only"),
+        (["--family", "text", "--depths", "0.5"], "--depths can be combined with --family words only"),
+        (["--family", "text", "--questions", "2"], "--questions can be combined with --family words only"),
+        (["--family", "text", "--tasks", "single"], "unknown single (choose from number, multikey,"),
+        (["--family", "text", "--tokens", "0"], "--tokens must be positive"),
+        (["--family", "text", "--difficulty", "json"], "must be TASK=N, got json"),
+        (["--family", "text", "--difficulty", "json=101"], "json=101: it must be 1 to 100 (entries of"),
+        (["--family", "text", "--difficulty", "js=8"], "js=8: choose from number, multikey,"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys):

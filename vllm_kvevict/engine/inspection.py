@@ -1,7 +1,9 @@
 """What policies keep of a prompt, seen in a real engine: the numbers of ``python -m vllm_kvevict.inspect``."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
-from vllm_kvevict.engine.config import KVEvictionError, require_options
+from vllm_kvevict.engine.config import ENGINE_MEANINGS, KVEvictionError, require_options
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
 from vllm_kvevict.inspect.text import tokenize
+from vllm_kvevict.policy_list import Entry
 
 QUIET = {
     "enforce_eager": True,  # one prompt is read: neither graphs nor compiled code would pay
@@ -41,7 +44,7 @@ def parse_engine_arguments(program: str, words: Sequence[str]) -> dict[str, Any]
 def inspect(
     model: str,
     text: str,
-    policies: Sequence[str],
+    policies: Sequence[Entry],
     budget: float,
     prefix_len: int | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -49,10 +52,13 @@ def inspect(
 ) -> Inspection:
     """Read a prompt once with each policy and see what it keeps.
 
+    An engine takes parameters for one policy only, at its start: each of the others that has its own gets an engine.
+
     Args:
         model: folder or Hugging Face id.
         text: of the prompt.
-        policies: without doubles; parameters in ``arguments["kv_eviction_config"]`` are those of the first.
+        policies: without doubles; parameters in ``arguments["kv_eviction_config"]`` are those of the first, which has
+            no others.
         budget: as of ``--kv-budget``.
         prefix_len: choose among so many first tokens, and keep the others.
         arguments: of vLLM's engine.
@@ -62,9 +68,35 @@ def inspect(
         ValueError: the prompt, a policy or an argument cannot be served.
         RuntimeError: vLLM does not start.
     """
-    tell(f"starting vLLM with {model}")
-    with _engine(model, policies, budget, arguments or {}) as llm:
-        return read(llm, model, text, policies, budget, prefix_len, tell)
+    given = dict(arguments or {})
+    plain = [entry for entry in policies if not entry.texts]
+    found = _inspected(model, text, plain, budget, prefix_len, given, tell)
+    kept = dict(zip(plain, found.kept, strict=True))
+    options = given.get("kv_eviction_config") or {}
+    for entry in policies:
+        if entry.texts:
+            own = {
+                name: value for name, value in options.items() if name in ENGINE_MEANINGS
+            } | entry.parameters
+            asked = {**given, "kv_eviction_config": own}
+            kept[entry] = _inspected(model, text, [entry], budget, prefix_len, asked, tell).kept[0]
+    return replace(found, kept=[replace(kept[entry], policy=str(entry)) for entry in policies])
+
+
+def _inspected(
+    model: str,
+    text: str,
+    entries: Sequence[Entry],
+    budget: float,
+    prefix_len: int | None,
+    arguments: Mapping[str, Any],
+    tell: Callable[[str], None],
+) -> Inspection:
+    """What an engine shows whose own policy is the first."""
+    names = [entry.policy for entry in entries]
+    tell(f"starting vLLM with {model}" + (f" for {entries[0]}" if entries[0].texts else ""))
+    with _engine(model, names, budget, arguments) as llm:
+        return read(llm, model, text, names, budget, prefix_len, tell)
 
 
 def read(
@@ -104,7 +136,7 @@ def _engine(
         **(arguments.get("kv_eviction_config") or {}),
         "min_prompt": 0,
         "scope": "prompt",
-        "policies": list(policies[1:]),
+        "policies": list(dict.fromkeys(policies[1:])),
     }
     ours = {"kv_eviction": policies[0], "kv_budget": budget, "kv_eviction_config": config}
     try:
@@ -120,6 +152,8 @@ def _engine(
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()  # engines refer to themselves, and another one may follow
 
 
 def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:

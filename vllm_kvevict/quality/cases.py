@@ -14,6 +14,8 @@ from vllm_kvevict.quality.suites import SuiteSample, load
 
 TOKENS_PER_WORD = 3
 """At most, for the words of the generated tasks and the tokenizers of usual models."""
+TEXT = "text/"
+"""How the names of tasks on real text begin."""
 PROBES = ("what ?", "count ?")
 """Short questions that begin differently, in words that the needle model's tokenizer tells apart."""
 
@@ -24,7 +26,7 @@ class Case:
 
     Attributes:
         task: its family; of a suite, SUITE/TASK.
-        length: asked for, in words; None if the suite does not say.
+        length: asked for, in words, or of real texts in tokens; None if nobody says.
         depth: asked for; None for a random one.
         index: of the sample among those with the same task, length and depth.
         context: the text.
@@ -35,6 +37,7 @@ class Case:
         form: ``documents``: the text is the system's message; ``message``: text and question are one message;
             ``completion``: the same without a chat template.
         reply_start: the assistant's first words, which the model continues.
+        turns: messages of a chat before all this, each a role and what it says.
     """
 
     task: str
@@ -48,6 +51,12 @@ class Case:
     score: Callable[[str], float]
     form: str = "documents"
     reply_start: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether anything comes before the question."""
+        return bool(self.context or self.turns)
 
     @property
     def sample(self) -> tuple[str, int | None, float | None, int]:
@@ -58,11 +67,12 @@ class Case:
         """What the API calls it, with the case's own question or another one: a chat or a text to complete."""
         asked = self.question if question is None else question
         if self.form == "completion":
-            return {"prompt": self.context + asked}
+            return {"prompt": self.context + asked + self.reply_start}
+        messages = [{"role": role, "content": said} for role, said in self.turns]
         if self.form == "message":
-            messages = [{"role": "user", "content": self.context + asked}]
+            messages.append({"role": "user", "content": self.context + asked})
         else:
-            messages = [{"role": "system", "content": self.context}, {"role": "user", "content": asked}]
+            messages += [{"role": "system", "content": self.context}, {"role": "user", "content": asked}]
         if not self.reply_start:
             return {"messages": messages}
         messages.append({"role": "assistant", "content": self.reply_start})
@@ -74,7 +84,8 @@ class Case:
         return next(probe for probe in PROBES if not start or probe[0] != start)
 
     def __str__(self) -> str:
-        length = "" if self.length is None else f", {self.length} words"
+        unit = "tokens" if self.task.startswith(TEXT) else "words"
+        length = "" if self.length is None else f", {self.length} {unit}"
         depth = "" if self.depth is None else f", depth {self.depth:g}"
         return f"{self.task}{length}{depth}, sample {self.index}"
 
@@ -150,7 +161,16 @@ def fingerprints(cases: Generated | Sequence[Case], seed: int) -> dict[str, str]
     if isinstance(cases, Generated):  # the same sample whatever is asked for
         makers = {name: tasks.make(name, 200, random.Random(seed)) for name in cases.names}
         return {name: _digest(made.context, made.question, *made.expected) for name, made in makers.items()}
-    return {case.task: _digest(case.context, case.question) for case in cases if case.index == 0}
+    return {case.task: _digest(*_texts(case)) for case in cases if case.index == 0}
+
+
+def fingerprint(cases: Sequence[Case]) -> str:
+    """A digest of all of them."""
+    return _digest(*(text for case in cases for text in _texts(case)))
+
+
+def _texts(case: Case) -> list[str]:
+    return [*(said for _, said in case.turns), case.context, case.question]
 
 
 def _digest(*texts: str) -> str:

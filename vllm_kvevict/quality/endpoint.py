@@ -2,15 +2,19 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import httpx
 
+from vllm_kvevict.policy_list import parse
+
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 BODY_WIDTH = 500
+PARAMETERS = "kv_params"
+"""The field of ``vllm_xargs`` with a policy's parameters, NAME=VALUE[,NAME=VALUE]."""
 QUICK_SECONDS = 30.0
 """What a server that runs needs at most to say what it is; answers may take the whole timeout."""
 
@@ -111,6 +115,29 @@ class Endpoint:
             "--kv-eviction full, or measure it as it is with --plain"
         )
 
+    async def require_parameters(self, policies: Sequence[str]) -> None:
+        """Make sure that requests may set parameters of policies.
+
+        Args:
+            policies: that are to be asked for, with their parameters.
+
+        Raises:
+            EndpointError: they may not; it says how servers are started instead.
+        """
+        asked = parse(policies[0])
+        fields = {"kv_eviction": asked.policy, "kv_budget": 0.5, PARAMETERS: "no_such_parameter=1"}
+        try:
+            await self.ask({"prompt": "what ?"}, 1, fields)
+        except RefusedError as error:
+            if "no_such_parameter" in str(error):
+                return
+        flags = " ".join(f"--kv-eviction-config.{name} {text}" for name, text in asked.texts)
+        raise EndpointError(
+            f"{self.url} takes parameters at its start only, not by request, so it cannot serve "
+            f"{', '.join(policies)}: for each of them start a server of its own (vllm serve ... --kv-eviction "
+            f"{asked.policy} {flags}), and ask it for {asked.policy}@{asked.field} with the same --output"
+        )
+
     async def ask(
         self, prompt: Mapping[str, Any], max_tokens: int, fields: Mapping[str, Any] | None = None
     ) -> Reply:
@@ -141,6 +168,17 @@ class Endpoint:
                 f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}"
             ) from None
 
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The only choice of a completion, as the API answers it; greedy."""
+        asked = {"model": self.model, "temperature": 0, **body}
+        answer = await self._call("POST", f"{self.url}/completions", asked)
+        try:
+            return dict(answer["choices"][0])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise EndpointError(
+                f"{self.url}/completions answered with no completion: {str(answer)[:BODY_WIDTH]}"
+            ) from None
+
     async def tokenize(self, prompt: Mapping[str, Any]) -> list[int]:
         """The token ids of a chat or a text, as the server would answer it.
 
@@ -159,7 +197,7 @@ class Endpoint:
                 raise
             why = f"answered HTTP {error.status}"
         raise EndpointError(
-            f"{url} {why}, and scope prefix needs it to count the tokens before the question: use --scopes prompt"
+            f"{url} {why}, which counts tokens: without it use --scopes prompt, and no real text"
         )
 
     async def _call(self, method: str, url: str, body: Any = None) -> dict[str, Any]:

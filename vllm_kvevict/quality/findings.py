@@ -1,14 +1,38 @@
 """What the scores say: about the papers' claims, and about which policy to pick."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_kvevict.quality.results import Column
+from vllm_kvevict.quality.cases import TEXT
+from vllm_kvevict.quality.results import FULL, Column, Result
 from vllm_kvevict.quality.scores import Mean, Scores
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "undecided with this many samples"
 TIGHT = 0.2
 """The largest share of the prompt that counts as a tight budget."""
+
+
+CAN_DO = 0.8
+"""What the full cache must get in a task on real text, else the task says nothing about eviction."""
+NEARLY_NOTHING = 0.1
+"""A mean score of the full cache below which no difference can be seen."""
+
+
+def full_scores(results: Iterable[Result]) -> dict[str, float]:
+    """The full cache's mean score by task; without the tasks for which it was not measured."""
+    by_task: dict[str, list[float]] = {}
+    for result in results:
+        if result.policy == FULL:
+            by_task.setdefault(result.task, []).append(result.score)
+    return {task: sum(scores) / len(scores) for task, scores in by_task.items()}
+
+
+def too_hard(full: Mapping[str, float]) -> dict[str, float]:
+    """The tasks on real text that the model cannot do with the full cache, with their scores.
+
+    Public suites are left out: their scores do not say how much of an answer is right.
+    """
+    return {task: score for task, score in full.items() if task.startswith(TEXT) and score < CAN_DO}
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.quality.findings import HOLDS, TIGHT, Finding, Pick, check_claims, pick
+from vllm_kvevict.quality.cases import TEXT
+from vllm_kvevict.quality.fidelity_report import fidelity_section
+from vllm_kvevict.quality.findings import (
+    CAN_DO,
+    HOLDS,
+    NEARLY_NOTHING,
+    TIGHT,
+    Finding,
+    Pick,
+    check_claims,
+    pick,
+    too_hard,
+)
 from vllm_kvevict.quality.plots import SCOPE_TITLES
 from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import RESAMPLES, Mean, Scores, of_length, of_task
-from vllm_kvevict.quality.tables import picture, table
+from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -29,6 +41,13 @@ SYNTHETIC = (
     "a large model loses on real ones: measure that with your own model and a public suite."
 )
 
+REAL = (
+    "Tasks on real text ask about Python's language reference and the sources of its standard library. Each answer is "
+    "checked by code against the text that was sent."
+)
+CONTROL = "streaming-llm"
+"""It keeps the first and the last tokens, so it must fail where the answer lies between them."""
+
 
 def text(report: Report, pictures: Mapping[str, str]) -> str:
     """The whole Markdown text.
@@ -38,7 +57,20 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         pictures: where they are, by what they show.
     """
     parts = [
-        [f"# {report.title}", "", *measured(report)],
+        [f"# {report.title}"],
+        fidelity_section(report.fidelity) if report.fidelity else [],
+        picture("KL over budget", pictures.get("divergence")),
+        *(answers_sections(report, pictures) if report.results else ()),
+        ["## Commands", "", *run_lines(report.runs)],
+    ]
+    return "\n\n".join("\n".join(part).rstrip() for part in parts if part) + "\n"
+
+
+def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[str]]:
+    """What is said about scores."""
+    return [
+        [*blind_lines(report.full), *measured(report)],
+        hard_section(report.full),
         pick_section(pick(report.scores)),
         fixed_section(report.scores),
         *(scope_section(report.scores, scope) for scope in report.scores.scopes),
@@ -48,19 +80,12 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         needle_section(report, pictures),
         claims_section(check_claims(report.scores)),
         kept_section(report, pictures),
-        ["## Commands", "", *run_lines(report.runs)],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def budget_name(budget: float) -> str:
-    return f"{budget:g}" if budget <= 1 else f"{budget:g} tokens"
 
 
 def measured(report: Report) -> list[str]:
     """What was asked, and of which model."""
-    results = [*report.scores.results, *(report.needles.results if report.needles else ())]
-    results = list(dict.fromkeys(results))
+    results = report.results
     prompts = [result.prompt_tokens for result in results if result.prompt_tokens]
     samples = len({result.sample for result in results})
     settings = report.settings
@@ -83,9 +108,41 @@ def measured(report: Report) -> list[str]:
     empty = sum(not result.reply.strip() for result in results)
     if empty:
         lines.append(f"- empty replies: {empty:,}")
+    real = [result for result in results if result.task.startswith(TEXT)]
+    if real and not any(result.policy.startswith(CONTROL) for result in real):
+        lines.append(f"- {CONTROL} was not measured: it is the control, which must miss what the text hides")
     synthetic = ["", SYNTHETIC] if any(result.task in TASKS for result in results) else []
+    synthetic += ["", REAL] if real else []
     intervals = INTERVALS.format(resampled=WITHIN_TASKS if settings.questions == 1 else OF_TEXTS)
     return [*lines, *synthetic, "", intervals]
+
+
+def blind_lines(full: Mapping[str, float]) -> list[str]:
+    """What comes first where the model answers hardly anything."""
+    mean = sum(full.values()) / len(full) if full else 1.0
+    if mean >= NEARLY_NOTHING:
+        return []
+    return [
+        f"**With the full cache the model scores {mean:.2f}: it cannot answer these questions, so the scores below say "
+        "nothing about eviction.** Ask what the model can do (`--family text`), ask a model that can do it, or measure "
+        "how far its answers change (`vllm-kvevict quality fidelity`).",
+        "",
+    ]
+
+
+def hard_section(full: Mapping[str, float]) -> list[str]:
+    """The tasks that do not count."""
+    hard = too_hard(full)
+    if not hard:
+        return []
+    rows = [[task, f"{score:.2f}", "the model cannot do this"] for task, score in hard.items()]
+    return [
+        "## Tasks that do not count",
+        "",
+        f"A task on real text counts if the full cache scores at least {CAN_DO}. These are in no other table:",
+        "",
+        *table(["task", "full cache", ""], rows),
+    ]
 
 
 def question_lines(questions: int) -> list[str]:
@@ -184,7 +241,8 @@ def length_section(report: Report) -> list[str]:
         [name, *(scores.mean(column, of_length(length)) or NONE for length in scores.lengths)]
         for name, column in at_budget(scores, report.budget)
     ]
-    header = ["policy (scope)", *(f"{length:,} words" for length in scores.lengths)]
+    unit = "tokens" if all(task.startswith(TEXT) for task in scores.tasks) else "words"
+    header = ["policy (scope)", *(f"{length:,} {unit}" for length in scores.lengths)]
     return [f"## By length{at_text(report.budget)}", "", *table(header, rows)]
 
 

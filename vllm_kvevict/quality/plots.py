@@ -28,8 +28,8 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def score_over_budget(scores: Scores, path: Path) -> Path:
-    """Mean score of each policy over the budget, one panel per scope; whiskers are 95 % intervals."""
+def score_over_budget(scores: Scores, path: Path, label: str = "mean score") -> Path:
+    """Mean score, or another mean, of each policy over the budget, one panel per scope; whiskers are 95 % intervals."""
     scopes = scores.scopes
     figure, panels = pyplot.subplots(
         1, len(scopes), figsize=(1 + 4.6 * len(scopes), 4), sharey=True, squeeze=False
@@ -44,7 +44,7 @@ def score_over_budget(scores: Scores, path: Path) -> Path:
         panel.set_xticks(shares, [f"{share:.2g}" for share in shares])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("mean score")
+    panels[0][0].set_ylabel(label)
     handles: dict[str, Any] = {}
     for panel in panels[0]:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

@@ -12,8 +12,9 @@ import numpy as np
 from vllm_kvevict.machine import record
 from vllm_kvevict.quality import markdown, plots
 from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
-from vllm_kvevict.quality.findings import check_claims, pick
-from vllm_kvevict.quality.results import RESULTS, Column, ResultsError, Settings, read, read_settings
+from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity, summarise_fidelity
+from vllm_kvevict.quality.findings import check_claims, full_scores, pick, too_hard
+from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, Settings, read, read_settings
 from vllm_kvevict.quality.scores import Mean, Scores, of_length, of_task
 
 SUMMARY = "summary.json"
@@ -26,19 +27,25 @@ class Report:
     Attributes:
         title: of the text.
         settings, runs: see write_settings.
-        scores: of samples with a random depth; of all if there are no others.
+        results: all.
+        full: the full cache's mean scores by task.
+        scores: of samples with a random depth, or of all if there are no others, of tasks that the model can do.
         needles: of samples with a given depth, None if there are none.
         budget: of the tables by task and of the maps, None if there are no budgets.
         kept: shares by column, [layers, KV heads].
+        fidelity: None if that was not measured.
     """
 
     title: str
     settings: Settings
     runs: Sequence[Mapping[str, Any]]
+    results: Sequence[Result]
+    full: Mapping[str, float]
     scores: Scores
     needles: Scores | None
     budget: float | None
     kept: Mapping[Column, np.ndarray]
+    fidelity: Measures | None
 
 
 def write_report(
@@ -60,20 +67,38 @@ def write_report(
 
 def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -> Report:
     """Read a folder, and what the server wrote of its evictions if there is such a file."""
-    settings, runs = read_settings(folder)
-    path = folder / RESULTS
-    results = list(read(path)) if path.exists() else []
-    if not results:
-        raise ResultsError(f"{folder} has no results yet")
-    placed = [result for result in results if result.depth is not None]
-    spread = [result for result in results if result.depth is None]
+    fidelity = gather_fidelity(folder)
+    settings, runs, results = read_answers(folder, fidelity)
+    full = full_scores(results)
+    counting = [result for result in results if result.task not in too_hard(full)]
+    placed = [result for result in counting if result.depth is not None]
+    spread = [result for result in counting if result.depth is None]
     scores = Scores(spread or placed, settings.questions)
     chosen = scores.nearest(budget)
     evictions = evictions_by_request(eviction_log) if eviction_log else {}
     kept = kept_shares(scores.results, evictions, chosen) if chosen is not None else {}
     if eviction_log and not kept:
         raise ResultsError(f"{eviction_log} does not mention the requests of {folder}")
-    return Report(title, settings, runs, scores, Scores(placed) if placed else None, chosen, kept)
+    needles = Scores(placed) if placed else None
+    return Report(title, settings, runs, results, full, scores, needles, chosen, kept, fidelity)
+
+
+def read_answers(
+    folder: Path, fidelity: Measures | None
+) -> tuple[Settings, list[Mapping[str, Any]], list[Result]]:
+    """Settings, runs and results of a folder, which may have measures of fidelity only.
+
+    Raises:
+        ResultsError: it has neither.
+    """
+    path = folder / RESULTS
+    if fidelity is not None and not path.exists():
+        return fidelity.settings, list(fidelity.runs), []
+    settings, runs = read_settings(folder, Settings)
+    results = list(read(path, Result)) if path.exists() else []
+    if not results and fidelity is None:
+        raise ResultsError(f"{folder} has no results yet")
+    return settings, [*runs, *(fidelity.runs if fidelity else ())], results
 
 
 def draw(report: Report, folder: Path) -> dict[str, Path]:
@@ -89,6 +114,10 @@ def draw(report: Report, folder: Path) -> dict[str, Path]:
             found[f"needle {scope}"] = plots.needle_maps(needles, scope, budget, path)
     if report.kept:
         found["kept"] = plots.kept_maps(report.kept, folder / "kept.png")
+    if report.fidelity is not None and report.fidelity.divergence.scopes:
+        measures = report.fidelity.divergence
+        path = plots.score_over_budget(measures, folder / "divergence.png", "KL, nats per token")
+        found["divergence"] = path
     return found
 
 
@@ -98,13 +127,17 @@ def summarise(report: Report) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "settings": asdict(report.settings),
         "runs": list(report.runs),
-        "answers": len(scores.results) + (len(report.needles.results) if report.needles else 0),
+        "answers": len(report.results),
+        "full": dict(report.full),
+        "too_hard": too_hard(report.full),
         "columns": [column_summary(scores, column) for column in scores.columns],
         "claims": [{**asdict(finding), "verdict": finding.verdict} for finding in check_claims(scores)],
         "picks": [asdict(found) for found in pick(scores)],
     }
     if report.needles is not None:
         summary["needles"] = [needle_summary(report.needles, column) for column in report.needles.columns]
+    if report.fidelity is not None:
+        summary["fidelity"] = summarise_fidelity(report.fidelity)
     if report.kept:
         summary["kept"] = [
             {**asdict(column), "share": np.round(share, 5).tolist()} for column, share in report.kept.items()

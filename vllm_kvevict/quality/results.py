@@ -5,9 +5,12 @@ import functools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_origin, get_type_hints
+
+from vllm_kvevict.policy_list import parse
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 FULL = "full"
@@ -22,8 +25,8 @@ class Column:
     """What a sample is asked with.
 
     Attributes:
-        policy: its name, which may go on with ``@`` and a note on its server's parameters; or the label of a server
-            that is measured as it is.
+        policy: its name, which may go on with ``:`` and parameters, and with ``@`` and a note on its server; or the
+            label of a server that is measured as it is.
         budget: None where nothing is evicted by us.
         scope: ``prompt``: the policy sees the question; ``prefix``: it does not; None where budget is.
     """
@@ -35,7 +38,12 @@ class Column:
     @property
     def asked(self) -> str:
         """The policy as requests name it."""
-        return self.policy.partition("@")[0]
+        return parse(self.policy).policy
+
+    @property
+    def parameters(self) -> str:
+        """Its parameters as requests give them, empty without any."""
+        return parse(self.policy).field
 
     def __str__(self) -> str:
         return self.policy if self.budget is None else f"{self.policy} {self.budget:g} ({self.scope})"
@@ -47,12 +55,81 @@ Key = tuple[Sample, Column]
 
 
 @dataclass(frozen=True)
-class Result:
-    """One answer.
+class Record:
+    """A line of a file; its fields are JSON."""
+
+    @property
+    def key(self) -> Any:
+        """What no two lines of a file share."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """Read one line.
+
+        Raises:
+            ValueError: if it is not such a line.
+        """
+        kinds = _kinds(cls)  # type: ignore[arg-type]
+        try:
+            entry = json.loads(line)
+            values = {name: tuple(value) if kinds[name] is tuple else value for name, value in entry.items()}
+            record = cls(**values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(record, name), kind):
+                raise ValueError(f"{name} is {value!r}")
+        return record
+
+
+@functools.cache
+def _kinds(cls: type[Record]) -> dict[str, Any]:
+    """Types of a record's fields; of what a list or tuple holds, nothing; JSON may write a number without its point."""
+    hints = get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in fields(cls)}
+    plain = {
+        name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind
+        for name, kind in kinds.items()
+    }
+    return {name: kind | int if kind in (float, float | None) else kind for name, kind in plain.items()}
+
+
+@dataclass(frozen=True)
+class Cell(Record):
+    """What came of one sample in one column.
 
     Attributes:
         task, length, depth, index: name the sample.
         policy, budget, scope: name the column.
+    """
+
+    task: str
+    length: int | None
+    depth: float | None
+    index: int
+    policy: str
+    budget: float | None
+    scope: str | None
+
+    @property
+    def sample(self) -> Sample:
+        return (self.task, self.length, self.depth, self.index)
+
+    @property
+    def column(self) -> Column:
+        return Column(self.policy, self.budget, self.scope)
+
+    @property
+    def key(self) -> Key:
+        return self.sample, self.column
+
+
+@dataclass(frozen=True)
+class Result(Cell):
+    """One answer.
+
+    Attributes:
         score: 0 to 1.
         reply, expected: what came and what should have.
         prompt_tokens: as the server counts them.
@@ -65,13 +142,6 @@ class Result:
         seconds: until the answer was there.
     """
 
-    task: str
-    length: int | None
-    depth: float | None
-    index: int
-    policy: str
-    budget: float | None
-    scope: str | None
     score: float
     reply: str
     expected: tuple[str, ...]
@@ -83,74 +153,55 @@ class Result:
     request: str | None
     seconds: float
 
-    @property
-    def sample(self) -> Sample:
-        return (self.task, self.length, self.depth, self.index)
 
-    @property
-    def column(self) -> Column:
-        return Column(self.policy, self.budget, self.scope)
+@dataclass(frozen=True)
+class Measure(Cell):
+    """One number about an answer; see Result."""
 
-    @classmethod
-    def parse(cls, line: str) -> "Result":
-        """Read one line.
-
-        Raises:
-            ValueError: if it is not the line of a result.
-        """
-        try:
-            entry = json.loads(line)
-            result = cls(**{**entry, "expected": tuple(entry["expected"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(str(error)) from None
-        for name, kind in _kinds().items():
-            if not isinstance(value := getattr(result, name), kind):
-                raise ValueError(f"{name} is {value!r}")
-        return result
+    score: float
+    evict_at: int | None
 
 
-@functools.cache
-def _kinds() -> dict[str, Any]:
-    """Types of a result's fields; JSON may write a number without its point."""
-    hints = get_type_hints(Result) | {"expected": tuple}
-    return {name: kind | int if kind in (float, float | None) else kind for name, kind in hints.items()}
+R = TypeVar("R", bound=Record)
 
 
-def read(path: Path) -> Iterator[Result]:
-    """All results of a file; a last line that was not finished is left out.
+def read(path: Path, kind: type[R]) -> Iterator[R]:
+    """All records of a file; a last line that was not finished is left out.
 
     Raises:
         ResultsError: if another line cannot be read, or a key occurs twice.
     """
-    seen: set[Key] = set()
+    seen: set[Any] = set()
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            result = Result.parse(line.decode())
+            record = kind.parse(line.decode())
         except ValueError as error:
-            raise ResultsError(f"{path}, line {number} is not a result: {error}") from None
-        if (key := (result.sample, result.column)) in seen:
+            what = kind.__name__.lower()
+            raise ResultsError(f"{path}, line {number} is not a {what}: {error}") from None
+        if record.key in seen:
             raise ResultsError(f"{path}, line {number} repeats an earlier one")
-        seen.add(key)
-        yield result
+        seen.add(record.key)
+        yield record
 
 
-class Store:
-    """The results file of one run, open for appending; a context manager.
+class Store(Generic[R]):
+    """A file of records, open for appending by one run; a context manager.
 
     Args:
-        folder: made if it is missing.
+        path: of the file; its folder is made if it is missing.
+        kind: of the records.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / RESULTS
+    def __init__(self, path: Path, kind: type[R]):
+        self.path, self._kind = path, kind
 
-    def __enter__(self) -> "Store":
+    def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         try:
             self._lock()
             self._drop_torn_line()
-            self.done: set[Key] = {(result.sample, result.column) for result in read(self.path)}
+            self.done: dict[Any, R] = {record.key: record for record in read(self.path, self._kind)}
         except BaseException:
             self._file.close()
             raise
@@ -159,11 +210,11 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, result: Result) -> None:
-        """Append one result; it is in the hands of the system when this returns."""
-        self._file.write(json.dumps(asdict(result)).encode() + b"\n")
+    def add(self, record: R) -> None:
+        """Append one record; it is in the hands of the system when this returns."""
+        self._file.write(json.dumps(asdict(record)).encode() + b"\n")  # type: ignore[call-overload]
         self._file.flush()
-        self.done.add((result.sample, result.column))
+        self.done[record.key] = record
 
     def _lock(self) -> None:
         try:
@@ -180,7 +231,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all results of a folder have in common.
+    """What all records of a file have in common.
 
     Attributes:
         model: as requests name it.
@@ -189,7 +240,11 @@ class Settings:
         slack: tokens of a reply on top of what its words need.
         texts: digests of the generated tasks, by task.
         questions: about each generated text.
+        form: of questions on real text.
     """
+
+    FILE: ClassVar[str] = SETTINGS
+    RECORDS: ClassVar[str] = RESULTS
 
     model: str
     seed: int
@@ -197,8 +252,9 @@ class Settings:
     slack: int
     texts: dict[str, str]
     questions: int = 1
+    form: str = "chat"
 
-    def merge(self, before: "Settings", folder: Path) -> "Settings":
+    def merge(self, before: Self, folder: Path) -> Self:
         """These settings with the tasks of an earlier run.
 
         Raises:
@@ -218,7 +274,10 @@ class Settings:
             raise ResultsError(
                 f"{folder} was measured with other settings ({'; '.join(differ)}): choose another --output"
             )
-        return Settings(**{**mine, "texts": {**before.texts, **self.texts}})
+        return replace(self, texts={**before.texts, **self.texts})
+
+
+S = TypeVar("S", bound=Settings)
 
 
 def write_settings(folder: Path, settings: Settings, run: dict[str, Any]) -> None:
@@ -227,29 +286,29 @@ def write_settings(folder: Path, settings: Settings, run: dict[str, Any]) -> Non
     Raises:
         ResultsError: if earlier runs had other settings.
     """
-    path = folder / SETTINGS
+    path, records = folder / settings.FILE, folder / settings.RECORDS
     runs: list[dict[str, Any]] = []
     if path.exists():
-        before, runs = read_settings(folder)
+        before, runs = read_settings(folder, type(settings))
         settings = settings.merge(before, folder)
-    elif (folder / RESULTS).exists() and (folder / RESULTS).stat().st_size:
-        raise ResultsError(f"{folder} has results, but no {SETTINGS} that says how they were measured")
+    elif records.exists() and records.stat().st_size:
+        raise ResultsError(f"{folder} has results, but no {settings.FILE} that says how they were measured")
     content = {**asdict(settings), "runs": [*runs, run]}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
 
 
-def read_settings(folder: Path) -> tuple[Settings, list[dict[str, Any]]]:
+def read_settings(folder: Path, kind: type[S]) -> tuple[S, list[dict[str, Any]]]:
     """A folder's settings and its runs.
 
     Raises:
         ResultsError: if it has none.
     """
-    path = folder / SETTINGS
+    path = folder / kind.FILE
     try:
         content = json.loads(path.read_text())
         runs = content.pop("runs")
-        return Settings(**content), runs
+        return kind(**content), runs
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ResultsError(f"{path} cannot be read: {error}") from None

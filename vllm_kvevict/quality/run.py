@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -19,22 +19,32 @@ from rich.progress import (
 
 from vllm_kvevict.machine import record
 from vllm_kvevict.quality.cases import Case, Generated, fingerprints
-from vllm_kvevict.quality.endpoint import Endpoint, EndpointError, RefusedError, Reply
-from vllm_kvevict.quality.results import FULL, Column, Result, Sample, Settings, Store, write_settings
+from vllm_kvevict.quality.endpoint import PARAMETERS, Endpoint, EndpointError, RefusedError, Reply
+from vllm_kvevict.quality.fitting import TextQuestions, cases
+from vllm_kvevict.quality.results import (
+    FULL,
+    RESULTS,
+    Column,
+    Result,
+    Sample,
+    Settings,
+    Store,
+    write_settings,
+)
+
+Questions = Generated | TextQuestions | list[Case]
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run.
+class Target:
+    """The server that is asked, and where the results go.
 
     Attributes:
         url: of the endpoint.
         model: None for the first one that it lists.
         output: folder.
-        cases: what is asked.
-        columns: with what.
-        plain: send no fields of ours.
-        seed, instruct, slack: see Settings.
+        columns: what everything is asked with.
+        form, seed: see Settings.
         concurrency: requests at once.
         min_prompt: the server's; shorter prompts are marked as whole.
         timeout, tries, backoff: see Endpoint.
@@ -45,12 +55,9 @@ class Job:
     url: str
     model: str | None
     output: Path
-    cases: Generated | list[Case]
     columns: Sequence[Column]
-    plain: bool
+    form: str
     seed: int
-    instruct: bool
-    slack: int
     concurrency: int
     min_prompt: int
     timeout: float
@@ -58,6 +65,26 @@ class Job:
     backoff: float
     note: str
     command: Sequence[str]
+
+    def endpoint(self) -> Endpoint:
+        """Connections to the server."""
+        return Endpoint(self.url, self.concurrency, self.timeout, self.tries, self.backoff)
+
+
+@dataclass(frozen=True)
+class Job(Target):
+    """One run.
+
+    Attributes:
+        cases: what is asked.
+        plain: send no fields of ours.
+        instruct, slack: see Settings.
+    """
+
+    cases: Questions
+    plain: bool
+    instruct: bool
+    slack: int
 
 
 def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[str]) -> list[Column]:
@@ -75,8 +102,28 @@ def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple
     """Everything to ask; a case that is all question has no prefix to evict."""
     for case in cases:
         for column in columns:
-            if column.scope != "prefix" or case.context:
+            if column.scope != "prefix" or case.has_prefix:
                 yield case, column
+
+
+def asked_fields(column: Column) -> dict[str, Any]:
+    """What a request says of a column that evicts, but for the scope."""
+    fields = {"kv_eviction": column.asked, "kv_budget": column.budget}
+    return fields | ({PARAMETERS: column.parameters} if column.parameters else {})
+
+
+async def require_eviction(endpoint: Endpoint, columns: Sequence[Column]) -> None:
+    """Make sure that the server evicts as the columns ask.
+
+    Raises:
+        EndpointError: one sentence says what it needs.
+    """
+    evicting = [column for column in columns if column.budget is not None]
+    if not evicting:
+        return
+    await endpoint.require_eviction()
+    if given := [column.policy for column in evicting if column.parameters]:
+        await endpoint.require_parameters(list(dict.fromkeys(given)))
 
 
 @dataclass
@@ -90,7 +137,7 @@ class Driver:
     """
 
     endpoint: Endpoint
-    store: Store
+    store: Store[Result]
     min_prompt: int
     plain: bool
     _prefixes: dict[Sample, "asyncio.Task[int]"] = field(default_factory=dict)
@@ -108,7 +155,7 @@ class Driver:
     async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
         if column.budget is None:
             return {} if self.plain else {"kv_eviction": FULL}
-        fields = {"kv_eviction": column.asked, "kv_budget": column.budget}
+        fields = asked_fields(column)
         if column.scope == "prefix":
             fields["kv_prefix_len"] = await self._prefix(case)
         return fields
@@ -170,25 +217,34 @@ async def run(job: Job, console: Console) -> int:
         EndpointError: if the endpoint fails; what was answered before is stored.
         ResultsError: if the folder cannot take the results.
     """
-    connection = Endpoint(job.url, job.concurrency, job.timeout, job.tries, job.backoff)
-    async with connection as endpoint:
+    async with job.endpoint() as endpoint:
         await endpoint.find_model(job.model)
-        if not job.plain and any(column.budget is not None for column in job.columns):
-            await endpoint.require_eviction()
-        with Store(job.output) as store:
+        if not job.plain:
+            await require_eviction(endpoint, job.columns)
+        with Store(job.output / RESULTS, Result) as store:
             write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
             driver = Driver(endpoint, store, job.min_prompt, job.plain)
+            if isinstance(job.cases, TextQuestions):
+                job = replace(job, cases=await fitted(job.cases, endpoint, job.concurrency, console))
             return await answer_all(driver, job, console)
+
+
+async def fitted(asked: TextQuestions, endpoint: Endpoint, concurrency: int, console: Console) -> list[Case]:
+    """Questions on real text as cases of the wanted number of tokens."""
+    with progress(console) as bar:
+        task = bar.add_task("texts", total=len(asked))
+        return await cases(asked, endpoint, concurrency, lambda: bar.advance(task))
 
 
 def settings(job: Job, model: str) -> Settings:
     """What the folder's results have in common."""
     questions = job.cases.questions if isinstance(job.cases, Generated) else 1
-    texts = fingerprints(job.cases, job.seed)
-    return Settings(model, job.seed, job.instruct, job.slack, texts, questions)
+    asked = list(job.cases.digests()) if isinstance(job.cases, TextQuestions) else job.cases
+    texts = fingerprints(asked, job.seed)
+    return Settings(model, job.seed, job.instruct, job.slack, texts, questions, job.form)
 
 
-async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:
+async def describe(job: Target, endpoint: Endpoint) -> dict[str, Any]:
     """The run, for the report: command, machine, versions."""
     server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
     return record(job.command, {"server": server, "concurrency": job.concurrency})
@@ -197,35 +253,54 @@ async def describe(job: Job, endpoint: Endpoint) -> dict[str, Any]:
 async def answer_all(driver: Driver, job: Job, console: Console) -> int:
     """Let `concurrency` workers ask what is missing, and show how far they are."""
     before = len(driver.store.done)
-    marks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*marks, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+    with progress(console) as bar:
         task = bar.add_task("answers", total=count(job))
         queue = missing(job, driver.store, lambda: bar.advance(task))
 
-        async def worker() -> None:
-            for case, column in queue:
-                await driver.ask(case, column)
-                bar.advance(task)
+        async def ask(request: tuple[Case, Column]) -> None:
+            await driver.ask(*request)
+            bar.advance(task)
 
-        workers = [asyncio.create_task(worker()) for _ in range(job.concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for one in workers:
-                one.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await each(queue, job.concurrency, ask)
     return len(driver.store.done) - before
+
+
+T = TypeVar("T")
+
+
+async def each(things: Iterable[T], concurrency: int, work: Callable[[T], Awaitable[None]]) -> None:
+    """Let so many workers take one thing after another; the first error ends them all."""
+    queue = iter(things)
+
+    async def worker() -> None:
+        for thing in queue:
+            await work(thing)
+
+    workers = [asyncio.create_task(worker()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for one in workers:
+            one.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def progress(console: Console) -> Progress:
+    """A line with a bar, and how long it will take."""
+    marks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*marks, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
 
 
 def count(job: Job) -> int:
     """How many answers the run should have at its end."""
-    if isinstance(job.cases, Generated):  # each takes a while to make, and none is all question
+    if not isinstance(job.cases, list):  # each takes a while to make, and none is all question
         return len(job.cases) * len(job.columns)
     return sum(1 for _ in requests(job.cases, job.columns))
 
 
-def missing(job: Job, store: Store, on_done: Callable[[], None]) -> Iterator[tuple[Case, Column]]:
+def missing(job: Job, store: Store[Result], on_done: Callable[[], None]) -> Iterator[tuple[Case, Column]]:
     """What is not answered yet; `on_done` is called for everything that is."""
+    assert not isinstance(job.cases, TextQuestions)
     for case, column in requests(job.cases, job.columns):
         if (case.sample, column) in store.done:
             on_done()

