@@ -189,7 +189,10 @@ def test_variables_that_are_refused(variable, value, model, examine, monkeypatch
         (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
         (["--decode-context-parallel-size", "2"], {"decode_context_parallel_size": 2}),
         (["--runner", "pooling", "--convert", "embed"], {"runner": "pooling", "convert": "embed"}),
-        (["--kv-eviction-config.page_size", "96"], {"kv_eviction_config": {"page_size": 96}}),
+        (
+            ["--kv-eviction-config.page_size", "96", "--block-size", "128"],
+            {"kv_eviction_config": {"page_size": 96}, "block_size": 128},
+        ),
     ],
 )
 def test_flags_that_are_refused(flags, settings, model, examine):
