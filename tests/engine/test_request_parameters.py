@@ -2,9 +2,13 @@
 
 import pytest
 
+from benchmarks.quality import NEEDLE
 from tests.engine.emulated import emulated_gpu
 from tests.engine.running import Answer, Ask, evicting_engine, run
+from tests.engine.serving import Server
 from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality.results import RESULTS, Result, read
 
 PARAMETERS = {
     "snapkv": {"window": 16, "kernel": 21, "rows": "max"},
@@ -79,3 +83,41 @@ def test_no_kernel_is_compiled_for_a_requests_window(models):
         assert llm.collective_rpc(_noted) == [[32]]
     assert [answer.kept for answer in answers] == [answer.kept for answer in expected]
     assert expected[0].kept != expected[1].kept != expected[2].kept
+
+
+@pytest.mark.engine
+def test_one_server_answers_for_a_policy_with_different_parameters(tmp_path, capsys):
+    """Replies follow the parameters; what the server refuses ends the run with the server's sentence."""
+    flags = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        str(1 << 28),
+        "--kv-eviction",
+        "full",
+    ]
+    with Server(NEEDLE, tmp_path / "server.log", *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+        command = [
+            "run",
+            "--url",
+            f"{server.url}/v1",
+            "--tasks",
+            "single",
+            "--lengths",
+            "600",
+            "--samples",
+            "4",
+        ]
+        command += ["--budgets", "40", "--output"]
+        policies = ["snapkv", "snapkv:window=8", "snapkv:window=32,kernel=7", "ada-snapkv:alpha=0.5,rows=max"]
+        assert quality.main([*command, str(tmp_path / "out"), "--policies", *policies]) == 0
+        assert quality.main([*command, str(tmp_path / "no"), "--policies", "kvzip:kvzip_chunk=64"]) == 2
+        assert "requests may not choose kvzip" in capsys.readouterr().err
+        assert quality.main([*command, str(tmp_path / "no"), "--policies", "knorm:skip_layers=1"]) == 2
+        assert "kv_params: skip_layers can be set for the server only" in capsys.readouterr().err
+    replies = {policy: {} for policy in policies}
+    for result in read(tmp_path / "out" / RESULTS, Result):
+        replies[result.policy][result.sample] = result.reply
+    assert all(len(found) == 4 for found in replies.values())
+    assert replies["snapkv"] == replies["snapkv:window=32,kernel=7"] != replies["snapkv:window=8"]
