@@ -1,8 +1,8 @@
-"""Policies as command lines list them: POLICY[:NAME=VALUE,...][@NOTE]."""
+"""Policies as command lines list them, POLICY[:NAME=VALUE,...][@NOTE], and their parameters as requests give them."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Entry:
     @property
     def parameters(self) -> dict[str, Any]:
         """Values by name: numbers as such, and words as text."""
-        return {name: _value(text) for name, text in self.texts}
+        return values(self.texts)
 
     @property
     def field(self) -> str:
@@ -48,16 +48,35 @@ def parse(text: str) -> Entry:
     match = _ENTRY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not {GRAMMAR}")
-    found = []
-    for part in [] if match["parameters"] is None else match["parameters"].split(","):
+    given = match["parameters"]
+    try:
+        texts = () if given is None else parse_parameters(given)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not {GRAMMAR}: {error}") from None
+    return Entry(match["policy"], texts, match["note"] or "")
+
+
+def parse_parameters(text: str) -> tuple[tuple[str, str], ...]:
+    """Read NAME=VALUE[,NAME=VALUE]: names and values, as they were written.
+
+    Raises:
+        ValueError: one sentence that quotes what is wrong.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
         parameter = _PARAMETER.fullmatch(part)
         if parameter is None:
-            raise ValueError(f"{text!r} is not {GRAMMAR}: {part!r} is not NAME=VALUE")
-        found.append((parameter[1], parameter[2]))
-    names = [name for name, _ in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{text!r} names {twice[0]} twice")
-    return Entry(match["policy"], tuple(found), match["note"] or "")
+            raise ValueError(f"{part!r} is not NAME=VALUE")
+        name, value = parameter.groups()
+        if name in found:
+            raise ValueError(f"it names {name} twice")
+        found[name] = value
+    return tuple(found.items())
+
+
+def values(texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """What written parameters mean, by name: numbers as such, and words as text."""
+    return {name: _value(text) for name, text in texts}
 
 
 def checked(entries: Sequence[str], known: Sequence[str]) -> list[Entry]:

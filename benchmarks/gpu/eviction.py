@@ -39,8 +39,8 @@ from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.harness.options import add_counts, budget, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.config import policy_config
 from vllm_kvevict.engine.devices import CUDA
+from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide

@@ -40,6 +40,7 @@ class Ask:
     max_tokens: int = 16
     seed: int = 0
     adapter: LoRARequest | None = field(default=None, kw_only=True)
+    params: str | None = field(default=None, kw_only=True)
 
     @property
     def prompt(self) -> list[int]:
@@ -57,6 +58,8 @@ class Ask:
             fields["kv_budget"] = self.budget
         if self.prefix_len is not None:
             fields["kv_prefix_len"] = self.prefix_len
+        if self.params is not None:
+            fields["kv_params"] = self.params
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0,

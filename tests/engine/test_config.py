@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.registering import policy_with_both_defaults
+from vllm_kvevict.engine import read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
     KVEvictionError,
     Options,
     check_names,
-    parse_budget,
-    policy_config,
 )
+from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import available, parameters
 
 EVICTING = [policy for policy in available() if policy != "full"]
@@ -45,8 +45,8 @@ def one_sentence(error: pytest.ExceptionInfo, *words: str) -> str:
     ],
 )
 def test_budgets(value, budget):
-    assert parse_budget(value) == budget
-    assert isinstance(parse_budget(value), float)
+    assert read.budget(value) == budget
+    assert isinstance(read.budget(value), float)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_budgets(value, budget):
 )  # fmt: skip
 def test_bad_budgets(value):
     with pytest.raises(KVEvictionError) as error:
-        parse_budget(value, "kv_budget")
+        read.budget(value, "kv_budget")
     one_sentence(
         error, "kv_budget must be a ratio in (0, 1] or a whole number of tokens above 1", repr(value)
     )
@@ -258,7 +258,7 @@ def test_the_front_ends_own_field_is_no_clients():
             check_names(refused)
         assert error.value.field_name == name
         sentence = one_sentence(error)
-        assert sentence == f"{name} is unknown (valid: kv_eviction, kv_budget, kv_prefix_len)"
+        assert sentence == f"{name} is unknown (valid: kv_eviction, kv_budget, kv_params, kv_prefix_len)"
 
 
 def test_the_servers_budget_may_not_fit_the_requests_policy():

@@ -113,6 +113,33 @@ def test_scope(model):
         assert options_of(vllm_config).scope == settings.get("scope", "prompt")
 
 
+def test_parameters_of_other_policies(model):
+    flag = "--kv-eviction-config.policy_params"
+    expected = {"lava": {"kernel": 21, "alpha": 0.2}}
+    ways = {
+        "JSON": ["--kv-eviction-config", json.dumps({"policy_params": expected})],
+        "dotted": [flag, json.dumps(expected)],
+        "one by one": [f"{flag}.lava.kernel", "21", f"{flag}.lava.alpha=0.2"],
+    }
+    for words in ways.values():
+        args = parse("--model", model, "--kv-eviction", "full", *words)
+        options = options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        config, _ = options.request_config({"kv_eviction": "lava"})
+        assert (options.policy_params, config.params["kernel"], config.params["alpha"]) == (expected, 21, 0.2)
+
+
+def test_rows_of_probes_are_those_of_the_parameters(model):
+    """A step has room for the probe that the server's parameters of another policy ask for."""
+    rows = {}
+    for probe in (None, 40, 200):
+        params = {"take": {"take_probe": probe}} if probe else {}
+        config = {"policy_params": params, "policies": ["take"]}
+        args = EngineArgs(model=model, kv_eviction="snapkv", kv_eviction_config=config)
+        scheduler = args.create_engine_config().scheduler_config
+        rows[probe] = scheduler.max_num_batched_tokens - scheduler.max_num_scheduled_tokens
+    assert rows == {None: 32, 40: 40, 200: 200}
+
+
 def test_policies_that_requests_may_choose(model):
     expected = ("snapkv", "h2o")
     ways = {

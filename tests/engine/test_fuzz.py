@@ -135,6 +135,11 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
             st.lists(st.sampled_from(["nope", 1]), min_size=1),
         ),
     ),
+    "policy_params": (
+        st.sampled_from([{}, {"lava": {"kernel": 21}}, {"streaming-llm": {"sinks": 2}, "snapkv": {}}]),
+        st.one_of(JUNK.filter(lambda value: value != {}), INTEGERS, st.just({"lava": {"kernel": 2}})),
+    ),
+    "max_window": (st.integers(1, 100) | st.none(), at_least(1)[1].filter(lambda value: value is not None)),
     "eviction_log": (
         st.sampled_from([None, "evictions.jsonl", "/no/such/folder/file"]),  # looked for at start-up only
         st.one_of(
@@ -167,6 +172,9 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
         # What is not used is refused: test_config.py.
         unused = any(values[name] == value for name, value in parameter.unless)
         assume(not unused or parameter.name not in config)
+    if "policy_params" in config and "policy_params" not in wrong and (others := config["policy_params"]):
+        # Neither the server's own policy nor one that requests may not choose: test_parameters.py.
+        assume(policy not in others and "policies" not in config)
     if not draw(st.integers(0, 6)):
         name = draw(st.text("abkw_", min_size=1, max_size=8).filter(lambda name: name not in known))
         config[name] = draw(JSON)
@@ -295,6 +303,14 @@ KNOWN = (*REQUEST_FIELDS, *OTHERS_FIELDS)
 
 
 @st.composite
+def parameters_of(draw: st.DrawFn, policy: str) -> str:
+    """Some of a policy's parameters that a request may set, in any order; empty if there are none."""
+    names = [parameter.name for parameter in lookup(policy).parameters if parameter.by_request]
+    chosen = draw(st.lists(st.sampled_from(names), unique=True)) if names else []
+    return ",".join(f"{name}={parameters(policy)[name]}" for name in chosen)
+
+
+@st.composite
 def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
     """Fields of ``vllm_xargs``, and those of them that are not valid."""
     fields, wrong = {}, []
@@ -305,6 +321,15 @@ def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
         elif choice == 4:
             fields[name] = draw(bad)
             wrong.append(name)
+    policy = fields.get("kv_eviction", "ada-snapkv")
+    choice = draw(st.integers(0, 7))
+    if choice == 4:
+        fields["kv_params"] = draw(
+            JUNK | INTEGERS | st.sampled_from(["kernel", "kernel=4", "window=33", "="])
+        )
+        wrong.append("kv_params")
+    elif choice < 4 and "kv_eviction" not in wrong and (given := draw(parameters_of(policy))):
+        fields["kv_params"] = given
     if not draw(st.integers(0, 9)):
         name = draw(
             st.text("abelnv_", min_size=1, max_size=8).map("kv_{}".format).filter(lambda n: n not in KNOWN)
@@ -351,6 +376,9 @@ XARGS = {
     "properties": {
         "kv_eviction": {"anyOf": [{"enum": list(available())}, {"type": "string"}]},
         "kv_budget": {"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "integer", "minimum": 2}]},
+        "kv_params": {
+            "anyOf": [{"enum": ["kernel=3", "kernel=31,alpha=0.2", "window=16"]}, {"type": "string"}]
+        },
         "kv_prefix_len": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
     },
     "additionalProperties": {"type": "number"},

@@ -217,6 +217,14 @@ BAD = [
     ({"kv_budget": "nan"}, "kv_budget"),
     ({"kv_budget": [0.5]}, "kv_budget"),
     ({"kv_budget": 32}, "kv_budget"),  # no more than the window
+    ({"kv_params": "kernel=4"}, "kernel must be an odd integer"),
+    ({"kv_params": "kernel=3, alpha=0.2"}, "kv_params: ' alpha=0.2' is not NAME=VALUE"),
+    ({"kv_params": "sinks=4"}, "requests may set for policy ada-snapkv: window, kernel"),
+    ({"kv_params": "tp_local=1"}, "tp_local can be set for the server only"),
+    ({"kv_params": "window=65"}, "window must be at most 64"),
+    ({"kv_params": 3}, "kv_params"),
+    ({"kv_params": ["kernel=3"]}, "kv_params"),
+    ({"kv_eviction": "full", "kv_params": "kernel=3"}, "kv_params: kernel is not a parameter of policy full"),
     ({"kv_prefix_len": 0}, "kv_prefix_len"),
     ({"kv_prefix_len": -5}, "kv_prefix_len"),
     ({"kv_prefix_len": 1.5}, "kv_prefix_len"),
@@ -260,6 +268,19 @@ def test_beam_search_gets_400(client):
         client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": words(50)}], **beams
         )
+
+
+def test_parameters_of_requests_have_no_series_of_their_own(server, client):
+    """They change the answer, and count as the policy's."""
+    before = server.metrics()
+    texts = [
+        text_of(client, words(700), fields={"kv_eviction": "lava", **fields}, max_tokens=40)
+        for fields in ({}, {"kv_params": "window=8,kernel=1"}, {"kv_params": "kernel=1.0,window=8"})
+    ]
+    assert texts[0] != texts[1] == texts[2]
+    name = 'evictions_total{policy="lava"}'
+    assert eventually(lambda: server.metrics()[name] - before[name] == 3)
+    assert not [name for name in server.metrics() if "kernel" in name or "window=" in name]
 
 
 # Together with vLLM's other features.

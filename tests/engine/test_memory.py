@@ -1,6 +1,7 @@
 """What vLLM's start-up check and single requests are told of the KV memory; no engine is started."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
         check(vllm_config, 6145, kv_eviction="full")
     with pytest.raises(KVEvictionError, match=r"with kv_eviction=take has [0-9]+ tokens$"):
         check(vllm_config, 60_000, kv_budget=6000)
+
+
+def test_the_longest_prompt_is_that_of_the_requests_own_parameters(models) -> None:
+    """With copies of its sinks beside it, which the server's parameters ask for."""
+    config = {"policies": "all", "policy_params": {"kvzip": {"kvzip_sees": "chunk"}}}
+    vllm_config = configure(models, blocks=48, kv_eviction="snapkv", kv_eviction_config=config)
+    longest = {}
+    for sinks in (4, 1000, 2000):
+        fields = {"kv_eviction": "kvzip", "kv_budget": 0.5, "kv_params": f"sinks={sinks}"}
+        with pytest.raises(KVEvictionError) as error:
+            check(vllm_config, 7000, **fields)
+        longest[sinks] = int(re.search(r"kvzip has (\d+) tokens", str(error.value))[1])
+        check(vllm_config, longest[sinks], **fields)
+        with pytest.raises(KVEvictionError, match="do not fit"):
+            check(vllm_config, longest[sinks] + 1, **fields)
+    assert longest[4] - longest[1000] in range(950, 1050) and longest[1000] - longest[2000] in range(
+        950, 1050
+    )
 
 
 def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) -> None:

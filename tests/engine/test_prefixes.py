@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pytest
@@ -229,6 +230,21 @@ def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any)
         request = ask("d:0", document(0, 300), 5, 3)
         numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
     assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
+
+
+def test_requests_share_a_prefix_if_their_parameters_are_equal() -> None:
+    """However they are written, and whoever says so; the server's kernel is 31."""
+    simulation, numbers = Simulation(server(options={"kernel": 31})), count()
+
+    def key(**fields: Any) -> Any:
+        request = ask(f"d:{next(numbers)}", document(0, 300), 5, 3, **fields)
+        return simulation.ledger.prefix_key(request, simulation.ledger.plan(request))
+
+    one = key(kv_params="alpha=0.3,window=16")
+    assert one is not None
+    assert one == key(kv_params="window=16.0,alpha=0.30") == key(kv_params="kernel=31,window=16,alpha=0.3")
+    others = [key(), *(key(kv_params=text) for text in ("alpha=0.3", "alpha=0.3,window=16,kernel=7"))]
+    assert one not in others and len(set(others)) == 3
 
 
 def test_other_defaults_are_another_prefix(monkeypatch) -> None:

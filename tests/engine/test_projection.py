@@ -10,7 +10,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from tests.engine.running import Ask, engine, evicting_engine, run
-from vllm_kvevict.engine.config import policy_config
+from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
 

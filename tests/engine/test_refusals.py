@@ -24,8 +24,9 @@ from tests.engine import running
 from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
 from vllm_kvevict.engine import devices, versions
-from vllm_kvevict.engine.config import KVEvictionError, policy_config
+from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import checks, plugin, requests
+from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import EvictionConfig, available, take
 
 

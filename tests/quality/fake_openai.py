@@ -82,7 +82,11 @@ class FakeServer:
         if parameters is not None and not self.tunes:
             return 400, {"error": {"message": "kv_params is unknown (valid: kv_eviction, kv_budget)"}}
         if parameters is not None and not parameters.startswith("kernel="):
-            return 400, {"error": {"message": f"kv_params: {policy} has no {parameters} (valid: kernel)"}}
+            name = parameters.partition("=")[0]
+            valid = f"requests may set for policy {policy}: kernel"
+            return 400, {
+                "error": {"message": f"kv_params: {name} is not a parameter of policy {policy} ({valid})"}
+            }
         if policy == "no-such-policy":
             return 200, {"choices": [{"text": ""}]}
         with self._lock:

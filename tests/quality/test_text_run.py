@@ -21,6 +21,14 @@ def test_parameters_of_a_column_are_sent_with_its_requests(tmp_path):
     assert policies == {"full", "snapkv", "snapkv:kernel=31@x"}
 
 
+def test_parameters_that_the_server_refuses_end_the_run_with_its_sentence(tmp_path, capsys):
+    argv = ("--policies", "full", "snapkv:window=9", "--budgets", "0.2")
+    with FakeServer() as server:
+        assert run(*arguments(server, tmp_path, *argv)) == 2
+    err = capsys.readouterr().err
+    assert "kv_params: window is not a parameter of policy snapkv" in err and "snapkv:window=9" in err
+
+
 def test_a_server_that_takes_no_parameters_by_request_is_refused_before_anything_is_asked(tmp_path, capsys):
     argv = ("--policies", "full", "snapkv:kernel=31,rows=max", "--budgets", "0.2")
     with FakeServer(tunes=False) as server:

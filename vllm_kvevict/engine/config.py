@@ -6,28 +6,36 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 
 import functools
 import json
-import math
-import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvevict.engine import read
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.errors import KVEvictionError
+from vllm_kvevict.engine.parameters import (
+    ANY_BUDGET,
+    FIELD,
+    check_parameters,
+    known_config,
+    overridden,
+    parameters_of_request,
+)
+from vllm_kvevict.engine.read import ALL, UNRESERVED
 from vllm_kvevict.engine.registration import KEY as KEY
-from vllm_kvevict.policies import EvictionConfig, available, needs, parameters
-from vllm_kvevict.policies.params import DEFAULTS, to_int
+from vllm_kvevict.policies import EvictionConfig, available, needs
+from vllm_kvevict.policies.params import DEFAULTS
 from vllm_kvevict.schedules import sums
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 DEFAULT_BUDGET = 0.2
+LONG = 1 << 40
+"""Tokens of a prompt that is longer than any window."""
+
 SCOPES = ("prompt", "prefix")
 """What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
-
-ALL, UNRESERVED = "all", "unreserved"
-"""What may stand for policies in a list of them: every one, and those that need no reserve."""
 
 ENGINE_DEFAULTS: dict[str, Any] = {
     "min_prompt": 256,
@@ -37,6 +45,8 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "kernels": True,
     "policies": UNRESERVED,
     "defaults": DEFAULTS[0],
+    "policy_params": {},
+    "max_window": None,
     "eviction_log": None,
 }
 """Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
@@ -49,11 +59,13 @@ ENGINE_MEANINGS = {
     "kernels": "use vllm-kvevict's kernels where they are faster",
     "policies": f"policies that requests may choose: {ALL}, {UNRESERVED} or a list",
     "defaults": f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}",
+    "policy_params": "parameters of policies besides the server's own, by policy",
+    "max_window": "largest window that a request may set; null: the largest of the policies that it may choose",
     "eviction_log": "file that gets one line of JSON for each eviction",
 }
 """What each engine option does, for help texts."""
 
-REQUEST_FIELDS = ("kv_eviction", "kv_budget", "kv_prefix_len")
+REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len")
 """Fields of ``vllm_xargs`` that a request may carry."""
 
 REPEAT_ROWS = "kv_repeat_rows"
@@ -64,53 +76,6 @@ INTERNAL_FIELDS = (REPEAT_ROWS,)
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
-
-
-def parse_budget(value: Any, name: str = "--kv-budget") -> float:
-    """Check a budget: ``0 < X <= 1`` is a ratio of the prompt, an integral ``X > 1`` is tokens per KV head.
-
-    Args:
-        value: a number, or text that holds one (as the command line gives it).
-        name: the flag or field to name in errors.
-
-    Raises:
-        KVEvictionError: for anything else (0, nan, 2.5, text, booleans).
-    """
-    expected = f"{name} must be a ratio in (0, 1] or a whole number of tokens above 1, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Real)):
-        raise KVEvictionError(expected, name)
-    try:
-        budget = float(value)
-    except (ValueError, OverflowError):
-        raise KVEvictionError(expected, name) from None
-    if not math.isfinite(budget) or budget <= 0 or (budget > 1 and budget != int(budget)):
-        raise KVEvictionError(expected, name)
-    return budget
-
-
-def policy_config(
-    policy: str, budget: float, params: Mapping[str, Any] | None = None, defaults: str = DEFAULTS[0]
-) -> EvictionConfig:
-    """Build the policy's configuration from a budget as users write it (ratio or tokens).
-
-    Args:
-        defaults: whose values parameters take that are not given.
-
-    Raises:
-        ValueError: naming the parameter that is unknown, inapplicable or out of range.
-    """
-    params = {"defaults": defaults, **(params or {})}
-    if policy == "full":
-        return EvictionConfig(policy, **params)
-    if budget <= 1:
-        return EvictionConfig(policy, keep_ratio=budget, **params)
-    return EvictionConfig(policy, budget=int(budget), **params)
-
-
-@functools.lru_cache(maxsize=256)
-def _policy_config(policy: str, budget: float, params: str, defaults: str) -> EvictionConfig:
-    """:func:`policy_config` of parameters in JSON; requests choose from few configurations, again and again."""
-    return policy_config(policy, budget, json.loads(params), defaults)
 
 
 @dataclass(frozen=True)
@@ -128,6 +93,8 @@ class Options:
         kernels: use the project's own kernels where there is one for the machine and the model.
         defaults: whose values parameters take that are not given, ``measured`` or ``paper``.
         policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
+        policy_params: parameters of other policies than the default one, by name.
+        max_window: the largest window that a request may set; None for :attr:`most_window`.
         eviction_log: file to which the scheduler appends a line of JSON for each evicted request; None for no file.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
@@ -142,6 +109,8 @@ class Options:
     kernels: bool = ENGINE_DEFAULTS["kernels"]
     policies: str | tuple[str, ...] = ENGINE_DEFAULTS["policies"]
     defaults: str = ENGINE_DEFAULTS["defaults"]
+    policy_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_window: int | None = ENGINE_DEFAULTS["max_window"]
     eviction_log: str | None = ENGINE_DEFAULTS["eviction_log"]
     check: bool = False
 
@@ -163,10 +132,13 @@ class Options:
             raise KVEvictionError(
                 f"--kv-eviction: unknown policy {policy!r} (choose from {', '.join(available())})"
             )
-        budget = parse_budget(raw.pop("budget", DEFAULT_BUDGET))
+        budget = read.budget(raw.pop("budget", DEFAULT_BUDGET))
         engine = _take_engine_options(raw)
-        _check_parameters(policy, budget, raw, engine["defaults"])
-        return cls(policy, budget, raw, **engine)
+        flag, named = "--kv-eviction-config", f"--kv-eviction {policy}"
+        check_parameters(policy, budget, raw, engine["defaults"], flag, ENGINE_DEFAULTS, named)
+        options = cls(policy, budget, raw, **engine)
+        options._check_policy_params()
+        return options
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that :meth:`parse` reads back."""
@@ -181,6 +153,49 @@ class Options:
         if policy in (self.policy, "full", *named) or ALL in named:
             return True
         return UNRESERVED in named and not needs_reserve(policy)
+
+    def _check_policy_params(self) -> None:
+        """Refuse parameters of policies that there are not, have others, or are given elsewhere."""
+        flag = "--kv-eviction-config.policy_params"
+        for policy, params in self.policy_params.items():
+            if policy not in available():
+                raise KVEvictionError(
+                    f"{flag}: unknown policy {policy!r} (choose from {', '.join(available())})"
+                )
+            if policy == self.policy:
+                raise KVEvictionError(
+                    f"{flag} is for policies other than the server's own: set a parameter of {policy} with "
+                    "--kv-eviction-config.NAME VALUE"
+                )
+            if not self.allows(policy):
+                raise KVEvictionError(
+                    f"{flag}.{policy} has no effect, since requests may not choose {policy} on this server: name it in "
+                    "--kv-eviction-config.policies"
+                )
+            check_parameters(policy, ANY_BUDGET, params, self.defaults, f"{flag}.{policy}")
+
+    def params_of(self, policy: str) -> Mapping[str, Any]:
+        """The parameters that the server sets for a policy."""
+        return self.params if policy == self.policy else self.policy_params.get(policy, {})
+
+    @property
+    def configs(self) -> list[EvictionConfig]:
+        """What requests have that set no parameters: each policy that they may choose, at any budget."""
+        allowed = [policy for policy in available() if self.allows(policy)]
+        return [known_config(policy, ANY_BUDGET, self.params_of(policy), self.defaults) for policy in allowed]
+
+    @property
+    def most_window(self) -> int:
+        """The largest window that a request may set."""
+        if self.max_window is not None:
+            return self.max_window
+        return max(config.params.get("window", 0) for config in self.configs)
+
+    @property
+    def kernel_windows(self) -> list[int]:
+        """Numbers of rows that a GPU's kernel for the window's attention is compiled for; others would take seconds."""
+        scoring = [config for config in self.configs if config.combines_rows_by]
+        return sorted({config.window_for(LONG) for config in scoring})
 
     @property
     def reserved_for(self) -> list[str]:
@@ -197,8 +212,8 @@ class Options:
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.
 
-        A request that names another policy takes that policy's defaults, of the server's kind; the budget is inherited
-        unless given.
+        Parameters that it does not give are those that the server has for the policy that it names, and the policy's
+        defaults, of the server's kind; the budget is inherited unless given.
 
         Returns:
             The policy's configuration, and ``kv_prefix_len`` or None.
@@ -210,17 +225,28 @@ class Options:
         check_names(fields, (*REQUEST_FIELDS, *INTERNAL_FIELDS))
         policy = fields.get("kv_eviction", self.policy)
         self._check_allowed(policy)
-        budget = parse_budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
+        budget = read.budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
         prefix_len = fields.get("kv_prefix_len")
         if prefix_len is not None:
-            prefix_len = _whole("kv_prefix_len", prefix_len)
+            prefix_len = read.whole("kv_prefix_len", prefix_len)
+        params = self._params_of_request(policy, fields)
         try:
-            params = self.params if policy == self.policy else {}
-            config = _policy_config(policy, budget, json.dumps(params, sort_keys=True), self.defaults)
+            return known_config(policy, budget, params, self.defaults), prefix_len
         except ValueError as error:
-            named = "kv_budget" if "kv_budget" in fields else "kv_eviction"
+            named = next((name for name in ("kv_budget", FIELD) if name in fields), "kv_eviction")
             raise KVEvictionError(f"{named}: {error}", named) from None
-        return config, prefix_len
+
+    def _params_of_request(self, policy: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The server's parameters of a policy, with those of the request in their place."""
+        if FIELD not in fields:
+            return self.params_of(policy)
+        given = parameters_of_request(policy, fields[FIELD], self.most_window)
+        params = overridden(policy, self.params_of(policy), given)
+        try:
+            known_config(policy, ANY_BUDGET, params, self.defaults)
+        except ValueError as error:
+            raise KVEvictionError(f"{FIELD}: {error}", FIELD) from None
+        return params
 
     def _check_allowed(self, policy: Any) -> None:
         """Refuse a policy that there is not, or that requests may not name."""
@@ -232,8 +258,8 @@ class Options:
         if not self.allows(policy):
             raise KVEvictionError(
                 f"kv_eviction: requests may not choose {policy} on this server (--kv-eviction-config.policies "
-                f"{_listed(self.policies)}): start it with --kv-eviction-config.policies {ALL}, or with a list that "
-                f"names {policy}",
+                f"{read.listed(self.policies)}): start it with --kv-eviction-config.policies {ALL}, or with a list "
+                f"that names {policy}",
                 "kv_eviction",
             )
 
@@ -250,6 +276,10 @@ class Options:
                 "kv_prefix_len",
             )
         n = prompt_len if prefix_len is None else prefix_len
+        return self.plan_with(config, n)
+
+    def plan_with(self, config: EvictionConfig, n: int) -> Plan:
+        """The plan of a prompt, or of a prefix, of n tokens under a configuration."""
         return Plan(config, None) if n < self.min_prompt else plan_of(config, n)
 
     def fields_in_scope(
@@ -275,8 +305,10 @@ class Options:
                 "question the server can find",
                 "kv_prefix_len",
             )
-        # A prefix of no tokens leaves nothing to evict.
-        return fields | ({"kv_prefix_len": chat_prefix_len} if chat_prefix_len else {"kv_eviction": "full"})
+        if chat_prefix_len:
+            return fields | {"kv_prefix_len": chat_prefix_len}
+        # A prefix of no tokens leaves nothing to evict, and keeping everything takes no parameters.
+        return {name: value for name, value in fields.items() if name != FIELD} | {"kv_eviction": "full"}
 
 
 def check_names(fields: Iterable[str], known: Sequence[str] = REQUEST_FIELDS) -> None:
@@ -334,70 +366,22 @@ def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
     engine = {
         "scope": scope,
         "defaults": defaults,
-        "check": _flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
-        "kernels": _flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
-        "policies": _policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
-        "eviction_log": _path("eviction_log", raw.pop("eviction_log", ENGINE_DEFAULTS["eviction_log"])),
+        "check": read.flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
+        "kernels": read.flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
+        "policies": read.policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
+        "policy_params": read.parameters_of_others(
+            raw.pop("policy_params", ENGINE_DEFAULTS["policy_params"])
+        ),
+        "max_window": read.whole_or_none("max_window", raw.pop("max_window", ENGINE_DEFAULTS["max_window"])),
+        "eviction_log": read.path("eviction_log", raw.pop("eviction_log", ENGINE_DEFAULTS["eviction_log"])),
     }
     for name, default in ENGINE_DEFAULTS.items():
         if name not in engine:
             least = 0 if name == "min_prompt" else 1
-            engine[name] = _whole(f"--kv-eviction-config.{name}", raw.pop(name, default), least)
+            engine[name] = read.whole(f"--kv-eviction-config.{name}", raw.pop(name, default), least)
     device = this_device()
     if device is not None and engine["page_size"] % device.page_multiple:
         raise KVEvictionError(
             f"--kv-eviction-config.page_size must be a multiple of {device.page_multiple}, got {engine['page_size']}"
         )
     return engine
-
-
-def _check_parameters(policy: str, budget: float, params: Mapping[str, Any], defaults: str) -> None:
-    """Refuse parameters that the policy does not have, or values that it cannot take."""
-    known = parameters(policy)
-    for name in params:
-        if name not in known:
-            valid = ", ".join([*known, *ENGINE_DEFAULTS])
-            raise KVEvictionError(
-                f"--kv-eviction-config.{name} does not apply to policy {policy} (valid: {valid})"
-            )
-    try:
-        policy_config(policy, budget, params, defaults)
-    except ValueError as error:
-        raise KVEvictionError(f"--kv-eviction {policy}: {error}") from None
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise KVEvictionError(f"--kv-eviction-config.{name} must be true or false, got {value!r}")
-    return value
-
-
-def _path(name: str, value: Any) -> str | None:
-    """A file, or none; whether it can be written is found out at start-up, on the scheduler's machine."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise KVEvictionError(f"--kv-eviction-config.{name} must be the path of a file, got {value!r}")
-    return value
-
-
-def _policies(value: Any) -> str | tuple[str, ...]:
-    """Policies that requests may name: one name or word, or several."""
-    valid = (*available(), ALL, UNRESERVED)
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or any(name not in valid for name in names):
-        raise KVEvictionError(
-            f"--kv-eviction-config.policies must be {ALL}, {UNRESERVED} or a list of policies (of "
-            f"{', '.join(available())}), got {value!r}"
-        )
-    return value if isinstance(value, str) else tuple(names)
-
-
-def _listed(policies: str | tuple[str, ...]) -> str:
-    return policies if isinstance(policies, str) else json.dumps(policies)
-
-
-def _whole(name: str, value: Any, least: int = 1) -> int:
-    """A whole number; JSON may say 3000.0."""
-    number = to_int(value)
-    if number is None or number < least:
-        raise KVEvictionError(f"{name} must be a whole number of at least {least}, got {value!r}", name)
-    return number

@@ -14,9 +14,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options, policy_config
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.errors import in_one_line, no_rotary
 from vllm_kvevict.engine.frontend import checks, plugin
+from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import available
 
 BY_VLLM = "vLLM itself refuses: "
@@ -117,8 +118,7 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
     refused = {}
     for policy in available():
         try:
-            params = options.params if policy == options.policy else {}
-            wanted = policy_config(policy, options.budget, params, options.defaults)
+            wanted = policy_config(policy, options.budget, options.params_of(policy), options.defaults)
             checks.check_policy(config, wanted)
             # Workers look at the modules of the model, which are not there; with these positions the outcome is known.
             if "rotary" in wanted.needs and config.model_config.uses_mrope:

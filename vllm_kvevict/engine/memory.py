@@ -153,8 +153,10 @@ def _too_long(
     bounds: MemoryBounds, options: Options, plan: Plan, prompt_len: int, longest: int, in_one_step: bool
 ) -> str:
     """Says which prompts would fit, and which policy this one."""
-    policy, fields = plan.config.policy, _fields(plan, plan.config.policy)
-    fitting = bounds.longest_prompt(lambda length: options.plan(length, fields), longest, in_one_step)
+    policy = plan.config.policy
+    fitting = bounds.longest_prompt(
+        lambda length: options.plan_with(plan.config, length), longest, in_one_step
+    )
     would = f"the longest prompt that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():
         with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have

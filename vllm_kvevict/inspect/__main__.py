@@ -161,10 +161,9 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
 
     if reason := registration.install():
         raise ValueError(reason)
-    from vllm_kvevict.engine import inspection
-    from vllm_kvevict.engine.config import parse_budget
+    from vllm_kvevict.engine import inspection, read
 
-    budget = parse_budget(args.budget, "--budget")
+    budget = read.budget(args.budget, "--budget")
     given = inspection.parse_engine_arguments(program, words)
     for name, ours in OWN_ARGUMENTS.items():
         if name in given:

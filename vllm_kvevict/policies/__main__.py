@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .params import MEANINGS
+from .params import MEANINGS, WINDOW, Parameter
 from .registry import available, lookup
 
 
@@ -21,13 +21,22 @@ def policy_table() -> str:
 
 
 def parameter_table() -> str:
-    """All parameters in Markdown: accepted values and meaning."""
-    rows = ["| parameter | values | meaning |", "|---|---|---|"]
+    """All parameters in Markdown: accepted values, those that one request may give, and meaning."""
+    rows = ["| parameter | values | per request | meaning |", "|---|---|---|---|"]
     # Where policies accept different values, as the first of them does.
     known = {p.name: p for name in reversed(available()) for p in lookup(name).parameters}
     for name, meaning in MEANINGS.items():
-        rows.append(f"| `{name}` | {known[name].expects} | {meaning} |")
+        rows.append(f"| `{name}` | {known[name].expects} | {by_request(known[name])} | {meaning} |")
     return "\n".join(rows)
+
+
+def by_request(parameter: Parameter) -> str:
+    """Whether one request may set a parameter, and how high."""
+    if not parameter.by_request:
+        return "no"
+    if parameter.name == WINDOW.name:
+        return "up to `max_window`"
+    return "yes" if parameter.most_by_request is None else f"up to {parameter.most_by_request:,}"
 
 
 def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.policies") -> int:

@@ -17,16 +17,16 @@ from .attention import pool, reduce_group, window_rows
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, WINDOW, choice, integer, real, unless
+from .params import GQA, MILLION, WINDOW, choice, kernel_width, limited, real, unless
 from .registry import Policy, register
 from .shares import shared_budgets
 
 PARAMETERS = (
     WINDOW,
-    unless(integer("kernel", 5, 1, odd=True), pooling="decay"),
+    unless(kernel_width(5), pooling="decay"),
     choice("pooling", "avg", "max", "none", "decay"),
     GQA,
-    real("gamma", 200.0),
+    limited(real("gamma", 200.0), MILLION),
     real("tau1", 1.0, positive=True),
     real("tau2", 1.0, positive=True),
 )

@@ -24,17 +24,17 @@ from .attention import add_rows, reduce_group
 from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import ParamValue, integer, real
+from .params import MILLION, ParamValue, first_tokens, integer, limited, real, server_only
 from .registry import Policy, register
 from .sinks import keep_sinks
 from .tiles import tile_sums
 
 SKETCH, REGULARIZER, SEED, SMALLEST = 48, 5e-3, 42, 1e-6
 PARAMETERS = (
-    integer("sinks", 16, 0),
+    first_tokens(16),
     integer("window", 64, 0),
-    integer("leverage_chunk", 512, 1),
-    real("blend", 0.5),
+    server_only(integer("leverage_chunk", 512, 1)),
+    limited(real("blend", 0.5), MILLION),
 )
 
 

@@ -24,12 +24,12 @@ from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import projected_norms
-from .params import TP_LOCAL, WINDOW, choice, integer, unit_interval
+from .params import TP_LOCAL, WINDOW, choice, kernel_width, unit_interval
 from .registry import Policy, register
 
 SCORING = (
     WINDOW,
-    integer("kernel", 5, 1, odd=True),
+    kernel_width(5),
     unit_interval("mass", 0.9),
     choice("norm_axis", "heads", "tokens"),
 )

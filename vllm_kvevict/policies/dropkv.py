@@ -20,10 +20,10 @@ from . import whole_model
 from .attention import add_rows, pool, window_rows
 from .config import EvictionConfig
 from .layer import Comm, LayerInputs, LayerScores
-from .params import POOLING, WINDOW, integer, unless
+from .params import POOLING, WINDOW, kernel_width, unless
 from .registry import Policy, register
 
-KERNEL = unless(integer("kernel", 31, 1, odd=True), pooling="decay")
+KERNEL = unless(kernel_width(31), pooling="decay")
 
 
 def score(

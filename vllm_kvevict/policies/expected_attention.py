@@ -20,12 +20,12 @@ from .attention import logit_scale, reduce_group
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import SINKS, integer, real
+from .params import MILLION, SINKS, integer, limited, real
 from .registry import Policy, register
 from .sinks import keep_sinks, num_sinks
 from .tiles import query_moments
 
-PARAMETERS = (SINKS, integer("n_future", 512, 1), real("epsilon", 0.0))
+PARAMETERS = (SINKS, limited(integer("n_future", 512, 1), 4096), limited(real("epsilon", 0.0), MILLION))
 
 
 def score(

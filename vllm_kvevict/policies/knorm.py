@@ -13,10 +13,10 @@ import torch
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import OPTIONAL_WINDOW, integer
+from .params import OPTIONAL_WINDOW, integer, server_only
 from .registry import Policy, lookup, register
 
-PARAMETERS = (OPTIONAL_WINDOW, integer("skip_layers", 0, 0))
+PARAMETERS = (OPTIONAL_WINDOW, server_only(integer("skip_layers", 0, 0)))
 
 
 def score(

@@ -27,7 +27,7 @@ from . import whole_model
 from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
 from .layer import Comm, LayerInputs, LayerScores
-from .params import KERNEL, POOLING, ParamValue, choice, integer, unless
+from .params import KERNEL, POOLING, SINKS, ParamValue, choice, integer, server_only, unless
 from .registry import Policy, register
 
 MIN_CHUNK = 64
@@ -88,9 +88,9 @@ register(
         score,
         whole_model.select_best,
         (
-            integer("kvzip_chunk", 512, MIN_CHUNK),
-            choice("kvzip_sees", "all", "chunk"),
-            integer("sinks", 4, 0),
+            server_only(integer("kvzip_chunk", 512, MIN_CHUNK)),
+            server_only(choice("kvzip_sees", "all", "chunk")),
+            SINKS,
             integer("window", 0, 0),
             unless(KERNEL, window=0),
             unless(POOLING, window=0),

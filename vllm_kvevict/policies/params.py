@@ -10,6 +10,9 @@ ParamValue = int | float | str
 DEFAULTS = ("measured", "paper")
 """Whose values parameters take that are not given: those that were measured to be better here, or the paper's."""
 
+MILLION = 1_000_000
+"""More than any request needs, and far from where numbers overflow."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -18,7 +21,9 @@ class Parameter:
     `convert` returns the canonical value, or None for a value that is not acceptable; `expects` says
     in words what is, and ends up in error messages and help texts. `unless` are other parameters with values at which
     this one is not used: a configuration with one of them does not have it. `paper` is the paper's default, None where
-    that is `default` too.
+    that is `default` too. `by_request` says whether a single request may set it, and `most_by_request` is the largest
+    number that it may give, None where there is no limit: clients must not be able to make a server allocate or
+    compute without end.
     """
 
     name: str
@@ -27,6 +32,8 @@ class Parameter:
     convert: Callable[[object], ParamValue | None]
     unless: tuple[tuple[str, ParamValue], ...] = ()
     paper: ParamValue | None = None
+    by_request: bool = True
+    most_by_request: int | None = None
 
     def default_of(self, defaults: str) -> ParamValue:
         """The default, "measured" or of the "paper"."""
@@ -45,6 +52,15 @@ class Parameter:
             raise ValueError(f"{self.name} must be {self.expects}, not {value!r}")
         return result
 
+    def parse_of_request(self, value: object) -> ParamValue:
+        """The canonical value that one request gives. Raises ValueError as `parse`, and for what it may not set."""
+        if not self.by_request:
+            raise ValueError(f"{self.name} can be set for the server only")
+        result, most = self.parse(value), self.most_by_request
+        if most is not None and isinstance(result, int | float) and result > most:
+            raise ValueError(f"{self.name} must be at most {most} in a request, not {result}")
+        return result
+
 
 def to_int(value: object) -> int | None:
     """An integer, also if written as a float (JSON 1024.0); None for anything else, bool included."""
@@ -59,9 +75,13 @@ def to_int(value: object) -> int | None:
 
 def to_float(value: object) -> float | None:
     """A finite number; None for anything else, bool included."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def integer(name: str, default: int, minimum: int, *, odd: bool = False) -> Parameter:
@@ -112,7 +132,7 @@ def or_auto(parameter: Parameter) -> Parameter:
     def convert(value: object) -> ParamValue | None:
         return "auto" if value == "auto" else parameter.convert(value)
 
-    return Parameter(parameter.name, "auto", f"auto or {parameter.expects}", convert)
+    return replace(parameter, default="auto", expects=f"auto or {parameter.expects}", convert=convert)
 
 
 def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
@@ -123,6 +143,26 @@ def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
 def measured(parameter: Parameter, default: ParamValue) -> Parameter:
     """The same parameter with a default that was measured to be better; the one that it had is the paper's."""
     return replace(parameter, default=parameter.parse(default), paper=parameter.default)
+
+
+def server_only(parameter: Parameter) -> Parameter:
+    """The same parameter, which no request may set."""
+    return replace(parameter, by_request=False)
+
+
+def limited(parameter: Parameter, most: int) -> Parameter:
+    """The same parameter, of which a request may give no larger number."""
+    return replace(parameter, most_by_request=most)
+
+
+def kernel_width(default: int) -> Parameter:
+    """The width of the pooling."""
+    return limited(integer("kernel", default, 1, odd=True), 255)
+
+
+def first_tokens(default: int) -> Parameter:
+    """The number of first tokens that stay."""
+    return limited(integer("sinks", default, 0), MILLION)
 
 
 def choice(name: str, *values: str) -> Parameter:
@@ -137,17 +177,17 @@ def choice(name: str, *values: str) -> Parameter:
 WINDOW = integer("window", 32, 1)
 OPTIONAL_WINDOW = integer("window", 32, 0)
 """For policies that do not score by the window's queries: 0 protects no last tokens."""
-KERNEL = unless(integer("kernel", 7, 1, odd=True), pooling="decay")
+KERNEL = unless(kernel_width(7), pooling="decay")
 POOLING = choice("pooling", "max", "avg", "none", "decay")
 """For scores that are not negative: "decay" takes part of them."""
 ROWS = choice("rows", "mean", "max")
 GQA = choice("gqa", "mean", "max")
-SINKS = integer("sinks", 4, 0)
-BETA = integer("beta", 20, 1)
-PYRAMID_ROUNDING = choice("pyramid_rounding", "exact", "official")
+SINKS = first_tokens(4)
+BETA = limited(integer("beta", 20, 1), MILLION)
+PYRAMID_ROUNDING = server_only(choice("pyramid_rounding", "exact", "official"))
 ALPHA = unit_interval("alpha", 0.2)
 ADA_SAFEGUARD = choice("ada_safeguard", "interp", "paper", "guarantee")
-TP_LOCAL = flag("tp_local")
+TP_LOCAL = server_only(flag("tp_local"))
 """1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
 
 MEANINGS = {

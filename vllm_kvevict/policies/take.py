@@ -31,18 +31,18 @@ from .attention import pool, reduce_group, window_attention
 from .config import EvictionConfig
 from .heads import past_scores, select_uniform, with_window
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, choice, integer, or_auto, unit_interval
+from .params import GQA, choice, integer, kernel_width, or_auto, server_only, unit_interval
 from .registry import Policy, register
 from .select import best_positions, order_keys
 
 PARAMETERS = (
-    integer("take_chunk", 4096, 1),
-    integer("take_probe", 32, 1),
-    unit_interval("take_alpha", 0.2),
-    or_auto(integer("take_warmup_layers", 0, 0)),
-    or_auto(integer("take_warmup_budget", 1, 1)),
-    choice("take_guide", "prompt", "chunk"),
-    integer("kernel", 5, 1, odd=True),
+    server_only(integer("take_chunk", 4096, 1)),
+    server_only(integer("take_probe", 32, 1)),
+    server_only(unit_interval("take_alpha", 0.2)),
+    server_only(or_auto(integer("take_warmup_layers", 0, 0))),
+    server_only(or_auto(integer("take_warmup_budget", 1, 1))),
+    server_only(choice("take_guide", "prompt", "chunk")),
+    kernel_width(5),
     GQA,
 )
 

@@ -12,11 +12,11 @@ from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import value_norms
-from .params import integer
+from .params import first_tokens
 from .registry import Policy, register
 from .sinks import keep_sinks
 
-PARAMETERS = (*snapkv.PARAMETERS, integer("sinks", 0, 0))
+PARAMETERS = (*snapkv.PARAMETERS, first_tokens(0))
 
 
 def score(

@@ -124,13 +124,12 @@ class Endpoint:
         Raises:
             EndpointError: they may not; it says how servers are started instead.
         """
-        asked = parse(policies[0])
-        fields = {"kv_eviction": asked.policy, "kv_budget": 0.5, PARAMETERS: "no_such_parameter=1"}
         try:
-            await self.ask({"prompt": "what ?"}, 1, fields)
+            await self.ask({"prompt": "what ?"}, 1, {PARAMETERS: "no_such_parameter=1"})
         except RefusedError as error:
             if "no_such_parameter" in str(error):
                 return
+        asked = parse(policies[0])
         flags = " ".join(f"--kv-eviction-config.{name} {text}" for name, text in asked.texts)
         raise EndpointError(
             f"{self.url} takes parameters at its start only, not by request, so it cannot serve "

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -175,6 +175,8 @@ class Evictor:
             :attr:`LayerInputs.window_max`) from pages, where the device has a kernel for it.
         rotary: gives how the model turns queries and keys by their positions.
         reserve: fp32 [size, local layers * Hq], for :attr:`ResidentRequest.sums`; None where no policy needs it.
+        kernel_windows: numbers of a window's rows that `window_attention` is compiled for; None: it is for any. Others
+            are scored from queries and keys, since compiling would hold up all requests.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Evictor:
         window_attention: WindowAttention | None,
         rotary: Callable[[], Rotary],
         reserve: Tensor | None = None,
+        kernel_windows: Collection[int] | None = None,
     ):
         self.cache = cache
         self.first_layer = first_layer
@@ -198,6 +201,7 @@ class Evictor:
         self.window_attention = window_attention
         self.rotary = rotary
         self.reserve = reserve
+        self.kernel_windows = kernel_windows
         self.reports: dict[str, Report] = {}
         self.claims: dict[str, Claim] = {}
         self.observer: Observer | None = None
@@ -301,6 +305,8 @@ class Evictor:
         if self.window_attention is None or rows is None:
             return {}
         assert window is not None
+        if self.kernel_windows is not None and len(window) not in self.kernel_windows:
+            return {}
         table = self.cache.table(resident.request_slot, step.layer)
         return {f"window_{rows}": self.window_attention(window, table, n, step.scale, step.softcap, rows)}
 

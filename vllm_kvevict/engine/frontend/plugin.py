@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.engine import read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
@@ -18,7 +19,6 @@ from vllm_kvevict.engine.config import (
     KEY,
     KVEvictionError,
     Options,
-    parse_budget,
 )
 from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.engine.errors import end_command
@@ -233,8 +233,7 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     allowed = [policy for policy in available() if options.allows(policy)]
     extra = 0
     for name in allowed:
-        params = options.params if name == options.policy else {}
-        extra = max(extra, most_extra_rows(name, params, options.defaults))
+        extra = max(extra, most_extra_rows(name, options.params_of(name), options.defaults))
     set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
     def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
@@ -327,7 +326,7 @@ def _config_help() -> str:
 
 def _budget(text: str) -> float:
     try:
-        return parse_budget(text)
+        return read.budget(text)
     except KVEvictionError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--kv-budget ")) from None
 

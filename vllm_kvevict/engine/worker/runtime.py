@@ -135,6 +135,7 @@ class Runtime:
             self.pages.window_attention,
             self.rotary.read,
             self.reserve,
+            self.options.kernel_windows,
         )
         self.attached = True
 

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from vllm_kvevict.engine.worker.runtime import Runtime
 
 WINDOW = 32
-"""Rows of the window where the server's policy does not say."""
+"""Rows of the window where no policy that the server allows scores by it."""
 
 
 def warm_up(runtime: "Runtime") -> None:
     """Store, score and evict a prompt of zeros, and decode a token; under tensor parallelism all ranks must call it."""
     cache, pages, evictor = runtime.cache, runtime.pages, runtime.evictor
-    server, _ = runtime.options.request_config(None)
-    window = server.params.get("window") or WINDOW
+    windows = runtime.options.kernel_windows
+    window = max(windows, default=WINDOW)
     n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
     request_slot = cache.open()
     step = cache.extend([request_slot], [n])
@@ -29,10 +29,9 @@ def warm_up(runtime: "Runtime") -> None:
     assert pages.window_attention is not None
     table = cache.table(request_slot, 0)
     # Whatever a request's policy asks for.
-    received = [
-        pages.window_attention(query, table, n, 1.0, runtime.softcap, rows) for rows in ("mean", "max")
-    ]
-    scores = received[0].view(heads, -1, n - window).mean(1)
+    for size, rows in itertools.product(windows, ("mean", "max")):
+        pages.window_attention(query[:size], table, n, 1.0, runtime.softcap, rows)
+    scores = torch.zeros(heads, n - window, device=query.device)
     scored = [
         LayerScores(
             evictor.first_layer + layer, evictor.num_model_layers, heads, scores, device=scores.device
