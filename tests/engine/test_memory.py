@@ -28,7 +28,7 @@ TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
 
 
 def configure(models, *, blocks: int = 0, **settings: Any):
-    """The configuration of a server of a model with 4 layers and 2 KV heads, and blocks of 128 tokens, whose number vLLM
+    """The configuration of a server of a model with 4 layers and 2 KV heads. Blocks have 128 tokens; their number vLLM
     finds out later."""
     path = models("llama", max_len=1 << 16)
     args = {"max_model_len": 1 << 16, "kv_budget": 512, "dtype": "float32", "block_size": 128, **settings}
