@@ -69,5 +69,6 @@ def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer
         for head, positions in enumerate(heads):
             swapped = set(kept[head]) ^ set(positions.tolist())
             if swapped:
+                assert scores[layer].scores is not None, (config, layer, head)
                 near = scores[layer].scores[head, list(swapped)]
                 assert near.max() - near.min() <= 1e-5 * near.abs().max(), (config, layer, head)
