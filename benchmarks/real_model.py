@@ -6,6 +6,7 @@ the server. Started again, it continues. Each length and scope gets a folder wit
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -156,8 +157,17 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
 
 def commands(arguments: argparse.Namespace, part: Part, policies: Sequence[str], url: str) -> list[list[str]]:
     """Words behind `vllm-kvevict quality` that measure some policies."""
-    shared = ["--url", url, "--model", served_name(arguments), "--output", str(part.folder)]
-    shared += ["--tokens", str(part.tokens), "--scopes", part.scope, "--seed", str(arguments.seed)]
+    shared = ["--url", url, "--model", served_name(arguments), "--output"]
+    # Results note this command; a folder of this machine would mean nothing to others.
+    shared += [
+        os.path.relpath(part.folder),
+        "--tokens",
+        str(part.tokens),
+        "--scopes",
+        part.scope,
+        "--seed",
+        str(arguments.seed),
+    ]
     shared += ["--budgets", *(f"{budget:g}" for budget in arguments.budgets), "--min-prompt", "0"]
     shared += ["--timeout", "3600"]
     answers = ["--samples", str(arguments.fidelity_samples), "--tasks", *fidelity_tasks(arguments.tasks)]
@@ -192,7 +202,7 @@ async def measure(arguments: argparse.Namespace, url: str, policies: Sequence[st
         for words in commands(arguments, part, policies, url):
             await quality(words)
         title = f"{served_name(arguments)}, {part.tokens:,} tokens, scope {part.scope}"
-        await quality(["report", str(part.folder), "--title", title])
+        await quality(["report", os.path.relpath(part.folder), "--title", title])
         write_table(arguments.output, parts(arguments))
 
 

@@ -69,14 +69,17 @@ def run(servers: Servers, given) -> None:
     assert servers.running == 0
 
 
-def test_measures_once_and_compresses(tmp_path):
+def test_measures_once_and_compresses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     servers, given = Servers(), arguments(tmp_path)
     run(servers, given)
     folder = tmp_path / "real" / "300-prompt"
     names = {path.name for path in folder.iterdir()}
     assert {f"{name}.xz" for name in (RESULTS, ANSWERS, FIDELITY)} | {"report.md", "summary.json"} <= names
     assert not names & {RESULTS, ANSWERS, FIDELITY}
-    assert str(tmp_path) not in json.loads((folder / "settings.json").read_text())["model"]
+    settings = (folder / "settings.json").read_text()
+    assert json.loads(settings)["model"] == MODEL and "--output real/300-prompt" in settings
+    assert str(tmp_path) not in settings
     table = (tmp_path / "real" / "table.md").read_text()
     assert "## 300 tokens, scope prompt" in table and "| snapkv | 0.2 |" in table
     before = servers.asked
