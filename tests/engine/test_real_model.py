@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
-from tests.engine.masked import layer_inputs, masked_logits
+from tests.engine.masked import masked_logits
 from tests.engine.running import Answer, Ask, evicting_engine, plain_prompts, run
-from tests.engine.test_decisions import EVICTING, check_kept
+from tests.engine.test_decisions import EVICTING, check_choice, check_kept
+from tests.engine.test_kvzip import model_inputs
 from tests.real_model import real_model
-from vllm_kvevict.policies import EvictionConfig, LayerInputs
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, LayerScores, parameters, score_layer
 from vllm_kvevict.quality import texts
 from vllm_kvevict.schedules.registry import bounded_policies
 
@@ -24,10 +24,10 @@ POLICIES = [policy for policy in EVICTING if policy not in bounded_policies()]
 """Those that evict when the prompt has been read."""
 ANSWERING = "ada-snapkv"
 TUNED = {"rows": "max", "gqa": "max", "pooling": "decay"}
-BUDGET, LENGTH, CHUNK, TOKENS = 0.2, 640, 256, 8
+BUDGET, LENGTH, CHUNK, TOKENS = 0.2, 600, 256, 8
 QUESTION = "\n\nQuestion: In one sentence, what is the text above about?\nAnswer:"
 SERVER: dict[str, Any] = {
-    "max_model_len": 1024,
+    "max_model_len": 2048,  # so that a chunk that kvzip repeats has room behind the prompt
     "max_num_batched_tokens": CHUNK,
     "max_num_seqs": 2,
     "kv_cache_memory_bytes": 1 << 28,
@@ -78,8 +78,8 @@ def served() -> Iterator[Served]:
         answers = [*run(llm, asks[:1]), *run(llm, asks[1:])]
         prompts = plain_prompts(llm)
     tuned = asked_of_a_tuned_engine()
-    with torch.inference_mode():
-        inputs = layer_inputs(model, asks[0].prompt, prompts.behind(asks[0].prompt))
+    chunk = parameters("kvzip")["kvzip_chunk"]
+    inputs = model_inputs(model, asks[0].prompt, prompts, "all", chunk=chunk)
     yield Served(dict(zip(POLICIES, answers, strict=True)), tuned, inputs)
 
 
@@ -88,18 +88,29 @@ def asked_of_a_tuned_engine() -> Answer:
         return run(llm, [Reading(LENGTH, ANSWERING, BUDGET, max_tokens=2)])[0]
 
 
+def scored(config: EvictionConfig, inputs: list[LayerInputs]) -> list[LayerScores]:
+    return [score_layer(config, x, layer, len(inputs)) for layer, x in enumerate(inputs)]
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", POLICIES)
 def test_keeps_what_the_policy_decides(served, policy):
-    check_kept(EvictionConfig(policy, keep_ratio=BUDGET), served.inputs, served.answers[policy])
-    other = POLICIES[POLICIES.index(policy) - 1]
-    with pytest.raises(AssertionError):
-        check_kept(EvictionConfig(other, keep_ratio=BUDGET), served.inputs, served.answers[policy])
+    config = EvictionConfig(policy, keep_ratio=BUDGET)
+    scores = scored(config, served.inputs)
+    check_choice(config, scores, LENGTH, served.answers[policy])
+    for other, answer in served.answers.items():
+        if other != policy:
+            with pytest.raises(AssertionError):
+                check_choice(config, scores, LENGTH, answer)
 
 
 @pytest.mark.engine
 def test_keeps_what_other_parameters_decide(served):
-    check_kept(EvictionConfig(ANSWERING, keep_ratio=BUDGET, **TUNED), served.inputs, served.tuned)
+    config = EvictionConfig(ANSWERING, keep_ratio=BUDGET, **TUNED)
+    scores = scored(config, served.inputs)
+    check_choice(config, scores, LENGTH, served.tuned)
+    with pytest.raises(AssertionError):
+        check_choice(config, scores, LENGTH, served.answers[ANSWERING])
     for name in TUNED:
         others = {key: value for key, value in TUNED.items() if key != name}
         with pytest.raises(AssertionError):
