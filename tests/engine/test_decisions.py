@@ -4,7 +4,15 @@ import pytest
 
 from tests.engine.masked import layer_inputs
 from tests.engine.running import Answer, Ask, evicting_engine, plain_prompts, run
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, needs, score_layer, select
+from vllm_kvevict.policies import (
+    EvictionConfig,
+    LayerInputs,
+    LayerScores,
+    available,
+    needs,
+    score_layer,
+    select,
+)
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -60,8 +68,12 @@ def check(model, policies):
 
 def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer) -> None:
     """What a request kept is what a configuration makes of a model's tensors, up to entries at the cut."""
-    n = inputs[0].num_tokens
     scores = [score_layer(config, x, i, len(inputs)) for i, x in enumerate(inputs)]
+    check_choice(config, scores, inputs[0].num_tokens, answer)
+
+
+def check_choice(config: EvictionConfig, scores: list[LayerScores], n: int, answer: Answer) -> None:
+    """What a request kept is what a configuration chooses by these scores, up to entries at the cut."""
     expected = select(config, scores, n)
     for layer, heads in enumerate(expected):
         kept = answer.kept[0][layer]
@@ -69,5 +81,8 @@ def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer
         for head, positions in enumerate(heads):
             swapped = set(kept[head]) ^ set(positions.tolist())
             if swapped:
-                near = scores[layer].scores[head, list(swapped)]
+                # Windows are always kept, and so is what nothing scores.
+                found = scores[layer].scores
+                assert found is not None and max(swapped) < found.shape[1], (config, layer, head)
+                near = found[head, list(swapped)]
                 assert near.max() - near.min() <= 1e-5 * near.abs().max(), (config, layer, head)

@@ -56,6 +56,11 @@ def bounded_policies() -> list[str]:
     return [name for name in available() if not _schedules[lookup(name).schedule].holds_whole_prompt]
 
 
+def repeating_policies() -> list[str]:
+    """Policies that have the model read a prompt a second time."""
+    return [name for name in available() if _schedules[lookup(name).schedule].repeats_prompt]
+
+
 register("whole", Whole())
 register("by weight", ByWeight())
 register("by score", ByScore())
