@@ -37,7 +37,7 @@ from vllm import EngineArgs
 config = EngineArgs(sys.argv[2], additional_config=settings, dtype="float32").create_engine_config()
 methods = [EngineArgs.__init__, EngineArgs.create_engine_config, EngineArgs.add_cli_args]
 print(json.dumps({
-    "wrapped": any("kvevict" in value.__code__.co_filename for value in methods),
+    "wrapped": any("vllm_kvevict" in value.__code__.co_filename for value in methods),
     "fields": [name for name in EngineArgs.__dataclass_fields__ if name.startswith("kv_eviction")],
     "ours": sorted(name for name in sys.modules if name.startswith("vllm_kvevict")),
     "scheduler": str(config.scheduler_config.scheduler_cls),
@@ -148,7 +148,7 @@ def plain(model: str, words: list[str], env: dict[str, str]) -> list:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
-    assert "kvevict" not in ended.stdout + ended.stderr
+    assert "vllm_kvevict" not in ended.stdout + ended.stderr
     (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
     return json.loads(line)
 
@@ -194,7 +194,7 @@ def test_a_plain_server_is_not_harmed(models, unknown_vllm, without_the_package,
         }
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["token_ids"] == without_the_package[1]
-        assert UNKNOWN in server.log and "kvevict" not in server.log
+        assert UNKNOWN in server.log and "vllm_kvevict" not in server.log
 
 
 @pytest.mark.engine
