@@ -34,7 +34,7 @@ CONTROL = "streaming-llm"
 PUBLISHED, TUNED = RESULTS / "quality" / "real", SCRATCH / "real-tuning"
 SEEDS = {False: 2026, True: 100}
 """By whether parameters are being chosen: results of one seed must not be published with what was chosen on it."""
-LONGEST_ANSWER = 768
+LONGEST_ANSWER = 768  # and room for a chunk of the prompt that kvzip repeats
 PORT = 8761
 console = Console()
 
