@@ -14,7 +14,7 @@ FOLDER = measure.RESULTS.parent
 MODULES = sorted(
     {path.stem for path in FOLDER.glob("*.py") if "def parse_arguments" in path.read_text()}
     # These compare no speeds of sides: their servers always compute in fp32.
-    - {"soak", "hostile"}
+    - {"soak", "hostile", "real_model"}
     | {"kvpress.__main__"}
 )
 
