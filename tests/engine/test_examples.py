@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import httpx
 import pytest
@@ -43,7 +44,7 @@ def serve_flags(name: str) -> list[str]:
 @pytest.mark.engine
 def test_requests_over_http(server):
     requests = [block for block in blocks(CONFIGURATION, "python") if "chat.completions" in block]
-    assert len(requests) == 2
+    assert len(requests) == 3
     code = "\n".join(requests).replace("http://localhost:8000", server.url)
     before = server.metrics()
     exec(code, {"long_document": words(400), "question": words(5)})
@@ -61,7 +62,9 @@ def test_serves(line, tmp_path):
     """As printed, but for the model, whose context is shorter than the longest in the documents."""
     flags = ["4096" if word == "131072" else word for word in line[3:]]
     with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
-        body = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
+        body: dict[str, Any] = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
+        if "full" in line:
+            body["vllm_xargs"] = {"kv_eviction": "snapkv"}
         httpx.post(f"{running.url}/v1/completions", json=body, timeout=120).raise_for_status()
         assert eventually(lambda: running.metrics()["evicted_tokens_total"] > 0)
 

@@ -25,6 +25,7 @@ from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
 from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import EvictionConfig, available, take
@@ -180,7 +181,6 @@ FLAGS = {
     "--distributed-executor-backend external_launcher": {"distributed_executor_backend": "external_launcher"},
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
     "--kv-cache-dtype fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
-    "--kv-cache-dtype float16": {"kv_cache_dtype": "float16"},
 }
 
 
@@ -188,6 +188,18 @@ FLAGS = {
 def test_flags(name, settings, model):
     flag = name.split(" (")[0]
     assert f"--kv-eviction cannot be combined with {flag}: " in refusal(model, **settings)
+
+
+def refusal_of_a_kv_dtype(model: str, **settings) -> str:
+    """The sentence about ``--kv-cache-dtype``; newer versions of vLLM have one of their own, and are asked first."""
+    with pytest.raises(ValueError) as error:
+        EngineArgs(model=model, kv_eviction="snapkv", dtype="bfloat16", **settings).create_engine_config()
+    return in_one_line(error.value)
+
+
+def test_a_kv_dtype_that_is_not_the_models(model):
+    sentence = refusal_of_a_kv_dtype(model, kv_cache_dtype="float16")
+    assert "kv-cache-dtype" in sentence and "float16" in sentence and "bfloat16" in sentence
 
 
 @pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, 128), (256, 128)])
@@ -372,8 +384,8 @@ def test_checkpoints_that_ask_for_fp8_kv(kind, tmp_path):
         assert "a-model" in sentence and "asks for a KV cache of type fp8" in sentence
         assert sentence.endswith("so set --kv-cache-dtype bfloat16")
     # With a flag that does not fit, "auto" would be no advice.
-    sentence = refusal(model, skip_tokenizer_init=True, kv_cache_dtype="float16")
-    assert sentence.endswith("so set it to bfloat16")
+    sentence = refusal_of_a_kv_dtype(model, skip_tokenizer_init=True, kv_cache_dtype="float16")
+    assert sentence.endswith(("so set it to bfloat16", "set `--kv-cache-dtype` to `auto` or `bfloat16`."))
     args = EngineArgs(
         model, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype="bfloat16"
     )

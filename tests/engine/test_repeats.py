@@ -393,7 +393,7 @@ def test_only_who_evicts_keeps_chats(renderers):
         assert CHAT not in render(renderers(**options), [*TURN, ask()])[0]
 
 
-UNKNOWN = r"^kv_repeat_rows is unknown \(valid: kv_eviction, kv_budget, kv_prefix_len\)"
+UNKNOWN = r"^kv_repeat_rows is unknown \(valid: kv_eviction, kv_budget, kv_params, kv_prefix_len\)"
 
 
 def test_clients_cannot_send_them(renderers):
