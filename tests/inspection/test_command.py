@@ -69,7 +69,10 @@ def test_files(words, sentence, refusal):
         ("lava:krnel=3", "--compare: krnel is not a parameter of policy lava (valid parameters: window, "),
         ("lava:kernel=4", "--compare: kernel must be an odd integer >= 1, not 4"),
         ("full:kernel=3", "--compare: "),
-        ("lava:kernel=3,kernel=5", "--compare: 'lava:kernel=3,kernel=5' names kernel twice"),
+        (
+            "lava:kernel=3,kernel=5",
+            "--compare: 'lava:kernel=3,kernel=5' is not POLICY[:NAME=VALUE,...][@NOTE]: it names kernel twice",
+        ),
     ],
 )
 def test_policies_to_compare(entry, sentence, refusal):
