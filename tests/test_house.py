@@ -210,3 +210,13 @@ def test_functions_are_short() -> None:
     ]
     assert not [name for lines, name in lengths if lines > 60]
     assert sum(lines < 30 for lines, _ in lengths) >= 0.95 * len(lengths)
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest takes two files of one name for one module, unless their folders are packages."""
+    found: dict[str, Path] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        in_package = (path.parent / "__init__.py").exists()
+        name = f"{path.parent.name}.{path.name}" if in_package else path.name
+        assert name not in found, f"{path} and {found[name]}: pytest takes them for one module"
+        found[name] = path
