@@ -11,6 +11,7 @@ _PROGRAMS = (
     512  # about as many as keep a large GPU busy; not asked of the device, for the same sums everywhere
 )
 _LOG2E = tl.constexpr(math.log2(math.e))
+_HALF_LIFE = tl.constexpr(12)  # of rows "recent", in tokens
 _LOWEST = tl.constexpr(-1e30)  # below any logit, and finite: a row may see no key of a split
 
 
@@ -38,13 +39,14 @@ def window_attention(
         n: entries of every KV head, at least w + 1. What lies behind them in the last page is not used.
         scale: factor of the logits.
         softcap: c in c * tanh(logit / c), or 0.
-        rows: over the queries of a head, their "mean" or their "max".
+        rows: over the queries of a head, their "mean", their "max", or the "recent" maximum: a query counts half as
+            much for each 12 tokens that it lies further back.
 
     Returns:
         fp32 [Hq, m].
 
     Raises:
-        ValueError: dtypes or shapes do not fit, or `rows` is neither.
+        ValueError: dtypes or shapes do not fit, or `rows` is none of these.
     """
     _check(query, storage, table, n, rows)
     window, heads, head_dim = query.shape
@@ -98,7 +100,12 @@ def reference(
     token = torch.arange(n, device=query.device)
     logits.masked_fill_(token > token[n - window :, None], -torch.inf)
     received = logits.softmax(-1)[:, :, : n - window]
-    return received.amax(1) if rows == "max" else received.mean(1)
+    if rows == "mean":
+        return received.mean(1)
+    if rows == "recent":
+        back = torch.arange(window - 1, -1, -1, device=query.device)
+        received *= torch.exp2(-back / _HALF_LIFE.value)[:, None]
+    return received.amax(1)
 
 
 def _check(query: Tensor, storage: Tensor, table: Tensor, n: int, rows: str) -> None:
@@ -110,8 +117,8 @@ def _check(query: Tensor, storage: Tensor, table: Tensor, n: int, rows: str) -> 
         raise ValueError(f"{query.shape[1]} query heads cannot share {table.shape[0]} KV heads evenly")
     if n <= query.shape[0]:
         raise ValueError(f"{n} entries leave none before a window of {query.shape[0]}")
-    if rows not in ("mean", "max"):
-        raise ValueError(f"rows must be mean or max, not {rows!r}")
+    if rows not in ("mean", "max", "recent"):
+        raise ValueError(f"rows must be mean, max or recent, not {rows!r}")
 
 
 def _tile(window: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -258,7 +265,7 @@ def _combine(
     BLOCK_D: tl.constexpr,
 ):
     """The probabilities of a range of keys before the window, which every row sees: their sum over the rows, or the
-    largest of them."""
+    largest of them, where rows that lie further back may count less."""
     blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     q = _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D)
     kv_head = tl.program_id(0) // blocks
@@ -267,6 +274,8 @@ def _combine(
     top = tl.load(highest + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
     scaling = tl.load(factor + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
     scaling = tl.where(line % ROWS < WINDOW, scaling, 0.0)
+    if HOW == "recent":
+        scaling *= tl.exp2((line % ROWS - (WINDOW - 1)) / _HALF_LIFE)
     head = tl.program_id(0) % blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     m = n - WINDOW
     target = out + (kv_head * GROUP + head).to(tl.int64)[:, None] * m
@@ -277,5 +286,5 @@ def _combine(
         shares = tl.exp2(logits - top[:, None]) * scaling[:, None]
         shares = tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N])
         # Rows that only pad the window have shares of 0, which change neither.
-        received = tl.max(shares, 1) if HOW == "max" else tl.sum(shares, 1)
+        received = tl.sum(shares, 1) if HOW == "mean" else tl.max(shares, 1)
         tl.store(target + key[None, :], received, mask=(head < GROUP)[:, None] & (key < m)[None, :])

@@ -1,5 +1,7 @@
 """Policies that exist while a test runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_kvevict.policies import ada_snapkv, registry, snapkv
@@ -13,10 +15,8 @@ def policy_with_both_defaults(monkeypatch: pytest.MonkeyPatch, **ours: str | int
     """Register ada-snapkv under another name, with measured defaults (MEASURED unless given); its name."""
     ours = ours or MEASURED
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
-    parameters = tuple(
-        measured(parameter, ours[parameter.name]) if parameter.name in ours else parameter
-        for parameter in ada_snapkv.PARAMETERS
-    )
+    plain = [replace(one, default=one.default_of("paper"), paper=None) for one in ada_snapkv.PARAMETERS]
+    parameters = tuple(measured(one, ours[one.name]) if one.name in ours else one for one in plain)
     policy = Policy(
         "ada-measured",
         "as ada-snapkv, with other defaults",

@@ -17,7 +17,7 @@ from vllm_kvevict.engine.config import (
     check_names,
 )
 from vllm_kvevict.engine.parameters import policy_config
-from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.policies import EvictionConfig, available, parameters
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -168,7 +168,7 @@ def test_a_request_without_fields_takes_the_servers_options():
 
 def test_another_policy_takes_its_own_defaults_and_the_servers_budget():
     config, _ = SERVER.request_config({"kv_eviction": "pyramidkv"})
-    assert (config.policy, config.keep_ratio, config.params) == ("pyramidkv", 0.25, parameters("pyramidkv"))
+    assert config == EvictionConfig("pyramidkv", keep_ratio=0.25)
 
 
 @pytest.mark.parametrize("defaults, kernel", [("measured", 31), ("paper", 7)])

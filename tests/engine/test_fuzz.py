@@ -107,7 +107,7 @@ PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     ),
     "pooling": one_of("max", "avg", "none", "decay"),
     "gqa": one_of("mean", "max"),
-    "rows": one_of("mean", "max"),
+    "rows": one_of("mean", "max", "recent"),
     "pyramid_rounding": one_of("exact", "official"),
     "ada_safeguard": one_of("interp", "paper", "guarantee"),
     "lava_vnorm": one_of("all", "past"),
@@ -304,9 +304,11 @@ KNOWN = (*REQUEST_FIELDS, *OTHERS_FIELDS)
 
 @st.composite
 def parameters_of(draw: st.DrawFn, policy: str) -> str:
-    """Some of a policy's parameters that a request may set, in any order; empty if there are none."""
+    """Some of a policy's parameters that a request may set together, in any order; empty if there are none."""
     names = [parameter.name for parameter in lookup(policy).parameters if parameter.by_request]
     chosen = draw(st.lists(st.sampled_from(names), unique=True)) if names else []
+    if "pooling" in chosen and parameters(policy)["pooling"] == "decay":
+        chosen = [name for name in chosen if name != "kernel"]
     return ",".join(f"{name}={parameters(policy)[name]}" for name in chosen)
 
 

@@ -48,19 +48,26 @@ def refused(options: Options, *words: str, named: str = "kv_params", **fields) -
 @pytest.mark.parametrize(
     "fields, policy, changed",
     [
-        ({}, "snapkv", {"window": 16, "kernel": 9}),
-        ({"params": "kernel=21"}, "snapkv", {"window": 16, "kernel": 21}),
-        ({"params": "window=32,rows=max"}, "snapkv", {"window": 32, "kernel": 9, "rows": "max"}),
-        ({"eviction": "lava"}, "lava", {"kernel": 21}),
-        ({"eviction": "lava", "params": "alpha=0.2"}, "lava", {"kernel": 21, "alpha": 0.2}),
-        ({"eviction": "lava", "params": "kernel=5.0"}, "lava", {"kernel": 5}),
+        ({}, "snapkv", {"window": 16, "kernel": 9, "pooling": "max"}),
+        ({"params": "kernel=21"}, "snapkv", {"window": 16, "kernel": 21, "pooling": "max"}),
+        (
+            {"params": "rows=max,pooling=avg"},
+            "snapkv",
+            {"window": 16, "kernel": 9, "rows": "max", "pooling": "avg"},
+        ),
+        ({"params": "pooling=decay"}, "snapkv", {"window": 16}),
+        ({"eviction": "lava"}, "lava", {"kernel": 21, "pooling": "max"}),
+        ({"eviction": "lava", "params": "alpha=0.2"}, "lava", {"kernel": 21, "pooling": "max", "alpha": 0.2}),
+        ({"eviction": "lava", "params": "kernel=5.0"}, "lava", {"kernel": 5, "pooling": "max"}),
         ({"eviction": "cake", "params": "tau1=2,gamma=10"}, "cake", {"tau1": 2.0, "gamma": 10.0}),
         ({"eviction": "tova", "params": "tova_heads=kv"}, "tova", {"tova_heads": "kv"}),
     ],
 )
 def test_requests_override_the_server_and_the_server_the_policy(fields, policy, changed):
-    config = config_of(**fields)
-    assert (config.policy, config.keep_ratio, config.params) == (policy, 0.25, parameters(policy) | changed)
+    config, wanted = config_of(**fields), parameters(policy) | changed
+    if wanted.get("pooling") == "decay":
+        del wanted["kernel"]  # which has no use there
+    assert (config.policy, config.keep_ratio, config.params) == (policy, 0.25, wanted)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -249,8 +256,8 @@ def test_bad_options(raw, words):
 
 def test_a_server_that_evicts_on_request_only_has_parameters_for_each_policy():
     server = Options.parse({"policy": "full", "policy_params": {"lava": {"kernel": 21, "alpha": 0.1}}})
-    assert config_of(server, eviction="lava").params == parameters("lava") | {"kernel": 21, "alpha": 0.1}
-    assert config_of(server, eviction="snapkv").params == parameters("snapkv")
+    assert config_of(server, eviction="lava") == EvictionConfig("lava", keep_ratio=0.2, kernel=21, alpha=0.1)
+    assert config_of(server, eviction="snapkv") == EvictionConfig("snapkv", keep_ratio=0.2)
     refused(server, "is not a parameter of policy full", params="kernel=9")
     assert Options.parse(json.loads(json.dumps(server.to_dict()))) == server
 

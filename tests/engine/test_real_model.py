@@ -23,7 +23,7 @@ from vllm_kvevict.schedules.registry import bounded_policies
 POLICIES = [policy for policy in EVICTING if policy not in bounded_policies()]
 """Those that evict when the prompt has been read."""
 ANSWERING = "ada-snapkv"
-TUNED = {"rows": "max", "gqa": "max", "pooling": "decay"}
+TUNED = {"rows": "max", "gqa": "mean", "pooling": "avg"}
 BUDGET, LENGTH, CHUNK, TOKENS = 0.2, 600, 256, 8
 QUESTION = "\n\nQuestion: In one sentence, what is the text above about?\nAnswer:"
 SERVER: dict[str, Any] = {

@@ -110,7 +110,12 @@ def test_one_server_answers_for_a_policy_with_different_parameters(tmp_path, cap
             "4",
         ]
         command += ["--budgets", "40", "--output"]
-        policies = ["snapkv", "snapkv:window=8", "snapkv:window=32,kernel=7", "ada-snapkv:alpha=0.5,rows=max"]
+        policies = [
+            "snapkv",
+            "snapkv:pooling=none,rows=mean",
+            "snapkv:window=32,rows=recent",
+            "ada-snapkv:alpha=0.5,rows=max",
+        ]
         assert quality.main([*command, str(tmp_path / "out"), "--policies", *policies]) == 0
         assert quality.main([*command, str(tmp_path / "no"), "--policies", "kvzip:kvzip_chunk=64"]) == 2
         assert "requests may not choose kvzip" in capsys.readouterr().err
@@ -120,4 +125,8 @@ def test_one_server_answers_for_a_policy_with_different_parameters(tmp_path, cap
     for result in read(tmp_path / "out" / RESULTS, Result):
         replies[result.policy][result.sample] = result.reply
     assert all(len(found) == 4 for found in replies.values())
-    assert replies["snapkv"] == replies["snapkv:window=32,kernel=7"] != replies["snapkv:window=8"]
+    assert (
+        replies["snapkv"]
+        == replies["snapkv:window=32,rows=recent"]
+        != replies["snapkv:pooling=none,rows=mean"]
+    )

@@ -1,5 +1,7 @@
 """What requests hold beside their KV: set aside at start-up, shared out in turn, and refused where it was not."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -179,13 +181,23 @@ def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
 
 
 def test_vllm_finds_it_taken() -> None:
-    """On a CPU it reads what the process holds, and memory that was never written does not count."""
+    """On a CPU it reads what the process holds, and memory that was never written does not count.
+
+    In a new process: this one may have memory of earlier tests, which it would take again.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new_process:
+        size, grown = new_process.submit(_size_and_growth).result()
+    assert size == 64 << 20
+    assert grown > 0.9 * size
+
+
+def _size_and_growth() -> tuple[int, int]:
+    """Bytes of a reserve, and by how many the process grows when it is set aside."""
     model = SimpleNamespace(get_num_layers=lambda parallel: 8, get_num_attention_heads=lambda parallel: 2)
     vllm_config: Any = SimpleNamespace(model_config=model, parallel_config=None)
     before = psutil.Process().memory_info().rss
     reserve = allocate(vllm_config, 1 << 20, torch.device("cpu"))
-    assert reserve.nbytes == 64 << 20
-    assert psutil.Process().memory_info().rss - before > 0.9 * reserve.nbytes
+    return reserve.nbytes, psutil.Process().memory_info().rss - before
 
 
 @pytest.mark.engine

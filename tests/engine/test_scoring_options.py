@@ -54,8 +54,8 @@ def test_maxima_that_fade(models, layout):
         ("ada-pyramid", {"rows": "max", "pooling": "decay"}),
         ("vatp-snapkv", {"rows": "max", "pooling": "avg"}),
         ("ada-criticalkv", {"rows": "max", "gqa": "max"}),
-        ("lava", {"pooling": "decay"}),
-        ("cake", {"pooling": "decay"}),
+        ("lava", {"pooling": "max"}),
+        ("cake", {"pooling": "avg"}),
     ],
 )
 def test_policies(models, policy, params):
@@ -93,7 +93,7 @@ def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("rows", ["mean", "max"])
+@pytest.mark.parametrize("rows", ["mean", "max", "recent"])
 def test_on_a_gpu(models, rows):
     """The kernel that reads pages computes what the parameter says."""
     model = models("llama", layers=2)
@@ -102,4 +102,4 @@ def test_on_a_gpu(models, rows):
         (answer,) = run(llm, [ask], logits=True)
     check(model, ask, answer, rows=rows)
     with pytest.raises(AssertionError):
-        check(model, ask, answer, rows={"mean": "max", "max": "mean"}[rows])
+        check(model, ask, answer, rows={"mean": "max", "max": "recent", "recent": "mean"}[rows])

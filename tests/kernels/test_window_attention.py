@@ -13,7 +13,7 @@ from vllm_kvevict.kernels.window_attention import reference, window_attention
 from vllm_kvevict.policies import attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS = ("mean", "max")
+ROWS = ("mean", "max", "recent")
 TOLERANCE = 2e-6
 """Relative to the largest value, for every dtype: products of 16-bit numbers are exact in fp32, too."""
 
@@ -120,10 +120,20 @@ def test_a_token_that_one_row_needs(device):
     assert mean[39] < 0.05
 
 
-def test_the_mean_and_the_maximum_of_one_row_are_equal(device):
+def test_rows_further_back_count_less(device):
+    case = _case(torch.float32, 32, 64, 1, 1, 32, 100, peaked=100.0)
+    case.query[:] = 0
+    case.query[19] = case.storage.view(-1, 2, 32, 64)[case.table[0, 1], 0, 7]  # 12 rows before the last
+    largest, recent = (
+        window_attention(*case._replace(rows=rows).to(device)).cpu()[0] for rows in ("max", "recent")
+    )
+    assert recent[39] == pytest.approx(float(largest[39]) / 2, rel=1e-4)
+
+
+def test_all_ways_to_combine_one_row_are_equal(device):
     case = _case(torch.float32, 32, 64, 2, 2, 1, 100)
-    mean, largest = (window_attention(*case._replace(rows=rows).to(device)) for rows in ROWS)
-    assert torch.equal(mean, largest)
+    mean, *others = (window_attention(*case._replace(rows=rows).to(device)) for rows in ROWS)
+    assert all(torch.equal(mean, other) for other in others)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -136,7 +146,7 @@ def test_the_policies_define_it(device, softcap, rows):
     for head in range(2):
         keys = pages[case.table[head, :-3].long()].flatten(0, 1)[: case.n]
         past = attention.window_attention(query[head], keys, softcap, torch.empty(3, 16, case.n))[..., :300]
-        expected = past.mean(1) if rows == "mean" else past.amax(1)
+        expected = attention.combine_rows(past.clone(), rows)
         torch.testing.assert_close(actual[3 * head : 3 * head + 3], expected, atol=1e-6, rtol=1e-4)
 
 
@@ -153,7 +163,7 @@ def test_what_is_refused(device, attend):
         (case._replace(query=case.query.repeat_interleave(2, 2)[..., ::2]), "adjacent"),
         (case._replace(query=case.query[:, :3]), "evenly"),
         (case._replace(n=8), "window"),
-        (case._replace(rows="sum"), "rows must be mean or max, not 'sum'"),
+        (case._replace(rows="sum"), "rows must be mean, max or recent, not 'sum'"),
     ]:
         with pytest.raises(ValueError, match=message):
             attend(*changed)

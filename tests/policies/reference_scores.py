@@ -104,7 +104,7 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
         return list(row)
     if how == "decay":
         return [
-            max(s * 0.9 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31)
+            max(s * 0.95 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31)
             for j in range(len(row))
         ]
     out = []
@@ -112,6 +112,14 @@ def pooled(row: list[float], how: str, kernel: int) -> list[float]:
         near = row[max(0, i - kernel // 2) : i + kernel // 2 + 1]
         out.append(max(near) if how == "max" else math.fsum(near) / kernel)
     return out
+
+
+def combined(rows: list[list[float]], how: str) -> list[float]:
+    """Over the window's rows, the last of which is the prompt's last token."""
+    if how != "recent":
+        return reduced(rows, how)
+    last = len(rows) - 1
+    return reduced([[x * 0.5 ** ((last - r) / 12) for x in row] for r, row in enumerate(rows)], "max")
 
 
 def reduced(rows: list[list[float]], how: str) -> list[float]:
@@ -134,7 +142,7 @@ def snapkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         heads = []
         for hq in t.group(head):
             rows = window_attention(t, window, hq, head)[:, : t.n - window].tolist()
-            heads.append(reduced(rows, p["rows"]))
+            heads.append(combined(rows, p["rows"]))
         result.append(pooled(reduced(heads, p["gqa"]), p["pooling"], p.get("kernel", 0)))
     return Scored(result)
 

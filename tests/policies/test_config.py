@@ -51,11 +51,17 @@ def test_window_and_sinks_of_small_ratios():
     assert [cfg.window_for(n) for n in (5, 50, 160, 165)] == [1, 5, 16, 32]
 
 
+def unused_by_default(policy: str) -> set[str]:
+    """Without a window nothing is pooled, and fading has no width."""
+    if policy == "kvzip":
+        return {"kernel", "pooling"}
+    return {"kernel"} if parameters(policy).get("pooling") == "decay" else set()
+
+
 @pytest.mark.parametrize("policy", available())
 def test_round_trips(policy):
     cfg = EvictionConfig(policy) if policy == "full" else EvictionConfig(policy, keep_ratio=0.3)
-    unused = {"kernel", "pooling"} if policy == "kvzip" else set()  # without a window
-    assert parameters(policy).keys() - cfg.params.keys() == unused
+    assert parameters(policy).keys() - cfg.params.keys() == unused_by_default(policy)
     assert parameters(policy) | cfg.params == parameters(policy)
     assert EvictionConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
@@ -74,13 +80,13 @@ def test_equal_settings_are_equal_however_written():
 
 
 def test_a_parameter_without_use_is_none_of_the_configurations():
-    decay = EvictionConfig("ada-snapkv", budget=64, pooling="decay")
+    decay, paper = (EvictionConfig("ada-snapkv", budget=64, defaults=x) for x in ("measured", "paper"))
     assert "kernel" not in decay.params and "kernel" not in decay.to_dict()
     assert EvictionConfig.from_dict(decay.to_dict()) == decay == eval(repr(decay))
-    assert decay != EvictionConfig("ada-snapkv", budget=64)
+    assert decay == EvictionConfig("ada-snapkv", budget=64, pooling="decay") != paper
     without, small = (EvictionConfig("kvzip", budget=64, window=window) for window in (0, 8))
     assert without.params == {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0}
-    assert {"kernel": 7, "pooling": "max"}.items() <= small.params.items()
+    assert small.params["pooling"] == "decay" and "kernel" not in small.params
     assert EvictionConfig.from_dict(without.to_dict()) == without != small
 
 
@@ -140,7 +146,7 @@ WITHOUT_ROWS = (
             {"budget": 64, "window": 8, "pooling": "decay", "kernel": 5},
             ["kernel is not used with pooling=decay"],
         ),
-        *[("snapkv", {"rows": x}, ["rows", "mean, max", repr(x)]) for x in ("sum", "", None)],
+        *[("snapkv", {"rows": x}, ["rows", "mean, max, recent", repr(x)]) for x in ("sum", "", None)],
         *[(x, {"budget": 99, "rows": "max"}, ["rows does not apply", x]) for x in WITHOUT_ROWS],
         *[("streaming-llm", {"sinks": x}, ["sinks", ">= 0", repr(x)]) for x in (-1, 0.5, False, "4")],
         *[("pyramidkv", {"beta": x}, ["beta", ">= 1", repr(x)]) for x in (0, 0.5, 1.5, -20, True, NAN)],
@@ -218,30 +224,30 @@ def test_parameters_are_those_of_the_policy():
     assert parameters("ada-pyramid") == {
         "window": 32,
         "kernel": 7,
-        "pooling": "max",
-        "gqa": "mean",
-        "rows": "mean",
+        "pooling": "decay",
+        "gqa": "max",
+        "rows": "recent",
         "beta": 20,
         "pyramid_rounding": "exact",
         "alpha": 0.2,
         "ada_safeguard": "interp",
         "tp_local": 0,
     }
-    lava_head = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "max", "lava_vnorm": "all"}
+    lava_head = {"window": 32, "kernel": 7, "pooling": "decay", "gqa": "max", "lava_vnorm": "all"}
     cake = {
         "window": 32,
         "kernel": 5,
-        "pooling": "avg",
+        "pooling": "decay",
         "gqa": "mean",
         "gamma": 200.0,
         "tau1": 1.0,
         "tau2": 1.0,
     }
-    snapkv = {"window": 32, "kernel": 7, "pooling": "max", "gqa": "mean", "rows": "mean"}
+    snapkv = {"window": 32, "kernel": 7, "pooling": "decay", "gqa": "max", "rows": "recent"}
     critical = {**snapkv, "first": 0.5}
     ada = {"alpha": 0.2, "ada_safeguard": "interp", "tp_local": 0}
     lava = {**lava_head, "alpha": 0.0, "tp_local": 0}
-    defensive = {"window": 32, "kernel": 5, "mass": 0.9, "norm_axis": "heads"}
+    defensive = {"window": 32, "kernel": 31, "mass": 0.9, "norm_axis": "heads"}
     wanted = {
         "snapkv": snapkv,
         "ada-snapkv": snapkv | ada,
@@ -265,7 +271,7 @@ def test_parameters_are_those_of_the_policy():
             "sinks": 4,
             "window": 0,
             "kernel": 7,
-            "pooling": "max",
+            "pooling": "decay",
         },
         "take": {
             "take_chunk": 4096,
@@ -277,7 +283,7 @@ def test_parameters_are_those_of_the_policy():
             "kernel": 5,
             "gqa": "mean",
         },
-        "dropkv": {"window": 32, "kernel": 31, "pooling": "max"},
+        "dropkv": {"window": 32, "kernel": 31, "pooling": "decay"},
         "compactor": {"sinks": 16, "window": 64, "leverage_chunk": 512, "blend": 0.5},
         "expected-attention": {"sinks": 4, "n_future": 512, "epsilon": 0.0},
     }

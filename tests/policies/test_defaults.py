@@ -65,8 +65,9 @@ def test_a_default_that_is_not_used_is_left_out(monkeypatch):
     assert config(policy, pooling="max") == theirs
     assert EvictionConfig.from_dict(ours.to_dict()) == ours
     assert config(policy, pooling="avg", kernel=5).params["kernel"] == 5
+    assert config(policy, kernel=5) == config(policy, pooling="max", kernel=5)
     with pytest.raises(ValueError, match="kernel is not used with pooling=decay"):
-        config(policy, kernel=5)
+        config(policy, pooling="decay", kernel=5)
 
 
 def test_measured_defaults_are_values_that_the_parameter_takes():

@@ -18,7 +18,7 @@ from vllm_kvevict.policies import (
     score_layer,
     select,
 )
-from vllm_kvevict.policies.attention import pool
+from vllm_kvevict.policies.attention import combine_rows, pool
 
 from . import reference_select
 from .reference_scores import SCORE, pooled
@@ -46,10 +46,10 @@ def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    """A budget of 30 with a window of 8, and no sinks beside it."""
+    """The paper's parameters, a budget of 30 with a window of 8, and no sinks beside it."""
     sizes = {"window": WINDOW, "take_probe": WINDOW, "sinks": 0}
     sizes = {name: size for name, size in sizes.items() if name in parameters(policy)}
-    return EvictionConfig(policy, budget=30, **(sizes | params))
+    return EvictionConfig(policy, budget=30, defaults="paper", **(sizes | params))
 
 
 def as_lists(kept) -> list:
@@ -127,11 +127,17 @@ def test_equal_layers_get_equal_budgets(seed):
     assert kept("layer-defensivekv", seed, **distinct) == kept("defensivekv", seed, **distinct)
 
 
+def test_what_recent_queries_look_at_counts_more():
+    attention = torch.zeros(1, 25, 4)
+    attention[0, 24, 0] = attention[0, 12, 1] = attention[0, 0, 2] = 0.8
+    torch.testing.assert_close(combine_rows(attention, "recent"), torch.tensor([[0.8, 0.4, 0.2, 0.0]]))
+
+
 def test_a_score_fades_with_the_distance():
     scores = torch.zeros(2, 100)
     scores[0, 50], scores[1, 2], scores[1, 97] = 1.0, 1.0, 0.5
     found = pool(scores, "decay", None)
-    later, earlier = 0.9 ** torch.arange(32), 0.9 ** torch.arange(7, -1, -1)
+    later, earlier = 0.95 ** torch.arange(32), 0.95 ** torch.arange(7, -1, -1)
     wanted = torch.zeros(2, 100)
     wanted[0, 50:82] = later
     wanted[0, 43:51] = earlier
@@ -244,7 +250,7 @@ BASE = {"pyramid_rounding": {"beta": 9}, "beta": {"beta": 9}}
 
 @pytest.mark.parametrize("policy", SCORED)
 def test_every_parameter_matters(policy):
-    for name, default in parameters(policy).items():
+    for name, default in parameters(policy, "paper").items():
         if name == "tp_local":
             assert kept(policy, 2, tp_local=1) == kept(policy, 2)
             continue
@@ -262,6 +268,7 @@ def test_policies_differ():
     variants["streaming-llm"] = str(kept("streaming-llm", 2))
     variants["paper"] = str(kept("ada-snapkv", 2, ada_safeguard="paper"))
     variants["rows"] = str(kept("ada-snapkv", 2, rows="max"))
+    variants["recent"] = str(kept("ada-snapkv", 2, rows="recent"))
     variants["decay"] = str(kept("ada-snapkv", 2, pooling="decay"))
     variants["both"] = str(kept("ada-snapkv", 2, rows="max", pooling="decay"))
     assert variants["snapkv"] != str(kept("snapkv", 2, kernel=31)) != str(kept("snapkv", 2, pooling="decay"))

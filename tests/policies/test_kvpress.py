@@ -30,7 +30,7 @@ from vllm_kvevict.policies.tiles import TILE, tile_sums
 
 HEADS, GROUP, SIZE, HIDDEN = 3, 2, 8, 36
 WINDOW = 8
-OURS = {"window": WINDOW, "pooling": "avg", "kernel": 5}
+OURS = {"defaults": "paper", "window": WINDOW, "pooling": "avg", "kernel": 5}
 THEIRS = {"window_size": WINDOW, "kernel_size": 5}
 
 # Policy, its parameters, module and class of the press, its parameters, whether it is given the layer's attention.
@@ -294,9 +294,7 @@ def test_adaptive_criticalkv(first, alpha, n, budget, seed):
 def test_pyramid(n, budget, window, beta, their_beta, num_layers, seed):
     """kvpress's pyramid has the window inside. With 1 - 1/their_beta = (1 - window/B)*(1 - 1/beta) both are one."""
     layers = [make_layer(seed, n, i, num_layers) for i in range(num_layers)]
-    cfg = EvictionConfig(
-        "pyramidkv", budget=budget, beta=beta, window=window, pooling="avg", kernel=5, gqa="mean"
-    )
+    cfg = EvictionConfig("pyramidkv", budget=budget, beta=beta, **(OURS | {"window": window}))
     other = press("pyramidkv", "PyramidKVPress", ratio_for(n, budget), window, 5, their_beta)
     kept = ours(cfg, *layers)
     sizes = [len(layer[0]) for layer in kept]

@@ -8,7 +8,8 @@ import torch
 
 from tests.interpreting import interpreted
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, parameters, score_layer
-from vllm_kvevict.policies.attention import window_rows
+from vllm_kvevict.policies.attention import combine_rows, window_rows
+from vllm_kvevict.policies.params import COMBINED_ROWS
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
 LAYERS, HEADS, GROUP, TOKENS, DIM = 3, 2, 2, 90, 16
@@ -16,7 +17,9 @@ ANGLES = torch.arange(TOKENS)[:, None] * 0.5 ** torch.arange(DIM // 2)
 BY_MEAN = [
     policy
     for policy in available()
-    if EvictionConfig(policy, **{} if policy == "full" else {"keep_ratio": 0.5}).scores_by_mean
+    if EvictionConfig(
+        policy, defaults="paper", **{} if policy == "full" else {"keep_ratio": 0.5}
+    ).scores_by_mean
 ]
 
 
@@ -42,10 +45,10 @@ def _inputs(seed: int) -> list[LayerInputs]:
 
 
 def _received(config: EvictionConfig, inputs: LayerInputs) -> dict[str, torch.Tensor]:
-    """Both ways to combine the window's rows, by field."""
+    """All ways to combine the window's rows, by field."""
     window = config.window_for(TOKENS)
     past = torch.cat([rows[:, :, : TOKENS - window].clone() for rows in window_rows(inputs, window)])
-    return {"window_mean": past.mean(1), "window_max": past.amax(1)}
+    return {f"window_{how}": combine_rows(past.clone(), how) for how in COMBINED_ROWS}
 
 
 def _with(inputs: LayerInputs, **received: torch.Tensor) -> LayerInputs:
@@ -58,7 +61,7 @@ def _equal(expected, found) -> bool:
     return all(torch.equal(kept, also) for kept, also in pairs)
 
 
-def test_which_policies_score_by_the_mean():
+def test_which_policies_score_by_the_mean_with_the_papers_parameters():
     assert {"snapkv", "ada-snapkv", "pyramidkv", "lava", "tova", "criticalkv"} <= set(BY_MEAN)
     assert not {"full", "streaming-llm", "cake", "h2o", "knorm", "take", "defensivekv", "compactor"} & set(
         BY_MEAN
@@ -67,7 +70,7 @@ def test_which_policies_score_by_the_mean():
 
 @pytest.mark.parametrize("policy", BY_MEAN)
 def test_the_mean_stands_in_for_queries_and_keys(policy):
-    config = EvictionConfig(policy, budget=40)
+    config = EvictionConfig(policy, budget=40, defaults="paper")
     inputs = _inputs(1)
     expected = decide(config, inputs)
     means = [_received(config, x)["window_mean"] for x in inputs]
@@ -77,13 +80,14 @@ def test_the_mean_stands_in_for_queries_and_keys(policy):
 
 
 @pytest.mark.parametrize("policy", [policy for policy in BY_MEAN if "rows" in parameters(policy)])
-def test_the_mean_does_not_stand_in_for_the_maximum(policy):
-    config, other = (EvictionConfig(policy, budget=40, rows=rows) for rows in ("max", "mean"))
-    assert not config.scores_by_mean and config.combines_rows_by == "max" and other.scores_by_mean
+@pytest.mark.parametrize("how", ["max", "recent"])
+def test_the_mean_does_not_stand_in_for_a_maximum(policy, how):
+    config, other = (EvictionConfig(policy, budget=40, rows=rows) for rows in (how, "mean"))
+    assert not config.scores_by_mean and config.combines_rows_by == how and other.scores_by_mean
     inputs = _inputs(1)
     expected = decide(config, inputs)
     given = [_received(config, x) for x in inputs]
-    # Both are there: each configuration takes its own.
+    # All are there: each configuration takes its own.
     assert _equal(expected, decide(config, [_with(x, **y) for x, y in zip(inputs, given, strict=True)]))
     assert not _equal(expected, decide(other, [_with(x, **y) for x, y in zip(inputs, given, strict=True)]))
     # The mean alone: queries are read, or asked for.
@@ -107,7 +111,7 @@ def test_the_maximum_stands_in_for_queries_and_keys_of_kvzip():
     )
 
 
-@pytest.mark.parametrize("name", ["window_mean", "window_max"])
+@pytest.mark.parametrize("name", ["window_mean", "window_max", "window_recent"])
 @pytest.mark.parametrize(
     "received",
     [torch.zeros(4, 57), torch.zeros(3, 58), torch.zeros(4, 58, dtype=torch.float64), torch.zeros(0, 58)],

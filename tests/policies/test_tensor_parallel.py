@@ -37,6 +37,8 @@ CONFIGS = [
     *[config(policy) for policy in available() if policy != "full"],
     config("snapkv", gqa="max", pooling="avg", kernel=5),
     config("snapkv", rows="max"),
+    config("snapkv", rows="recent", gqa="max", pooling="decay"),
+    config("ada-snapkv", rows="recent"),
     config("pyramidkv", rows="max", gqa="max"),
     config("ada-snapkv", rows="max", gqa="max", kernel=31),
     config("ada-pyramid", rows="max", pooling="avg"),

@@ -10,9 +10,11 @@ from .layer import Comm, LayerInputs
 
 _BLOCK = 128
 
-DECAY, AFTER, BEFORE = 0.9, 32, 8
+DECAY, AFTER, BEFORE = 0.95, 32, 8
 """Of pooling "decay": the factor of a score for each token of distance, and how many distances it reaches, from 0 on:
 among later tokens, and among earlier ones. Powers of two."""
+HALF_LIFE = 12
+"""Of rows "recent": a query that lies so many tokens further back counts half as much."""
 
 
 def window_attention(
@@ -55,8 +57,8 @@ def pool(scores: Tensor, how: str, kernel: int | None) -> Tensor:
     """[Hkv, m] -> [Hkv, m]: each candidate's score combined with its neighbours', as `how` says.
 
     "max", "avg": of the `kernel` scores around it, an odd number; "avg" divides by `kernel` at the ends too.
-    "decay": s'[j] = max(s[j-t] * g^t over 0 <= t < 32, s[j+t] * g^t over 0 <= t < 8), g = 0.9, for scores that are not
-    negative: what follows a high score is kept further than what precedes it, and a higher one reaches further.
+    "decay": s'[j] = max(s[j-t] * g^t over 0 <= t < 32, s[j+t] * g^t over 0 <= t < 8), g = 0.95, for scores that are
+    not negative: what follows a high score is kept further than what precedes it, and a higher one reaches further.
     `kernel` plays no part. "none": unchanged.
 
     The neighbourhood ends at the first and last candidate.
@@ -99,8 +101,8 @@ def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
 def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
     """For each KV head in turn what each token before the window receives of its attention, fp32 [g, m].
 
-    how: over the window's rows, their "mean" or their "max". Raises ValueError naming window_mean or window_max, or
-    q_window as `window_rows` does.
+    how: over the window's rows, see `combine_rows`. Raises ValueError naming window_mean, window_max or window_recent,
+    or q_window as `window_rows` does.
     """
     given = inputs.check_received(window, how)
     if given is not None:
@@ -108,8 +110,21 @@ def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Te
         return
     m = inputs.num_tokens - window
     for rows in window_rows(inputs, window):
-        past = rows[:, :, :m]
-        yield past.amax(1) if how == "max" else past.mean(1)
+        yield combine_rows(rows[:, :, :m], how)
+
+
+def combine_rows(attention: Tensor, how: str) -> Tensor:
+    """[g, w, m] -> [g, m]: over the window's rows their "mean", their "max", or the "recent" maximum.
+
+    "recent": the largest of a[r] * 2^(-(w-1-r) / 12), so that the last queries, which come closest to what the answer
+    will look for, count most. `attention` is then overwritten.
+    """
+    if how == "mean":
+        return attention.mean(1)
+    if how == "recent":
+        back = torch.arange(attention.shape[1] - 1, -1, -1, dtype=torch.float32, device=attention.device)
+        attention.mul_(torch.exp2(-back / HALF_LIFE)[:, None])
+    return attention.amax(1)
 
 
 def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
@@ -152,7 +167,7 @@ def window_scores(
 ) -> Tensor:
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
-    Mean or maximum over the window's rows, then over the query heads of each KV head, then pooling. SnapKV section 4
+    Over the window's rows (`combine_rows`), then over the query heads of each KV head, then pooling. SnapKV section 4
     has the mean of rows; GQA reduction as in Ada-KV section 3.5. Raises ValueError as `received` does.
     """
     scores = [reduce_group(heads, gqa, comm) for heads in received(inputs, window, rows)]

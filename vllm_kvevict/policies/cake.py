@@ -1,8 +1,8 @@
 """cake: layers share the budget by how dispersed and how shifting their attention is (CAKE; LAVa, appendix B).
 
 A[hq, r, i]: attention of row r of the window to candidate i, not renormalised.
-c[hq, i] = mean_r A + gamma * var_r A (unbiased), average-pooled (kernel 5), then the mean over the query heads of
-           each KV head: what the b_l best candidates of a head are chosen by
+c[hq, i] = mean_r A + gamma * var_r A (unbiased), pooled (the paper: average, kernel 5), then the mean over the
+           query heads of each KV head: what the b_l best candidates of a head are chosen by
 P        = Hs^(1/tau1) * Vt^(1/tau2), with Hs = -sum A log(A + 1e-10) and Vt = sum over hq, i of var_r A:
            the weight by which layers share the budget
 
@@ -17,14 +17,14 @@ from .attention import pool, reduce_group, window_rows
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, MILLION, WINDOW, choice, kernel_width, limited, real, unless
+from .params import GQA, MILLION, WINDOW, choice, kernel_width, limited, measured, real, unless
 from .registry import Policy, register
 from .shares import shared_budgets
 
 PARAMETERS = (
     WINDOW,
     unless(kernel_width(5), pooling="decay"),
-    choice("pooling", "avg", "max", "none", "decay"),
+    measured(choice("pooling", "avg", "max", "none", "decay"), "decay"),
     GQA,
     limited(real("gamma", 200.0), MILLION),
     real("tau1", 1.0, positive=True),

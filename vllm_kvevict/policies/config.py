@@ -17,8 +17,8 @@ class EvictionConfig:
     of the prompt) must be given; policy "full" takes neither. Omitted parameters take the policy's
     defaults (see `parameters`), with defaults="paper" those of its paper. pooling="avg" does not change
     the default kernel; SnapKV's original setting is pooling="avg", kernel=5. A parameter that others
-    leave without use (kernel with pooling="decay") is none of the configuration's, and giving it is an
-    error.
+    leave without use (kernel with pooling="decay") is none of the configuration's, and giving both is an
+    error; where only the default leaves it without use, the paper's default is taken instead.
 
     Raises ValueError with one sentence that names the offending parameter and what is valid.
     Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
@@ -108,7 +108,10 @@ class EvictionConfig:
 
     @property
     def combines_rows_by(self) -> str | None:
-        """Which of LayerInputs.window_mean and window_max can stand in for queries and keys: "mean", "max" or None."""
+        """How the window's rows are combined, "mean", "max" or "recent"; None if more of the queries is read.
+
+        LayerInputs.window_mean, window_max or window_recent can then stand in for queries and keys.
+        """
         rows: str | None = self.params.get("rows", lookup(self.policy).window_rows)
         return rows if "q_window" in self.needs else None
 
@@ -173,10 +176,25 @@ def _check_parameters(method: Policy, given: Mapping[str, Any], defaults: str) -
             known = any(name in parameters(other) for other in available())
             problem = "does not apply to" if known else "is not a parameter of"
             raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
+    values |= _making_room(method, values, given)
     for parameter in method.parameters:
         if parameter.name in given:
             values[parameter.name] = parameter.parse(given[parameter.name])
     return _without_unused(method, values, given)
+
+
+def _making_room(method: Policy, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The paper's default of what would leave a given parameter without use, and is not given itself.
+
+    Who gives a kernel alone means a pooling that has one.
+    """
+    by_name = {parameter.name: parameter for parameter in method.parameters}
+    found = {}
+    for name in given:
+        for other, value in by_name[name].unless:
+            if other not in given and values[other] == value:
+                found[other] = by_name[other].default_of("paper")
+    return found
 
 
 def _without_unused(method: Policy, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

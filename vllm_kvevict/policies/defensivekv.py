@@ -3,7 +3,7 @@
 Follows the authors' code where it is clear, otherwise what it means to do; experimental. For each KV head h, with A
 the attention of the window's rows r in its query heads hq to the m candidates:
 
-p[hq, r]    = average-pooled A[hq, r] (kernel 5), rescaled to the sum of A[hq, r]
+p[hq, r]    = average-pooled A[hq, r] (the paper: kernel 5), rescaled to the sum of A[hq, r]
 worst[h, i] = max over hq and r of p[hq, r, i]
 s[h, i]     = max(worst[h, i], mean_i worst[h]) * N[h, i] / sum_h' N[h', i], N the projected value norm of criticalkv;
               norm_axis="tokens" divides by sum_i' N[h, i'] instead
@@ -24,12 +24,12 @@ from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import projected_norms
-from .params import TP_LOCAL, WINDOW, choice, kernel_width, unit_interval
+from .params import TP_LOCAL, WINDOW, choice, kernel_width, measured, unit_interval
 from .registry import Policy, register
 
 SCORING = (
     WINDOW,
-    kernel_width(5),
+    measured(kernel_width(5), 31),
     unit_interval("mass", 0.9),
     choice("norm_axis", "heads", "tokens"),
 )

@@ -5,7 +5,7 @@ p[hq, r] = attention of row r of the window in query head hq, over all tokens; o
 If token j alone were dropped, the attention to the others would grow by 1 / (1 - p_j), and the output would move by
 p_j / (1 - p_j) (o - v_j). Its squared length, summed over the rows and over the query heads of KV head h, is
 
-s[h, j]  = sum over hq and r of (p[hq, r, j] / (1 - p[hq, r, j]))^2 |v_j - o[hq, r]|^2, then pooled (kernel 31)
+s[h, j]  = sum over hq and r of (p[hq, r, j] / (1 - p[hq, r, j]))^2 |v_j - o[hq, r]|^2, then pooled
 
 Where one token has nearly all the attention of a row, 1 - p and v_j - o both vanish. So for the largest p of each row
 the same is computed as p_j^2 |v_j - o_rest|^2, where o_rest is the output without it. The window stays, and the
@@ -20,7 +20,7 @@ from . import whole_model
 from .attention import add_rows, pool, window_rows
 from .config import EvictionConfig
 from .layer import Comm, LayerInputs, LayerScores
-from .params import POOLING, WINDOW, kernel_width, unless
+from .params import POOLING, WINDOW, kernel_width, measured, unless
 from .registry import Policy, register
 
 KERNEL = unless(kernel_width(31), pooling="decay")
@@ -69,7 +69,7 @@ register(
         "DropKV",
         score,
         whole_model.select_best,
-        (WINDOW, KERNEL, POOLING),
+        (WINDOW, KERNEL, measured(POOLING, "decay")),
         needs=("q_window", "values"),
         schedule="by score",
         always_kept=("window",),

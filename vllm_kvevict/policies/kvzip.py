@@ -27,7 +27,7 @@ from . import whole_model
 from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
 from .layer import Comm, LayerInputs, LayerScores
-from .params import KERNEL, POOLING, SINKS, ParamValue, choice, integer, server_only, unless
+from .params import KERNEL, POOLING, SINKS, ParamValue, choice, integer, measured, server_only, unless
 from .registry import Policy, register
 
 MIN_CHUNK = 64
@@ -93,7 +93,7 @@ register(
             SINKS,
             integer("window", 0, 0),
             unless(KERNEL, window=0),
-            unless(POOLING, window=0),
+            unless(measured(POOLING, "decay"), window=0),
         ),
         needs=("repeated",),
         window_needs=("q_window",),

@@ -1,7 +1,7 @@
 """lava: layers share the budget by the entropy of their scores, heads by score times value norm (LAVa, eq. 5-7).
 
 a[hq, i] = mean over the window's rows of the attention that query head hq pays to token i
-p        = max-pooled a (kernel 7)
+p        = pooled a (the paper: maximum, kernel 7)
 s[h, i]  = max over tokens k of ||V[h, k]||_1  *  max over the query heads hq of KV head h of p[hq, i]
 e        = -sum (s/S) log(s/S) / log(Hkv*m), S = sum s, over all KV heads and the m candidates of a layer
 
@@ -25,11 +25,17 @@ from .config import EvictionConfig
 from .heads import select_adaptive
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import value_norms
-from .params import KERNEL, POOLING, TP_LOCAL, WINDOW, choice, unit_interval
+from .params import KERNEL, POOLING, TP_LOCAL, WINDOW, choice, measured, unit_interval
 from .registry import Policy, register
 from .shares import shared_budgets
 
-SCORING = (WINDOW, KERNEL, POOLING, choice("gqa", "max", "mean"), choice("lava_vnorm", "all", "past"))
+SCORING = (
+    WINDOW,
+    KERNEL,
+    measured(POOLING, "decay"),
+    choice("gqa", "max", "mean"),
+    choice("lava_vnorm", "all", "past"),
+)
 PARAMETERS = (*SCORING, unit_interval("alpha", 0.0), TP_LOCAL)
 
 

@@ -50,10 +50,10 @@ class LayerInputs:
     query_moments fp32 [Hq, d+1, d+1]: sum over the queries q before RoPE, the sinks' left out, of x x' with x = (1, q);
     expected-attention takes it or q_all. Both as summed up by `tiles`.
     w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
-    window_mean, window_max fp32 [Hq, m]: what each of the m tokens before the window receives of its attention, the
-    mean or the maximum over its rows, from whoever has it already. Policies that score by one of them alone
-    (`EvictionConfig.combines_rows_by` says by which) then read neither queries nor keys, of which only shape and dtype
-    count: they may be on the meta device.
+    window_mean, window_max, window_recent fp32 [Hq, m]: what each of the m tokens before the window receives of its
+    attention, the mean or a maximum over its rows (`attention.combine_rows`), from whoever has it already. Policies
+    that score by one of them alone (`EvictionConfig.combines_rows_by` says by which) then read neither queries nor
+    keys, of which only shape and dtype count: they may be on the meta device.
     repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
     query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape unless it has a
     window: they may be on the meta device.
@@ -70,6 +70,7 @@ class LayerInputs:
     w_o: Tensor | None = None
     window_mean: Tensor | None = None
     window_max: Tensor | None = None
+    window_recent: Tensor | None = None
     repeated: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | Rotary | None = None
     tile_sums: Tensor | None = None
@@ -109,9 +110,9 @@ class LayerInputs:
         return query[:, query.shape[1] - window :]
 
     def check_received(self, window: int, how: str) -> Tensor | None:
-        """window_mean or window_max by KV head, [Hkv, g, m]; None if it is not given.
+        """window_mean, window_max or window_recent by KV head, [Hkv, g, m]; None if it is not given.
 
-        how: "mean" or "max". Raises ValueError naming the field if of a wrong shape or dtype.
+        how: "mean", "max" or "recent". Raises ValueError naming the field if of a wrong shape or dtype.
         """
         name = f"window_{how}"
         given, heads, m = getattr(self, name), self.num_kv_heads, self.num_tokens - window

@@ -141,8 +141,8 @@ def unless(parameter: Parameter, **values: ParamValue) -> Parameter:
 
 
 def measured(parameter: Parameter, default: ParamValue) -> Parameter:
-    """The same parameter with a default that was measured to be better; the one that it had is the paper's."""
-    return replace(parameter, default=parameter.parse(default), paper=parameter.default)
+    """The same parameter with a default that was measured to be better; the paper's stays."""
+    return replace(parameter, default=parameter.parse(default), paper=parameter.default_of("paper"))
 
 
 def server_only(parameter: Parameter) -> Parameter:
@@ -180,7 +180,8 @@ OPTIONAL_WINDOW = integer("window", 32, 0)
 KERNEL = unless(kernel_width(7), pooling="decay")
 POOLING = choice("pooling", "max", "avg", "none", "decay")
 """For scores that are not negative: "decay" takes part of them."""
-ROWS = choice("rows", "mean", "max")
+COMBINED_ROWS = ("mean", "max", "recent")
+ROWS = choice("rows", *COMBINED_ROWS)
 GQA = choice("gqa", "mean", "max")
 SINKS = first_tokens(4)
 BETA = limited(integer("beta", 20, 1), MILLION)
@@ -195,9 +196,11 @@ MEANINGS = {
     "keydiff, compactor, kvzip)",
     "kernel": "width of the pooling over neighbouring tokens; not used with `pooling=decay`",
     "pooling": "how a token's score is combined with its neighbours' scores: the maximum or average of `kernel` "
-    "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.9 times for each token "
+    "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.95 times for each token "
     "of distance. In kvzip only what the window attends to is pooled",
-    "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`",
+    "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`: their mean, "
+    "their maximum, or `recent`: the maximum, where a query counts half as much for each 12 tokens that it lies "
+    "further back",
     "gqa": "how the scores of the query heads that share a KV head are combined",
     "sinks": "number of first tokens that always stay",
     "beta": "how steeply budgets fall: the top layer gets 1/beta of the average; 1 is uniform",

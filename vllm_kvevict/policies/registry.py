@@ -39,8 +39,9 @@ class Policy:
     window_needs: tuple[str, ...] = ()
     """What `score` reads besides unless the parameter `window` is 0."""
     window_rows: str | None = None
-    """How `score` combines the window's rows, "mean" or "max", if of queries and keys it reads nothing but what tokens
-    receive of the window's attention (`received`); the parameter `rows`, where the policy has it, counts instead."""
+    """How `score` combines the window's rows, "mean", "max" or "recent", if of queries and keys it reads nothing but
+    what tokens receive of the window's attention (`received`); the parameter `rows`, where the policy has it,
+    counts instead."""
     schedule: str = "whole"
     """When it evicts, one of those in `vllm_kvevict.schedules`. "whole": at the end of the prompt, each layer without
     the others. "by weight": likewise, with layer budgets from the weights of all layers. "by score": likewise, the

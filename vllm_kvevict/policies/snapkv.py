@@ -1,7 +1,9 @@
 """snapkv: per KV head, the tokens that the last `window` queries attend to most (SnapKV, section 4).
 
-Defaults are Ada-KV's evaluation setting (max-pooling 7); SnapKV's own is pooling="avg", kernel=5. With rows="max" a
-token counts as much as the one query that attends to it most; in the mean over 32 queries such a token is lost.
+The paper's defaults are Ada-KV's evaluation setting (max-pooling 7); SnapKV's own is pooling="avg", kernel=5. They lose
+answers of more than a few tokens: what is read at the end of the answer is not attended to yet, and seven tokens do not
+reach it. The measured ones keep more behind each token that is found (pooling="decay"), and let a token count as much
+as the one query that attends to it most (rows="recent"); in the mean over 32 queries such a token is lost.
 """
 
 from collections.abc import Sequence
@@ -10,10 +12,10 @@ from .attention import window_scores
 from .config import EvictionConfig
 from .heads import select_uniform
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .params import GQA, KERNEL, POOLING, ROWS, WINDOW
+from .params import GQA, KERNEL, POOLING, ROWS, WINDOW, measured
 from .registry import Policy, register
 
-PARAMETERS = (WINDOW, KERNEL, POOLING, GQA, ROWS)
+PARAMETERS = (WINDOW, KERNEL, measured(POOLING, "decay"), measured(GQA, "max"), measured(ROWS, "recent"))
 
 
 def score(

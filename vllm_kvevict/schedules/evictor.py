@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
 
 WindowAttention = Callable[[Tensor, Tensor, int, float, float, str], Tensor]
-"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap, "mean" or "max" of the queries):
+"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap, how the queries are combined):
 fp32 [Hq, n - w]."""
 
 
@@ -172,7 +172,8 @@ class Evictor:
         output_projection: gives w_o of a local layer, [Hq, d, hidden].
         is_asynchronous: whether the device runs behind the host.
         window_attention: computes what tokens receive of the window's attention (:attr:`LayerInputs.window_mean`,
-            :attr:`LayerInputs.window_max`) from pages, where the device has a kernel for it.
+            :attr:`LayerInputs.window_max`, :attr:`LayerInputs.window_recent`) from pages, where the device
+            has a kernel for it.
         rotary: gives how the model turns queries and keys by their positions.
         reserve: fp32 [size, local layers * Hq], for :attr:`ResidentRequest.sums`; None where no policy needs it.
         kernel_windows: numbers of a window's rows that `window_attention` is compiled for; None: it is for any. Others

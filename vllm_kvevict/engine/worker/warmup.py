@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvevict.engine.worker.batch import Decodes
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
+from vllm_kvevict.policies.params import COMBINED_ROWS
 
 if TYPE_CHECKING:
     from vllm_kvevict.engine.worker.runtime import Runtime
@@ -29,7 +30,7 @@ def warm_up(runtime: "Runtime") -> None:
     assert pages.window_attention is not None
     table = cache.table(request_slot, 0)
     # Whatever a request's policy asks for.
-    for size, rows in itertools.product(windows, ("mean", "max")):
+    for size, rows in itertools.product(windows, COMBINED_ROWS):
         pages.window_attention(query[:size], table, n, 1.0, runtime.softcap, rows)
     scores = torch.zeros(heads, n - window, device=query.device)
     scored = [
