@@ -16,7 +16,7 @@ ROUNDS, PER_ROUND = 3, 100
 @pytest.mark.engine
 def test_no_object_stays(models):
     """Scheduler and worker are in this process; whatever stays once per request would show a hundred times."""
-    options = {"policy": "take", "budget": 0.3, "take_chunk": 64, "min_prompt": 32, "decode_reserve": 4}
+    options = {"policy": "take", "budget": 0.3, "take_chunk": 64, "min_prompt": 32, "decode_reserve": 1}
     options["policies"] = "all"
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "block_size": 32}
     settings |= {"num_gpu_blocks_override": 24, "additional_config": {"kv_eviction": options}}
@@ -24,7 +24,9 @@ def test_no_object_stays(models):
     with engine(models("llama"), **settings) as llm:
         for _ in range(ROUNDS):
             asks = [
-                Ask(choose.randint(1, 300), choose.choice(available()), 0.3, max_tokens=choose.randint(1, 40))
+                Ask(
+                    choose.randint(1, 300), choose.choice(available()), 0.3, max_tokens=choose.randint(1, 120)
+                )
                 for _ in range(PER_ROUND)
             ]
             run(llm, asks, recorded=False)
