@@ -146,10 +146,14 @@ KINDS = [
 
 
 def answers_of_all_kinds(llm) -> list[list[list[int]]]:
-    """To the same prompt kept whole and evicted, asked in each way."""
+    """To a prompt that is kept whole and to others that are evicted, asked in each way."""
     asks = [
         (ask, fields)
-        for ask in (Ask(200, "full", max_tokens=40), Ask(250, "ada-snapkv", 0.3, max_tokens=40))
+        for ask in (
+            Ask(200, "full", max_tokens=40),
+            Ask(250, "ada-snapkv", 0.3, max_tokens=40),
+            Ask(230, "ada-snapkv", 0.3, max_tokens=40, seed=1),
+        )
         for fields in KINDS
     ]
     outputs = llm.generate(
