@@ -49,6 +49,18 @@ def command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.
     )
 
 
+ON_REQUEST = (
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--kv-cache-memory-bytes",
+    str(1 << 28),
+    "--kv-eviction",
+    "full",
+)
+"""Flags of a small server that evicts what requests ask for, and nothing else."""
+
+
 def log_evictions(log: Path) -> list[str]:
     """Flags that let a server write its evictions to a file beside its log."""
     return ["--kv-eviction-config.eviction_log", str(_evictions_beside(log))]

@@ -11,22 +11,13 @@ import torch
 
 from benchmarks.quality import NEEDLE
 from tests.engine.masked import evicted_layers, masked_logits
-from tests.engine.serving import Server
+from tests.engine.serving import ON_REQUEST, Server
 from vllm_kvevict.policies import parameters
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity
 from vllm_kvevict.quality.results import Column, read
 from vllm_kvevict.quality.tasks import make
 
-FLAGS = (
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--kv-cache-memory-bytes",
-    str(1 << 28),
-    "--kv-eviction",
-    "full",
-)
 BUDGET, HEADS, TOP, LENGTH = 0.2, 4, 20, 12
 STREAMING = {scope: Column("streaming-llm", BUDGET, scope) for scope in ("prompt", "prefix")}
 
@@ -38,7 +29,7 @@ def measured(tmp_path_factory) -> Path:
     samples = [make("passage", length, random.Random(length)) for length in (300, 350, 400)]
     lines = [{"document": sample.context, "question": sample.question} for sample in samples]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with Server(NEEDLE, folder / "server.log", *FLAGS, "--kv-eviction-config.min_prompt", "0") as server:
+    with Server(NEEDLE, folder / "server.log", *ON_REQUEST, "--kv-eviction-config.min_prompt", "0") as server:
         command = ["fidelity", "--url", f"{server.url}/v1", "--output", str(folder)]
         command += ["--prompts", str(folder / "prompts.jsonl"), "--answer-tokens", str(LENGTH)]
         command += ["--policies", "streaming-llm", "ada-snapkv", "--budgets", str(BUDGET), "1"]
