@@ -282,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             writing(context, dtype),
             window(context, dtype, "mean"),
             window(context, dtype, "max"),
+            window(context, dtype, "recent"),
             *searches(context, layers),
             *compactions(context, layers, dtype),
             appending(arguments.append_batch, context, layers, dtype),

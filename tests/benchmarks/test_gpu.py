@@ -198,7 +198,7 @@ def test_kernels(card, tmp_path, capsys, dtype):
     record, out = run(kernels, tmp_path, capsys, arguments)
     check_record(record, out, "Triton kernels at 192 tokens")
     found = {one["name"]: one for one in record["results"]["kernels"]}
-    assert len(found) == 12 and len(record["results"]["targets"]) == 10
+    assert len(found) == 13 and len(record["results"]["targets"]) == 11
     entries = 192 * 8 * 512
     assert found["write_entries, one layer"]["bytes"] == 2 * entries + 192 * 8 * 8
     assert found["cuts, all layers, head by head"]["bytes"] == 8 * 160 * 8 * 8
