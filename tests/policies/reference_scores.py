@@ -99,12 +99,15 @@ def window_attention(t: Tensors, window: int, hq: int, head: int) -> Array:
 
 
 def pooled(row: list[float], how: str, kernel: int) -> list[float]:
-    """Pooling with the window cut off at both ends; an average always divides by the kernel."""
+    """Pooling with the window cut off at both ends; an average always divides by the kernel.
+
+    "decay": the first token has no part in what others get.
+    """
     if how == "none":
         return list(row)
     if how == "decay":
         return [
-            max(s * 0.95 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31)
+            max(s * 0.95 ** abs(j - i) for i, s in enumerate(row) if -7 <= j - i <= 31 and (i > 0 or j == 0))
             for j in range(len(row))
         ]
     out = []

@@ -146,6 +146,16 @@ def test_a_score_fades_with_the_distance():
     torch.testing.assert_close(found, wanted)
 
 
+def test_the_first_token_counts_for_itself_alone():
+    scores = torch.zeros(1, 40)
+    scores[0, 0], scores[0, 4] = 1.0, 0.5
+    found = pool(scores, "decay", None)[0]
+    assert found[0] == 1.0
+    scores[0, 0] = 0.0
+    torch.testing.assert_close(found[1:], pool(scores, "decay", None)[0, 1:])
+    assert found[3] == 0.5 * 0.95
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33])
 def test_what_fades_in_a_few_tokens(length):
     scores = torch.rand(1, length, generator=torch.Generator().manual_seed(length))

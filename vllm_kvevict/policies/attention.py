@@ -59,14 +59,19 @@ def pool(scores: Tensor, how: str, kernel: int | None) -> Tensor:
     "max", "avg": of the `kernel` scores around it, an odd number; "avg" divides by `kernel` at the ends too.
     "decay": s'[j] = max(s[j-t] * g^t over 0 <= t < 32, s[j+t] * g^t over 0 <= t < 8), g = 0.95, for scores that are
     not negative: what follows a high score is kept further than what precedes it, and a higher one reaches further.
-    `kernel` plays no part. "none": unchanged.
+    The first token is an attention sink in most heads, whatever comes after it: it counts for itself alone. `kernel`
+    plays no part. "none": unchanged.
 
     The neighbourhood ends at the first and last candidate.
     """
     if how == "none":
         return scores
     if how == "decay":
-        return torch.maximum(_fading(scores, AFTER), _fading(scores.flip(-1), BEFORE).flip(-1))
+        # Scores are not negative, so 0 reaches nobody.
+        reaching = functional.pad(scores[..., 1:], (1, 0))
+        later, earlier = _fading(reaching, AFTER), _fading(reaching.flip(-1), BEFORE).flip(-1)
+        later[..., 0] = scores[..., 0]
+        return torch.maximum(later, earlier)
     assert kernel is not None
     pooling = functional.max_pool1d if how == "max" else functional.avg_pool1d
     return pooling(scores[None], kernel, stride=1, padding=kernel // 2)[0]

@@ -197,7 +197,8 @@ MEANINGS = {
     "kernel": "width of the pooling over neighbouring tokens; not used with `pooling=decay`",
     "pooling": "how a token's score is combined with its neighbours' scores: the maximum or average of `kernel` "
     "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.95 times for each token "
-    "of distance. In kvzip only what the window attends to is pooled",
+    "of distance; the first token, which most heads attend to in any case, only for itself. In kvzip only what the "
+    "window attends to is pooled",
     "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`: their mean, "
     "their maximum, or `recent`: the maximum, where a query counts half as much for each 12 tokens that it lies "
     "further back",
