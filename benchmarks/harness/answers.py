@@ -1,69 +1,82 @@
-"""The demo's question about a long text, asked with the whole KV cache and with parts of it."""
+"""The demo's questions about long texts, asked with the whole KV cache and with parts of it."""
 
-import random
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openai import AsyncOpenAI
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.harness.server import Server
-from vllm_kvevict.quality.tasks import Sample, make, score
+from vllm_kvevict.quality.cases import Case, Generated
+from vllm_kvevict.quality.endpoint import Endpoint
+from vllm_kvevict.quality.fitting import TextQuestions, cases
+from vllm_kvevict.quality.results import FULL, Column
+from vllm_kvevict.quality.run import asked_fields, columns
+
+REAL_TASKS, REAL_SEED = ("number", "multikey", "chat-needle"), 1
+"""Questions that the model can answer with its full cache."""
+REAL_TOKENS = 1024
+"""Of the texts in which a real model is asked for something."""
+SLACK = 8
+QUESTION_WIDTH, REPLY_WIDTH = 48, 32
+CAPTION = "a few questions are no measurement: see docs/MEASURING-QUALITY.md"
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question, and how much of the text's KV the server keeps: a policy with a budget, or all of it."""
+class Asked:
+    """A question with the reply of each column."""
 
-    sample: Sample
-    policy: str
-    budget: float | None = None
+    case: Case
+    replies: Sequence[str]
 
 
-def make_questions(tokens: int, policy: str, budget: float) -> list[Question]:
-    """One question about a text of so many tokens: full cache, the policy, and as much of the last tokens."""
+def kept(policy: str, budget: float) -> list[Column]:
+    """What of the KV cache stays: all, what the policy keeps, and as much of the first and last tokens."""
+    return columns([FULL, policy, "streaming-llm"], [budget], ["prompt"])
+
+
+def needle_question(tokens: int) -> list[Case]:
+    """A question that the needle model can answer, about a text of so many words."""
     # The record lies where the last tokens do not reach.
-    sample = make("multikey", tokens, random.Random(0), depth=0.3)
-    return [
-        Question(sample, "full"),
-        Question(sample, policy, budget),
-        Question(sample, "streaming-llm", budget),
-    ]
+    return list(Generated(["multikey"], [tokens], [0.3], samples=1, seed=0, instruct=False, slack=SLACK))
 
 
-async def ask(server: Server, question: Question) -> str:
-    """The server's reply."""
-    fields: dict[str, str | float] = {"kv_eviction": question.policy}
-    if question.budget is not None:
-        fields["kv_budget"] = question.budget
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
-        answer = await client.chat.completions.create(
-            model=server.model,
-            messages=[
-                {"role": "system", "content": question.sample.context},
-                {"role": "user", "content": question.sample.question},
-            ],
-            max_tokens=16,
-            temperature=0,
-            extra_body={"vllm_xargs": fields},
-        )
-    return answer.choices[0].message.content or ""
+async def real_questions(endpoint: Endpoint) -> list[Case]:
+    """Questions on real text that a small real model can answer; the server counts the tokens."""
+    asked = TextQuestions(REAL_TASKS, [REAL_TOKENS], 1, REAL_SEED, "chat", {}, SLACK)
+    return await cases(asked, endpoint, at_once=1, done=lambda: None)
 
 
-def answers_table(questions: Sequence[Question], replies: Sequence[str]) -> Table:
-    """What was asked and what came back."""
-    sample = questions[0].sample
-    table = Table(
-        title=f"“{sample.question}” about a text of {len(sample.context.split()):,} words",
-        caption=f"the text says: “{sample.answer} .”, {sample.depth:.0%} into it",
-    )
-    table.add_column("KV kept")
-    table.add_column("reply")
-    table.add_column("")
-    for question, reply in zip(questions, replies, strict=True):
-        right = score(sample, reply) == 1
-        kept = question.policy if question.budget is None else f"{question.policy} {question.budget:g}"
-        verdict = Text("right", "green") if right else Text("wrong", "red")
-        table.add_row(kept, " ".join(reply.split()), verdict)
+async def ask(endpoint: Endpoint, questions: Sequence[Case], asked: Sequence[Column]) -> list[Asked]:
+    """Ask all questions with each column, one after another."""
+    found = []
+    for case in questions:
+        replies = [
+            await endpoint.ask(
+                case.prompt(),
+                case.max_tokens,
+                {"kv_eviction": FULL} if column.budget is None else asked_fields(column),
+            )
+            for column in asked
+        ]
+        found.append(Asked(case, [reply.text for reply in replies]))
+    return found
+
+
+def answers_table(model: str, asked: Sequence[Column], found: Sequence[Asked]) -> Table:
+    """What was asked, what the text says, and what came back."""
+    table = Table(title=f"what {model} answers", caption=CAPTION, show_lines=True)
+    table.add_column("question", max_width=QUESTION_WIDTH)
+    table.add_column("the text says")
+    for column in asked:
+        table.add_column("full cache" if column.budget is None else f"{column.policy} {column.budget:g}")
+    for one in found:
+        replies = [_marked(one.case, reply) for reply in one.replies]
+        table.add_row(one.case.question, "\n".join(one.case.expected), *replies)
     return table
+
+
+def _marked(case: Case, reply: str) -> Group:
+    verdict = Text("right", "green") if case.score(reply) == 1 else Text("wrong", "red")
+    return Group(Text(textwrap.shorten(reply, REPLY_WIDTH, placeholder="...")), verdict)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
-from benchmarks.harness.answers import answers_table, make_questions
+from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
 from benchmarks.harness.kept import (
     Run,
     comparison_table,
@@ -20,6 +20,7 @@ from benchmarks.harness.kept import (
 )
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
+from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.schedules.reports import Eviction, read_evictions
 
 METRICS = """\
@@ -152,15 +153,27 @@ def test_ending_a_process_ends_its_group(tmp_path):
 
 
 def test_the_question_lies_where_the_last_tokens_do_not_reach():
-    full, chosen, last = make_questions(2000, "snapkv", 0.2)
-    assert (full.policy, chosen.policy, last.policy) == ("full", "snapkv", "streaming-llm")
-    assert full.sample is chosen.sample is last.sample
-    context = full.sample.context
-    assert context.index(full.sample.answer) / len(context) < 0.5
+    (case,) = needle_question(2000)
+    assert case.context.index(case.expected[0]) / len(case.context) < 0.5
 
 
 def test_answers_are_marked():
-    questions = make_questions(500, "snapkv", 0.2)
-    shown = rendered(answers_table(questions, [questions[0].sample.answer, "a b c", ""]))
-    assert [line.count("right") for line in shown.splitlines() if "│" in line] == [1, 0, 0]
-    assert shown.count("wrong") == 2
+    columns = kept("snapkv", 0.2)
+    assert [column.policy for column in columns] == ["full", "snapkv", "streaming-llm"]
+    (case,) = needle_question(500)
+    wrong, right = ["a b c", "", "d"], [" ".join(case.expected), "a b c", ""]
+    shown = [
+        rendered(answers_table("a model", columns, [Asked(case, replies)])) for replies in (wrong, right)
+    ]
+    assert [table.count("wrong") for table in shown] == [3, 2]
+
+
+def test_without_the_real_model_the_demo_says_so(monkeypatch, capsys):
+    def unreachable(tell):
+        tell("fetching")
+        raise checkpoint.CheckpointError("it cannot be fetched")
+
+    monkeypatch.setattr(checkpoint, "build", unreachable)
+    assert demo.real_model() is None
+    said = " ".join(capsys.readouterr().out.split())
+    assert "it cannot be fetched. The question is put to the small model that comes with the project" in said
