@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
@@ -115,7 +116,7 @@ def test_who_needs_none_is_not_held_up_by_who_waits(policy: str) -> None:
         if len(names) < 3:
             assert not simulation.outputs["first"] or simulation.outputs["other"] == 3
     assert names == ["first", "other", "second", "third"]
-    assert not simulation.ledger._waits_for_reserve and not simulation.ledger.reserve.spans
+    assert not simulation.ledger.reserve.spans
 
 
 def test_who_waits_for_the_reserve_may_leave() -> None:
@@ -123,10 +124,67 @@ def test_who_waits_for_the_reserve_may_leave() -> None:
     for name in ("first", "second", "third"):
         simulation.add(make_request(name, LONGEST - 50, 4))
     simulation.step()
-    assert list(simulation.ledger._waits_for_reserve) == ["second", "third"]
+    assert list(simulation.ledger.reserve.spans) == ["first"]
     simulation.abort("second")
     simulation.run(100)
     assert simulation.outputs["first"] == simulation.outputs["third"] == 4
+
+
+def test_who_found_a_place_but_no_pages_keeps_its_turn() -> None:
+    """While memory is short, a stream of small requests goes on arriving behind it."""
+    pages = 4 * LONGEST // PAGE * 13 // 10
+    simulation = Simulation(replace(setup("all", max_num_batched_tokens=512), pages=[pages]))
+    compactor = {"kv_eviction": "compactor"}
+    simulation.add(make_request("holds the memory", 1000, 600, {"kv_eviction": "full"}))
+    simulation.add(make_request("holds the reserve", 1000, 2, compactor))
+    simulation.add(make_request("first", LONGEST - 300, 2, compactor))
+    small = [f"small {index}" for index in range(100)]
+    for name in small:
+        simulation.add(make_request(name, 100, 2, compactor))
+        simulation.step()
+    overtaken = 0
+    while not simulation.outputs["first"]:
+        overtaken = sum(simulation.outputs[name] > 0 for name in small)
+        simulation.step()
+    assert overtaken == 0
+    simulation.run(1000)
+    assert set(simulation.outputs.values()) == {2, 600}
+
+
+def test_who_vllm_passes_over_blocks_nobody() -> None:
+    """All slots for adapters are taken by one that answers at length; those without an adapter go on."""
+    simulation = Simulation(setup("all", max_num_batched_tokens=512))
+    simulation.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    compactor = {"kv_eviction": "compactor"}
+    simulation.add(make_request("holds the reserve", LONGEST - 300, 2, compactor))
+    with_adapter = make_request("with an adapter", LONGEST - 300, 2, compactor)
+    with_adapter.lora_request = LoRARequest("second", 2, "second")
+    simulation.add(with_adapter)
+    answers = make_request("answers", 20, 400, {"kv_eviction": "full"})
+    answers.lora_request = LoRARequest("first", 1, "first")
+    simulation.add(answers)
+    for index in range(10):
+        simulation.add(make_request(f"r{index}", 400, 2, compactor))
+    for _ in range(200):
+        simulation.step()
+    done = [name for name, count in simulation.outputs.items() if count == 2]
+    assert done == ["holds the reserve", *(f"r{index}" for index in range(10))]
+    simulation.run(400)
+    assert simulation.outputs["with an adapter"] == 2
+
+
+@pytest.mark.parametrize("policy", ["compactor", "kvzip", "h2o"])
+def test_the_reserve_goes_to_the_most_urgent(policy: str) -> None:
+    simulation = Simulation(setup("all", max_num_batched_tokens=LONGEST, priority=True))
+    fields = {"kv_eviction": policy}
+    for index in range(100):
+        simulation.add(make_request(f"r{index}", 1000, 2, fields, priority=9, arrival=float(index)))
+    for _ in range(5):
+        simulation.step()
+    simulation.add(make_request("urgent", 1000, 2, fields, priority=0, arrival=100.0))
+    for _ in range(10):
+        simulation.step()
+    assert simulation.outputs["urgent"]
 
 
 def test_a_place_is_free_again_after_an_abort_and_a_preemption() -> None:

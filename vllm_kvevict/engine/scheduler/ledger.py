@@ -89,8 +89,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
-        self._waits_for_reserve: dict[str, None] = {}
-        """Requests that were passed over for lack of room in the reserve, the first one first."""
+        self._reserve_is_closed = False
+        """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
         self.block = kwargs["hash_block_size"]
         self.unit = math.lcm(self.block, options.page_size)
         """Tokens that uncompressed prefixes are a multiple of."""
@@ -142,6 +142,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
         super().new_step_starts()
         self.segments.new_step_starts()
+        self._reserve_is_closed = False
         for name in list(self.reserve.spans):
             if not self.accounts[name].reserved(self.head_dims):
                 self.reserve.give_back(name)
@@ -333,18 +334,15 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
         One that begins with a compressed prefix needs none.
 
-        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room.
+        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
+        vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
         """
-        name, needed = request.request_id, self.plan(request).reserved(self.head_dims)
+        needed = self.plan(request).reserved(self.head_dims)
         if not needed or self.cached_prefix(request) is not None:
-            self._waits_for_reserve.pop(name, None)
             return False
-        first = next(iter(self._waits_for_reserve), name)
-        if first == name and self.reserve.find(needed) is not None:
-            self._waits_for_reserve.pop(name, None)
-            return False
-        self._waits_for_reserve[name] = None
-        return True
+        if self.reserve.find(needed) is None:
+            self._reserve_is_closed = True
+        return self._reserve_is_closed
 
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
@@ -623,7 +621,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._plans.pop(name, None)
             self._keys.pop(name, None)
         self.requests.pop(name, None)
-        self._waits_for_reserve.pop(name, None)
         account = self.accounts.pop(name, None)
         if account is not None:
             self.leave_prefix(name, account)
