@@ -302,24 +302,30 @@ class AdmissionControl:
         running: Collection[Account],
         pinned: Sequence[int] | None = None,
         lasting: Sequence[int] | None = None,
+        less_urgent: Collection[Account] = (),
     ) -> Shortage | None:
         """What there would be too few pages for if ``new`` began beside those ``running``; None if it may.
 
         Args:
+            running: whose answers it leaves room for.
+            less_urgent: others in flight, which may be preempted: nothing is left for the rest of their answers.
             pinned: pages of each rank in cached prefixes that could not be dropped while they are read; None for none.
             lasting: those that could not be dropped until answers end; None for as many.
         """
-        if not running:
+        others = [*running, *less_urgent]
+        if not others:
             return None
         pinned = pinned or [0] * len(self.bounds.ranks)
         lasting = lasting or pinned
-        waiting = sum(account.prefill_len - account.tokens for account in running if account.is_reading)
+        waiting = sum(account.prefill_len - account.tokens for account in others if account.is_reading)
         steps = cdiv(new.prefill_len + waiting, self.step_tokens)
-        everyone = [*running, new]
         patient = new.preemptions >= PATIENCE
-        ends = [self.expected_end(account, patient) for account in everyone]
+        everyone = [*others, new]
+        ends = [self.expected_end(account, patient) for account in running]
+        ends += [max(account.tokens, account.prefill_len) for account in less_urgent]
+        ends.append(self.expected_end(new, patient))
         for index, rank in enumerate(self.bounds.ranks):
-            if new.peak[index] + self._held_soon(running, index, steps) > rank.pages - pinned[index]:
+            if new.peak[index] + self._held_soon(others, index, steps) > rank.pages - pinned[index]:
                 return Shortage.PROMPTS
             if sum(map(self.expected_pages, everyone, repeat(index), ends)) > rank.pages - lasting[index]:
                 return Shortage.ANSWERS

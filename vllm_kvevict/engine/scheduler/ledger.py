@@ -83,7 +83,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.promised: list[int] = []
         self.accounts: dict[str, Account] = {}
         self.requests: dict[str, Request] = {}
-        """Those that have an account."""
         self.kept: dict[str, list[PageCount]] = {}
         """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
         self.ends: dict[str, RequestStatus] = {}
@@ -304,19 +303,19 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 RequestStatus.FINISHED_LENGTH_CAPPED if replay else RequestStatus.FINISHED_ERROR
             )
             return False
-        return self._has_room_for(account)
+        return self._has_room_for(request, account)
 
     def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
         account = self._open(request, num_new_tokens)
-        if not self._has_room_for(account):
+        if not self._has_room_for(request, account):
             return False
         freed, others = self._droppable_pages(), self.pages_of_others()
         more = self.pages_of_others(self.blocks_to_begin(request))
         spare = [pages + now - then for pages, now, then in zip(freed, others, more, strict=True)]
         return self._fits(account, account.need_at(num_new_tokens), spare)
 
-    def _has_room_for(self, new: Account) -> bool:
+    def _has_room_for(self, request: "Request", new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
         place = self.reserve.find(new.reserved(self.head_dims))
         if place is None:
@@ -327,7 +326,12 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         in_use = self.with_segments(pinned, self.segments.with_user(new.segment))
         staying = new.segment if new.is_lasting else None
         lasting = self.with_segments(pinned, self.segments.with_lasting(staying))
-        return self.control.shortage(new, self.accounts.values(), in_use, lasting) is None
+        running: list[Account] = []
+        less_urgent: list[Account] = []
+        for name, account in self.accounts.items():
+            is_less_urgent = self.requests[name].priority > request.priority
+            (less_urgent if is_less_urgent else running).append(account)
+        return self.control.shortage(new, running, in_use, lasting, less_urgent) is None
 
     def awaits_reserve(self, request: "Request") -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
@@ -463,9 +467,17 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if not self.prefix_cache_lookup_enabled(request):
             return False
         prefix = self.prefixes.find(self.key_of(request))
-        if prefix is not None:
-            return not prefix.is_ready
-        return self.awaits_segments(request)
+        if prefix is None:
+            return self.awaits_segments(request)
+        if not prefix.is_ready:
+            self._hurry(prefix, request)
+        return not prefix.is_ready
+
+    def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
+        """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
+        producer = self.requests.get(prefix.producer[0])
+        if producer is not None:
+            producer.priority = min(producer.priority, waiting.priority)
 
     def reset_prefix_cache(self) -> bool:
         """Let no further request begin with a prefix that is cached now or about to be.

@@ -29,6 +29,7 @@ class LedgerState:
         ranks: global ranks; whatever is counted for each rank is in their order.
         used, promised: pages of each rank that requests hold, and that are kept free for their prefills.
         accounts: of requests in flight, by id.
+        requests: those in flight, by id.
         kept: of requests evicted for the last time, what each rank keeps of them; a replay keeps it again.
         admitted: this step's admissions, drained into the message to the workers.
         answers: to claims of earlier steps, drained likewise.
@@ -49,6 +50,7 @@ class LedgerState:
     used: list[int]
     promised: list[int]
     accounts: dict[str, Account]
+    requests: dict[str, "Request"]
     kept: dict[str, list[PageCount]]
     admitted: dict[str, Admission]
     answers: dict[str, Answer]

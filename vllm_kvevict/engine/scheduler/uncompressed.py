@@ -76,8 +76,8 @@ class UncompressedPrefixes(LedgerState):
     def awaits_segments(self, request: "Request") -> bool:
         """Whether a request should wait for what another one will leave.
 
-        It waits for a step for what that leaves, and longer for who is reading what both begin with; never much longer
-        than it would take to read that itself.
+        It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
+        in vLLM's order; never much longer than it would take to read that itself.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
         found = self.segments.find(keys, most)
@@ -87,6 +87,8 @@ class UncompressedPrefixes(LedgerState):
         readers, read = self.segments.readers(keys, most)
         gained = (read - units) * self.unit
         for name in readers if gained > 0 else ():
+            if not self.requests[name] < request:
+                continue  # a stream of those that came later could keep it waiting for ever
             account = self.accounts[name]
             left = account.plan.leaves(account.prefill_len) - account.tokens
             if left <= PATIENT * gained and self._will_leave(account):
