@@ -18,7 +18,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -28,7 +28,7 @@ from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_kvevict.engine.spec import BoundedAttentionSpec
+from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.sums import HeadDims
 
@@ -59,6 +59,8 @@ class Setup:
             :func:`surroundings`.
         prefix_caching: whether evicted prefixes are cached; else each request is evicted.
         drafts: most draft tokens of a request and step; 0 without speculative decoding.
+        window: the sliding window of as many layers beside the evicted ones of the only rank, which share its memory; 0
+            for none.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -79,6 +81,7 @@ class Setup:
     gpu: bool = False
     prefix_caching: bool = False
     drafts: int = 0
+    window: int = 0
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
 
 
@@ -175,9 +178,16 @@ def make_scheduler(setup: Setup) -> Scheduler:
     spec = kind_of_layers(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{index}" for index in range(layers)]
     groups = [KVCacheGroupSpec(names, spec)]
+    blocks = config.cache_config.num_gpu_blocks
+    if setup.window:
+        shape = {"block_size": PAGE, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        others = [f"layers.{layers + index}" for index in range(layers)]
+        groups.append(KVCacheGroupSpec(others, SlidingWindowSpec(sliding_window=setup.window, **shape)))
+        blocks += blocks_kept(groups, config)
+        config.cache_config.num_gpu_blocks = blocks
     scheduler = kind(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(config.cache_config.num_gpu_blocks, [], groups),
+        kv_cache_config=KVCacheConfig(blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=PAGE,
         hash_block_size=PAGE,

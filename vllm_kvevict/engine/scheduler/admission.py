@@ -51,6 +51,7 @@ class Account:
         to_repeat: chunks of the prompt that steps must repeat before it is evicted, (start, stop) each.
         arbiter: by which that is decided, once the ranks have claimed something.
         reserved_at: where its place in the reserve begins.
+        beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         prefix: the cached prefix that it borrows pages of.
         segment: the last of the segments that it borrows pages of.
         lent: pages of each rank that it borrows.
@@ -80,6 +81,7 @@ class Account:
     to_repeat: list[tuple[int, int]] = field(default_factory=list)
     arbiter: Arbiter | None = None
     reserved_at: int = 0
+    beside: tuple[int, int] = (0, 0)
 
     @property
     def epoch(self) -> int:

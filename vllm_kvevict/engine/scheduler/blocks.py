@@ -37,11 +37,14 @@ class SharedBlocks:
         """Blocks that may be pages at once."""
         return self._pool.num_gpu_blocks - self.reserve
 
-    def beyond_reserve(self, more: int = 0) -> int:
-        """Blocks that other layers hold of those that could be pages, if they had ``more``."""
-        # vLLM's padding is neither free nor anybody's; it is in the reserve.
-        others = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - len(self.as_pages)
-        return max(0, others + more - self.reserve)
+    @property
+    def of_others(self) -> int:
+        """Blocks that are neither free nor pages. vLLM's padding is one of them; it is in the reserve."""
+        return self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - len(self.as_pages)
+
+    def beyond_reserve(self, others: int) -> int:
+        """Of so many blocks of other layers, those that could be pages."""
+        return max(0, others - self.reserve)
 
     def grow(self, count: int) -> None:
         """Make blocks pages, until there are at least ``count``; so many must be free or pages already."""

@@ -321,11 +321,12 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if place is None:
             return False
         new.reserved_at = place
+        new.beside = self.blocks_beside(request)
         prefixes = self.prefixes.pinned(new.prefix)
-        pinned = self.with_others(prefixes)
-        in_use = self.with_segments(pinned, self.segments.with_user(new.segment))
+        reading, answering = self.with_others_later(prefixes, self.accounts.values(), new)
+        in_use = self.with_segments(reading, self.segments.with_user(new.segment))
         staying = new.segment if new.is_lasting else None
-        lasting = self.with_segments(pinned, self.segments.with_lasting(staying))
+        lasting = self.with_segments(answering, self.segments.with_lasting(staying))
         running: list[Account] = []
         less_urgent: list[Account] = []
         for name, account in self.accounts.items():

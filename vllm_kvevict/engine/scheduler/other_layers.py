@@ -1,17 +1,20 @@
 """The ledger's part for models of which only some layers are evicted: the others have vLLM's blocks and managers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
-from vllm_kvevict.engine.scheduler.admission import Account, Need
+from vllm_kvevict.engine.scheduler.admission import PATIENCE, Account, Need
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+PADDING = 1
+"""Blocks that are vLLM's own for good."""
 
 
 class OtherLayers(LedgerState, KVCacheManager):
@@ -34,14 +37,45 @@ class OtherLayers(LedgerState, KVCacheManager):
         Args:
             more: blocks that they are taken to hold besides.
         """
-        if self.blocks is None:
-            return [0] * len(self.ranks)
-        taken = self.blocks.beyond_reserve(more)
-        return [taken * pages for pages in self._pages_per_block]
+        nothing = [0] * len(self.ranks)
+        return nothing if self.blocks is None else self._with_blocks(nothing, self.blocks.of_others + more)
 
     def with_others(self, pages: Sequence[int]) -> list[int]:
         """Pages of each rank together with those that there cannot be."""
         return [sum(pair) for pair in zip(pages, self.pages_of_others(), strict=True)]
+
+    def with_others_later(
+        self, pages: Sequence[int], accounts: Collection[Account], new: Account
+    ) -> tuple[list[int], list[int]]:
+        """As `with_others`, at two moments: while `new` is read beside these accounts, and when all answers end.
+
+        Windows that will grow while answers are written count only where somebody was preempted too often: to leave
+        room for all of them costs more than a rare preemption.
+        """
+        if self.blocks is None:
+            return list(pages), list(pages)
+        while_read, at_end = PADDING + new.beside[0], PADDING + new.beside[1]
+        for account in accounts:
+            while_read += account.beside[0] if account.is_reading else account.beside[1]
+            at_end += account.beside[1]
+        now = self.blocks.of_others
+        if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
+            at_end = now
+        # Blocks behind a window are given back a step late.
+        return self._with_blocks(pages, max(while_read, now)), self._with_blocks(pages, at_end)
+
+    def _with_blocks(self, pages: Sequence[int], blocks: int) -> list[int]:
+        """Pages of each rank together with those that there cannot be if other layers hold so many blocks."""
+        assert self.blocks is not None
+        taken = self.blocks.beyond_reserve(blocks)
+        return [more + taken * each for more, each in zip(pages, self._pages_per_block, strict=True)]
+
+    def blocks_beside(self, request: "Request") -> tuple[int, int]:
+        """The most blocks that the other layers hold of a request: while it is read, and afterwards."""
+        if self.blocks is None:
+            return 0, 0
+        end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return self.blocks_to_begin(request), self._blocks_of_others(end, end - 1)
 
     def _covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""

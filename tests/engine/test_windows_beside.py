@@ -1,0 +1,46 @@
+"""Layers with a sliding window share the memory with evicted ones: preemptions come to an end."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.servers import PAGE, Setup, make_request
+from tests.engine.simulation import Simulation
+from vllm_kvevict.engine.scheduler import other_layers
+from vllm_kvevict.engine.scheduler.admission import PATIENCE
+
+LONGEST, ROWS = 1024, 4
+OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
+
+
+def load(seed: int, window: int) -> Simulation:
+    """Requests with long answers, half of them kept whole, in memory for two of the longest."""
+    pages = ROWS * 2 * LONGEST // PAGE
+    setup = Setup([(2, 2)], [pages], LONGEST, max_num_batched_tokens=512, window=window, options=OPTIONS)
+    simulation, choose = Simulation(setup), random.Random(seed)
+    for index in range(24):
+        fields: dict[str, Any] = {"kv_eviction": "full"} if index % 2 else {}
+        prompt, answer = choose.randrange(100, 500), choose.randrange(50, 500)
+        simulation.add(make_request(f"r{index}", prompt, answer, fields))
+    simulation.run(20_000)
+    return simulation
+
+
+@pytest.mark.parametrize("window", [512, 900])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_nobody_is_preempted_again_and_again(seed: int, window: int) -> None:
+    simulation, alone = load(seed, window), load(seed, 0)
+    assert simulation.outputs == alone.outputs
+    assert max(simulation.preemptions.values()) <= PATIENCE + 1
+    assert simulation.prefilled <= 2 * alone.prefilled
+
+
+def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: beside what other layers hold now there seems to be room."""
+
+    def as_now(self: Any, pages: Any, accounts: Any, new: Any) -> Any:
+        return self.with_others(pages), self.with_others(pages)
+
+    monkeypatch.setattr(other_layers.OtherLayers, "with_others_later", as_now)
+    assert max(load(2, 512).preemptions.values()) > PATIENCE + 1
