@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.engine.hostile_loads import PAUSES, play
+from tests.engine.loads import Ask, Load
 from tests.engine.servers import PAGE, Setup
 from tests.engine.simulation import Simulation
 from tests.engine.test_prefixes import check_end, document, steps
-from tests.engine.test_shared_prefixes import ask, served, server
+from tests.engine.test_shared_prefixes import POLICY, ask, served, server
 
 FLIGHTS = [(1, False), (2, True), (3, False)]
 """Steps in flight, and whether scheduling is asynchronous."""
@@ -110,6 +112,22 @@ def test_a_replay_reads_after_the_reset_and_leaves_that_for_others() -> None:
     check_end(simulation)
 
 
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("mode", PAUSES)
+def test_pauses(mode: str, depth: int, asynchronous: bool) -> None:
+    """At any step; what waits meanwhile begins with nothing from before, which the simulated workers look after."""
+    fields = [{"kv_eviction": "full"}, {"kv_prefix_len": 500}, {}]
+    for step in range(1, 12):
+        setup = at_once(depth, asynchronous, max_num_batched_tokens=256, options={**POLICY, "check": True})
+        asks = [
+            Ask(arrival, f"r{arrival}-{index}", 640, 20, extra, 0, document=0)
+            for arrival in (0, step)
+            for index, extra in enumerate(fields)
+        ]
+        outcome = play(Load(setup, asks, pauses={step: mode}, resets={step + 1: False}))
+        assert not outcome.failure, (step, outcome.failure)
+
+
 # What a reset answers.
 
 
@@ -152,7 +170,10 @@ def test_a_compressed_prefix_is_in_use_if_several_share_it(questions: int) -> No
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
-def test_a_prefix_that_is_being_stored_is_in_use_by_who_stores_it(policy: str, hard: bool) -> None:
+def test_a_prefix_that_is_being_stored_is_in_use_by_who_stores_it(
+    policy: str, hard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.ledger.MOST_SEGMENTS", 0)
     simulation = Simulation(server(depth=3))
     fields = {**fields_of(policy), "kv_prefix_len": 600}
     simulation.add(ask("d:0", document(0, 600) + document(1, 30), 20, **fields))
