@@ -157,6 +157,21 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "gather_batch_req_state",
         "GPU prompts whose last chunk has one token are not evicted",
     ),
+    "resets": (
+        f"{SCHEDULER}.reset_prefix_cache",
+        "_preempt_request reset_prefix_cache",
+        "what requests read before a reset reaches later ones",
+    ),
+    "pauses": (
+        "vllm.v1.engine.core:EngineCore._finish_pause",
+        "_reset_caches",
+        "what requests read before a pause reaches those after it",
+    ),
+    "pauses-preempt": (
+        "vllm.v1.engine.core:EngineCore._reset_caches",
+        "reset_prefix_cache",
+        "what requests read before a pause reaches those after it",
+    ),
     "attention": (
         "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
         "get_attention_context forward",

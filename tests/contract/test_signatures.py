@@ -26,6 +26,10 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "request_ids finished_status",
         "requests that cannot go on are never ended",
     ),
+    f"{SCHEDULER}.reset_prefix_cache": (
+        "reset_running_requests reset_connector",
+        "what requests kept with older weights is expected of the new ones",
+    ),
     f"{SCHEDULER}._reserve_prefill_lookahead": (
         "request num_computed_tokens num_new_tokens",
         "chunks cross eviction positions, so later tokens see KV that should be gone",

@@ -136,6 +136,28 @@ def _pauses(choose: random.Random, asks: Sequence[Ask]) -> dict[int, str]:
     return {choose.randrange(last): choose.choice(PAUSES) for _ in range(choose.randrange(1, 5))}
 
 
+def with_resets(load: Load, seed: int) -> Load:
+    """The same load on a server with both prefix caches, which are reset now and then. Prompts begin like others; two
+    servers of three have room for what they leave, and read them in several steps."""
+    choose = random.Random(f"resets {seed}")
+    setup, times = dataclasses.replace(load.setup, prefix_caching=True), choose.choice((None, 3, 6))
+    if times:
+        chunk = choose.choice((64, 128, 300))
+        setup = dataclasses.replace(sized(setup, times), max_num_batched_tokens=chunk)
+    asks = []
+    for ask in load.asks:
+        document, extra = choose.randrange(3), dict(ask.extra_args)
+        if choose.random() < 0.4:
+            # Only who asks for the same shares it compressed.
+            extra = {"kv_prefix_len": max(1, min(ask.prompt - 1, 40 * (document + 1)))}
+        asks.append(dataclasses.replace(ask, document=document, extra_args=extra))
+    # While they are read, and later.
+    resets = {
+        ask.arrival + choose.randrange(60): choose.random() < 0.3 for ask in asks if choose.random() < 0.3
+    }
+    return dataclasses.replace(load, setup=setup, asks=asks, resets=resets)
+
+
 def crowded(seed: int) -> Load:
     """A server whose memory holds a long prompt only if one step reads all of it, which answers leave no room for. Its
     few seats are taken by requests with long answers."""
@@ -289,7 +311,7 @@ def check(setup: Setup, ask: Ask) -> Request:
     plan = options.plan(ask.prompt, ask.extra_args)
     check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
-    return make_request(ask.name, ask.prompt, ask.output, ask.extra_args, ask.priority, ask.arrival)
+    return make_request(ask.name, ask.tokens, ask.output, ask.extra_args, ask.priority, ask.arrival)
 
 
 # Invariants.
@@ -362,11 +384,21 @@ class Watch:
                 self.step()
             else:
                 simulation.deliver()
+        if self.load.resets:
+            self.reset(hard=True)
         scheduler.set_pause_state(PauseState.UNPAUSED)
         # Nobody is to be blamed for having waited.
         self._follow()
         self.progressed = simulation.steps
         self.ran = dict.fromkeys(self.ran, simulation.steps)
+
+    def reset(self, hard: bool) -> None:
+        """Reset the cache, and if this is hard, let all that run begin anew."""
+        if not self.simulation.reset(hard) and hard:
+            raise Stuck("a hard reset said that cached pages are in use")
+        if hard:
+            self.furthest.clear()
+            self.progressed = self.simulation.steps
 
     def _enough_steps(self) -> int:
         """Steps in which all that was asked for so far is done."""
@@ -397,7 +429,8 @@ class Watch:
         """Step until everybody has left, then count."""
         setup, simulation = self.load.setup, self.simulation
         # Counted from the beginning: what is left is less than all.
-        limit = simulation.steps + self._enough_steps() if self.load.pauses else self._enough_steps()
+        goes_back = self.load.pauses or self.load.resets
+        limit = simulation.steps + self._enough_steps() if goes_back else self._enough_steps()
         while simulation.scheduler.has_requests():
             if simulation.steps > limit:
                 raise Stuck(f"after {limit} steps: {', '.join(map(self._describe, self.ran))}")
@@ -406,6 +439,10 @@ class Watch:
             simulation.deliver()
         for name in self.requests:
             self._check_end(name)
+        if not simulation.reset():
+            raise Stuck("when all requests are gone cached pages are in use")
+        while simulation.scheduler.has_requests():
+            self.step()
         held = [simulation.workers.held(rank) for rank in range(len(setup.shapes))]
         if any(held) or any(simulation.ledger.used) or simulation.ledger.accounts:
             says = simulation.ledger.used
@@ -462,7 +499,7 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
     with surroundings(load.setup):
         watch = Watch(load, seed, greeds)
         try:
-            last = max([*(ask.arrival for ask in load.asks), *load.aborts, *load.pauses])
+            last = max([*(ask.arrival for ask in load.asks), *load.aborts, *load.pauses, *load.resets])
             for step in range(last + 1):
                 for ask in load.asks:
                     if ask.arrival == step:
@@ -471,6 +508,8 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
                     watch.simulation.abort(name)
                 if step in load.pauses:
                     watch.pause(load.pauses[step])
+                if step in load.resets:
+                    watch.reset(load.resets[step])
                 watch.step()
             watch.finish()
         except Exception as error:  # whatever vLLM's scheduler or the simulated workers stumble over
@@ -483,7 +522,7 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 # The command.
 
 
-KINDS = {"drafts": with_drafts, "pauses": with_pauses}
+KINDS = {"drafts": with_drafts, "pauses": with_pauses, "resets": with_resets}
 """What may be added to a hostile load."""
 
 
@@ -536,6 +575,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first server; the next ones count on")
     parser.add_argument("--drafts", action="store_true", help="with speculative decoding")
     parser.add_argument("--pauses", action="store_true", help="with pauses, and more requests than seats")
+    parser.add_argument("--resets", action="store_true", help="with both prefix caches, which are reset")
     parser.add_argument("--crowd", action="store_true", help="long prompts behind long answers, with pauses")
     parser.add_argument("--only", type=int, metavar="SEED", help="play one server and say what it is")
     args = parser.parse_args(argv)
@@ -545,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = play_many(args.seed, args.steps, args.servers, kinds, args.crowd)
     else:
         load = load_of(args.only, kinds, args.crowd)
-        print(load.setup, *load.asks, load.aborts, load.pauses, sep="\n")
+        print(load.setup, *load.asks, load.aborts, load.pauses, load.resets, sep="\n")
         outcomes = [play(load, args.only)]
     print(summary(outcomes, time.perf_counter() - started))
     return int(any(outcome.failure for outcome in outcomes))

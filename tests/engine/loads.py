@@ -14,7 +14,10 @@ POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: the step at which it arrives, and what it wants."""
+    """One request: the step at which it arrives, and what it wants.
+
+    Its prompt is the beginning of a document, if it names one; else its tokens do not matter.
+    """
 
     arrival: int
     name: str
@@ -23,16 +26,26 @@ class Ask:
     extra_args: dict[str, Any]
     priority: int
     min_tokens: int = 0
+    document: int | None = None
+
+    @property
+    def tokens(self) -> int | list[int]:
+        """Of the prompt, or how many they are."""
+        if self.document is None:
+            return self.prompt
+        return random.Random(self.document).choices(range(1000), k=self.prompt)
 
 
 @dataclass
 class Load:
-    """A server, what it is asked, and by step the names of requests that are aborted, or how the server is paused."""
+    """A server, what it is asked, and by step the names of requests that are aborted, how the server is paused, or
+    whether its cache is reset hard, which preempts all that run. Then pauses reset it hard, too, as in vLLM."""
 
     setup: Setup
     asks: list[Ask]
     aborts: dict[int, list[str]] = field(default_factory=dict)
     pauses: dict[int, str] = field(default_factory=dict)
+    resets: dict[int, bool] = field(default_factory=dict)
 
     @property
     def aborted(self) -> set[str]:

@@ -4,6 +4,7 @@ The workers do what the runtime does with a step: free, open, grow, evict, repor
 lengths and know nothing of the ledger, so that every disagreement shows.
 """
 
+import functools
 import random
 import zlib
 from collections import deque
@@ -56,6 +57,8 @@ class Resident:
         prefix: number of the one that it borrows of.
         segments: number, and how many columns, of each segment that it borrows.
         prompt: its tokens, as far as they were known when it was admitted.
+        resets: of the cache before its first token was read. All that it stores counts as read then, since later tokens
+            have seen the first one.
     """
 
     admission: Admission
@@ -69,6 +72,7 @@ class Resident:
     prefix: int | None = None
     segments: list[tuple[int, int]] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
+    resets: int = 0
 
     @property
     def columns(self) -> int:
@@ -105,12 +109,19 @@ class Workers:
         dropped: numbers of those that were dropped, in order.
         most_rounds: of questions that any eviction took.
         tamper: changes a report before it is sent.
+        resets: of the cache so far; each is taken for new weights, with which requests keep something else.
+        is_emptied: whether the last one said that nothing from before is in use, and no step has shown that yet.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
         self.setup = setup
         self.ranks = capacities(setup)
-        self.choices = Choices(self.ranks, setup.replicas, seed, greeds)
+        self.resets, self.is_emptied = 0, False
+        self._choices = functools.cache(
+            lambda resets: Choices(self.ranks, setup.replicas, seed + resets, greeds)
+        )
+        self._read_after: dict[int, int] = {}
+        """Resets before what is cached was read, by number."""
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
         self.segments: dict[int, list[int | None]] = {}
@@ -121,6 +132,15 @@ class Workers:
         self.peak_pages = [0] * len(setup.shapes)
         self.most_reserved = 0
         self.tamper: Callable[[Report], Report] = lambda report: report
+
+    @property
+    def choices(self) -> Choices:
+        """What requests keep that are admitted now."""
+        return self._choices(self.resets)
+
+    def choices_of(self, resident: Resident) -> Choices:
+        """What a request keeps."""
+        return self._choices(resident.resets)
 
     def pages(self, kv_len: np.ndarray) -> int:
         """Pages of rows of these lengths."""
@@ -171,6 +191,7 @@ class Workers:
         number, resident.store = resident.store, None
         if number is not None and resident.tokens == resident.plan.evict_at:
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
+            self._read_after[number] = resident.resets
             self._borrow(resident, number)
 
     def _borrow(self, resident: Resident, number: int) -> None:
@@ -186,16 +207,30 @@ class Workers:
                 assert (rows == resident.tokens).all() and stop <= resident.tokens, "it was evicted"
             known: list[int | None] = [*resident.prompt[start:stop]]
             self.segments[number] = known + [None] * (stop - start - len(known))
+            self._read_after[number] = resident.resets
             self._lend(resident, [*resident.segments, (number, columns)])
 
     def _lend(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
         resident.segments = list(segments)
         resident.lent = [np.full_like(rows, resident.columns) for rows in resident.kv_len]
 
+    def _check_fresh(self, number: int) -> None:
+        """No request begins with what was read before the last reset."""
+        read_after = self._read_after[number]
+        assert read_after == self.resets, f"{number} was read after {read_after} of {self.resets} resets"
+
+    def _check_emptied(self) -> None:
+        """After a reset that said so, nobody uses what was cached before it."""
+        for name, resident in self.live.items() if self.is_emptied else ():
+            uses = [resident.prefix, resident.store, *(number for number, _ in resident.segments)]
+            assert uses == [None, None], f"{name} uses {uses}, and the reset said that nobody does"
+        self.is_emptied = False
+
     def _share(self, resident: Resident) -> None:
         """Begin a request with segments, which have its own tokens."""
         admission, tokens = resident.admission, []
         for number, columns in admission.segments:
+            self._check_fresh(number)
             assert 0 < columns * PAGE <= len(self.segments[number])
             tokens += self.segments[number][: columns * PAGE]
         assert len(tokens) == admission.cached < len(resident.prompt)
@@ -211,9 +246,10 @@ class Workers:
         """Open a request, with what its cached prefix holds if it has one."""
         rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
         if admission.prefix is None:
-            return Resident(admission, rows)
+            return Resident(admission, rows, resets=self.resets)
+        self._check_fresh(admission.prefix)
         rows = [kept.copy() for kept in self.cached[admission.prefix]]
-        resident = Resident(admission, rows, tokens=admission.tokens)
+        resident = Resident(admission, rows, tokens=admission.tokens, resets=self.resets)
         self._borrow(resident, admission.prefix)
         self.hits += 1
         return resident
@@ -237,6 +273,7 @@ class Workers:
         self._take_back_drafts(output)
         for number in message.drops:
             self._drop(number)
+        self._check_emptied()
         trimmed: list[Resident] = []
         asked: dict[str, Question] = {}
         reports = []
@@ -417,7 +454,7 @@ class Workers:
             told = tally([self._keys(resident, rank)], question) if first_replica else NO_KEYS
             return RankTally(resident.admission.epoch, told)
         room = self.ranks[rank]
-        weights = self.choices.weights(resident.admission.request_id)
+        weights = self.choices_of(resident).weights(resident.admission.request_id)
         mine = weights[room.first_layer : room.first_layer + room.num_layers]
         return LayerWeights(resident.admission.epoch, room.first_layer, mine)
 
@@ -425,7 +462,7 @@ class Workers:
         """Order keys of a rank's candidates: those that it keeps have the highest."""
         plan = resident.plan
         assert plan.evict_at is not None
-        rows = self.choices.lengths(resident.admission)[rank]
+        rows = self.choices_of(resident).lengths(resident.admission)[rank]
         window = plan.config.window_for(plan.evict_at)
         best = int(rows.sum()) - rows.size * window
         # Ranks take turns above and below the cut, which lies between two digits or anywhere in one.
@@ -444,7 +481,7 @@ class Workers:
         config, n = resident.plan.config, resident.plan.evict_at
         assert n is not None
         if schedule(resident) != "chunked":
-            return self.choices.lengths(resident.admission)
+            return self.choices_of(resident).lengths(resident.admission)
         parts = []
         for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
             layers, last = range(rank.first_layer, rank.first_layer + rank.num_layers), resident.tokens == n
@@ -459,7 +496,7 @@ class Workers:
         for layer in range(max(room.num_layers for room in self.ranks)):
             below = resident.kept
             if schedule(resident) == "by weight":
-                below = self.choices.provisional(resident.admission, layer)
+                below = self.choices_of(resident).provisional(resident.admission, layer)
             for rank, (whole, kept) in enumerate(zip(resident.kv_len, below, strict=True)):
                 if layer < len(whole):
                     peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
@@ -471,7 +508,7 @@ class Workers:
         assert plan.evict_at is not None
         window = plan.config.window_for(plan.evict_at)
         if isinstance(answer, Cut):
-            kept = self.choices.lengths(resident.admission)
+            kept = self.choices_of(resident).lengths(resident.admission)
             for rank, rows in enumerate(kept):
                 best = int(rows.sum()) - rows.size * window
                 assert int((self._keys(resident, rank) >= answer.key).sum()) == best
@@ -479,7 +516,7 @@ class Workers:
         assert isinstance(answer, LayerBudgets)
         past = plan.config.budget_for(plan.evict_at) - window
         assert sum(answer.budgets) == self.ranks[0].num_model_layers * past
-        return self._keep(resident, self.choices.lengths(resident.admission, answer.budgets))
+        return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer.budgets))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""
@@ -555,6 +592,18 @@ class Simulation:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, hard: bool = False) -> bool:
+        """Reset the cache, as if new weights were there from now on; whether nothing from before is in use.
+
+        Args:
+            hard: whether all that run are preempted before.
+        """
+        is_empty = self.scheduler.reset_prefix_cache(reset_running_requests=hard)
+        if self.workers is not None:
+            self.workers.resets += 1
+            self.workers.is_emptied = is_empty
+        return is_empty
 
     def step(self) -> SchedulerOutput:
         """Dispatch one step; take the oldest one's output once ``depth`` are in flight or nothing can be scheduled."""

@@ -116,6 +116,42 @@ def test_a_policy_that_sums_up_its_prompt_would_keep_something_else(model, alone
     assert answer.kept != alone[id(asks[1])].kept
 
 
+def update_weights(worker: Any) -> None:
+    """Give a worker other weights."""
+    torch.manual_seed(0)
+    for weight in worker.model_runner.model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "fields", [{}, {"kv_eviction": "ada-snapkv", "kv_budget": 0.3}], ids=["full", "evicted"]
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_is_read_with_old_weights_is_found_by_nobody(
+    asynchronous: bool, fields: dict[str, Any], model
+) -> None:
+    """They change, and the cache is reset, while a prompt is being read."""
+    settings = {**BASE, "max_num_batched_tokens": 128, "async_scheduling": asynchronous}
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, extra_args=fields or None)
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens("weights", 700)}
+    with evicting_engine(model, **settings, enable_prefix_caching=True) as llm:
+        reader = llm.llm_engine
+        reader.add_request("reader", prompt, sampling)
+        for _ in range(3):
+            reader.step()
+        llm.collective_rpc(update_weights)
+        assert llm.reset_prefix_cache()
+        while reader.has_unfinished_requests():
+            reader.step()
+        found, said = [], []
+        for ask in (prompt, prompt, {**prompt, "cache_salt": "another"}):
+            (output,) = llm.generate([ask], sampling, use_tqdm=False)
+            found.append(output.num_cached_tokens)
+            said.append(output.outputs[0].token_ids)
+    assert found == [0, 640, 0] and said[0] == said[1] == said[2]
+
+
 def chat(llm: Any, turns: int, **fields: Any) -> list[tuple[list[int], int]]:
     """A chat's answers, and the tokens that each turn found."""
     said, prompt = [], tokens("chat", 300)

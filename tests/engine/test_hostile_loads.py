@@ -13,10 +13,11 @@ import torch
 
 from tests.engine import hostile_loads
 from tests.engine.choices import Choices
-from tests.engine.hostile_loads import WINDOW, crowded, hostile, play, play_many, summary
+from tests.engine.hostile_loads import WINDOW, crowded, hostile, load_of, play, play_many, summary
 from tests.engine.loads import Ask, Load
 from tests.engine.servers import PAGE, Setup, capacities
 from tests.engine.simulation import Workers
+from vllm_kvevict.engine.scheduler.admission import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
@@ -24,6 +25,7 @@ from vllm_kvevict.schedules.plan import Admission, plan_of
 
 LAYERS, HEADS = 3, 4
 CROWDS_THAT_HUNG = (24, 56)
+RESETS_THAT_MATTER = (13, 18)
 STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
 """Servers that once stood still."""
 
@@ -163,7 +165,11 @@ def test_servers_that_stood_still(seed: int) -> None:
     assert not outcome.failure, f"--only {seed}: {outcome.failure}"
 
 
-@pytest.mark.parametrize("kinds", [(), ("drafts",), ("pauses",), ("drafts", "pauses")], ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds",
+    [(), ("drafts",), ("pauses",), ("drafts", "pauses"), ("resets",), ("drafts", "pauses", "resets")],
+    ids=" ".join,
+)
 def test_hostile_loads(kinds: tuple[str, ...]) -> None:
     """5000 steps; `python -m tests.engine.hostile_loads` plays more."""
     started = time.perf_counter()
@@ -192,6 +198,16 @@ def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytes
     monkeypatch.setattr(_EvictionMixin, "_admits_requests", lambda self: True)
     failures = [play(crowded(seed), seed).failure for seed in CROWDS_THAT_HUNG]
     assert all(failure and "hang: nothing is scheduled" in failure for failure in failures)
+
+
+def test_what_was_read_before_a_reset_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what was admitted before it goes on to leave what it reads, or writes, for others."""
+    load = load_of(RESETS_THAT_MATTER[0], ["resets"])
+    assert not play(load, RESETS_THAT_MATTER[0]).failure
+    monkeypatch.setattr(Account, "is_stale", property(lambda self: False, lambda self, value: None))
+    for seed in RESETS_THAT_MATTER:
+        failure = play(load_of(seed, ["resets"]), seed).failure
+        assert failure and re.search(r"_check_fresh .* was read after 1 of 2 resets", failure), seed
 
 
 def test_the_command_names_the_seeds_that_failed(

@@ -100,7 +100,7 @@ def check_end(simulation: Simulation) -> None:
         uncompressed = ledger.segments.columns * workers.ranks[rank].rows
         assert uncompressed == workers.segment_pages(rank) == workers.held(rank) - workers.cached_pages(rank)
     assert set(workers.cached) == {prefix.number for prefix in ledger.prefixes.all_stored}
-    assert simulation.scheduler.reset_prefix_cache()
+    assert simulation.reset()
     while simulation.scheduler.has_requests():
         simulation.step()
     assert not workers.cached and not workers.segments
@@ -512,7 +512,7 @@ def test_everybody_is_preempted_and_the_cache_reset_at_any_step(
         steps(simulation, step)
         while drains and simulation.in_flight:
             simulation.deliver()
-        assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert simulation.reset(hard=True)
         finish(simulation)
         assert set(simulation.outputs.values()) == {6}
         check_end(simulation)
@@ -525,7 +525,7 @@ def test_a_reset_says_whether_somebody_borrows() -> None:
     steps(simulation, 6)
     (prefix,) = simulation.ledger.prefixes.all_stored
     assert len(prefix.borrowers) == 2
-    assert not simulation.scheduler.reset_prefix_cache()
+    assert not simulation.reset()
     # The two go on; who comes now reads the document again.
     simulation.add(ask("d:2", document(0, 300), 10, 3))
     before = simulation.prefilled
@@ -540,7 +540,7 @@ def test_an_idle_engine_tells_its_workers_of_a_reset() -> None:
     simulation.add(ask("d:0", document(0, 300), 10, 3))
     finish(simulation)
     assert not simulation.scheduler.has_requests() and simulation.workers.cached
-    assert simulation.scheduler.reset_prefix_cache() and simulation.scheduler.has_requests()
+    assert simulation.reset() and simulation.scheduler.has_requests()
     simulation.step()
     assert not simulation.workers.cached and not simulation.scheduler.has_requests()
 
@@ -669,7 +669,7 @@ def test_mixtures(first: int) -> None:
                 if moment == step and name in simulation.outputs:
                     simulation.abort(name)
             if step in load.resets:
-                simulation.scheduler.reset_prefix_cache()
+                simulation.reset()
             step_checked(simulation)
         while simulation.scheduler.has_requests():
             assert simulation.steps < 20_000

@@ -142,7 +142,7 @@ def test_whatever_happens_at_any_step(policy: str, depth: int, asynchronous: boo
         if when == "abort":
             simulation.abort("a")
         else:
-            simulation.scheduler.reset_prefix_cache(reset_running_requests=when == "preempt")
+            simulation.reset(hard=when == "preempt")
         simulation.run(5000)
         check_end(simulation)
 
@@ -225,7 +225,7 @@ def mixture(seed: int) -> Simulation:
         if choose.random() < 0.15:
             simulation.abort(choose.choice([f"m{number}" for number in range(index + 1)]))
         if choose.random() < 0.05:
-            simulation.scheduler.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
+            simulation.reset(hard=choose.random() < 0.5)
     simulation.run(20_000)
     return simulation
 

@@ -58,6 +58,7 @@ class Account:
         copies: the most pages of each rank that copies of what it keeps take, from its eviction's step until that is
             reported, since its own pages stay with segments; the first tokens of its answer have room in them. None
             where it is evicted in place.
+        is_stale: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
     """
 
     plan: Plan
@@ -82,6 +83,7 @@ class Account:
     arbiter: Arbiter | None = None
     reserved_at: int = 0
     beside: tuple[int, int] = (0, 0)
+    is_stale: bool = False
 
     @property
     def epoch(self) -> int:

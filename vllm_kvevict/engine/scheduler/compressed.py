@@ -106,6 +106,16 @@ class CompressedPrefixes(LedgerState):
         unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
         self.prefixes.hold(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
 
+    @property
+    def uses_prefixes(self) -> bool:
+        """Whether requests use cached prefixes, or will go on with what they are leaving as one."""
+        for prefix in self.prefixes.all_stored:
+            name, epoch = prefix.producer
+            account = None if prefix.is_ready else self.accounts.get(name)
+            if prefix.borrowers or (account is not None and account.epoch == epoch):
+                return True
+        return False
+
     def drop_forgotten(self) -> None:
         """Drop prefixes that no further request may begin with, as soon as they can be."""
         for prefix in list(self.prefixes.droppable(set(self.admitted), forgotten=True)):

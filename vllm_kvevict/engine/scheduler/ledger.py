@@ -85,6 +85,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, list[PageCount]] = {}
         """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
+        self.limited: dict[str, tuple[Request, int]] = {}
+        """Requests whose answers end where the memory does, and the tokens that they asked for."""
         self.ends: dict[str, RequestStatus] = {}
         """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
@@ -364,6 +366,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if most < last:
             # vLLM looks at the limit when a token comes: there must be one more.
             limit = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
+            self.limited.setdefault(name, (request, request.max_tokens))
             request.max_tokens = account.max_tokens = limit
 
     def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
@@ -481,18 +484,31 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             producer.priority = min(producer.priority, waiting.priority)
 
     def reset_prefix_cache(self) -> bool:
-        """Let no further request begin with a prefix that is cached now or about to be.
+        """Let no further request begin with a prefix that is cached now, or with anything that a request reads or
+        writes which is admitted now.
 
         Returns:
-            Whether no request used one; else the pages of such go when those requests end.
+            Whether no request uses what was cached; else the pages of such go when those requests end.
         """
-        in_use = any(prefix.borrowers for prefix in self.prefixes.all_stored) or self.segments.pinned > 0
+        for account in self.accounts.values():
+            account.is_stale = True
         self.prefixes.forget()
         self.segments.forget()
         self.drop_forgotten()
+        in_use = self.uses_prefixes or self.segments.pinned > 0
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
         return not in_use
+
+    def forget_kept(self) -> None:
+        """Let replays find out anew what they keep, and so how long their answers may be.
+
+        Where all that run are preempted for a reset, the weights may be others: what was kept says nothing any more.
+        """
+        self.kept.clear()
+        for request, max_tokens in self.limited.values():
+            request.max_tokens = max_tokens
+        self.limited.clear()
 
     # What the workers say.
 
@@ -630,6 +646,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         name = request.request_id
         if request.is_finished():
             self.kept.pop(name, None)
+            self.limited.pop(name, None)
             self.ends.pop(name, None)
             self._plans.pop(name, None)
             self._keys.pop(name, None)
@@ -652,7 +669,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
     def estimate_cached_tokens(self, request: "Request") -> int:
         """Tokens of a request that another one with the same prefix need not compute."""
         account = self.accounts.get(request.request_id)
-        if account is None:
+        if account is None or account.is_stale:
             return 0
         if account.prefix is not None:
             return account.prefix.tokens

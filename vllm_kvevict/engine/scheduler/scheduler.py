@@ -127,6 +127,15 @@ class _EvictionMixin:
         ledger = self.kv_cache_manager
         return waits or bool(ledger.prefixes.drops) or bool(ledger.segments.drops)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Reset the cache; with ``reset_running_requests`` all prompts and answers are read and evicted again."""
+        if reset_running_requests:
+            self.kv_cache_manager.forget_kept()
+        is_empty: bool = super().reset_prefix_cache(  # type: ignore[misc]
+            reset_running_requests, reset_connector
+        )
+        return is_empty
+
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         ended, self._ended = self._ended, []

@@ -127,7 +127,7 @@ class UncompressedPrefixes(LedgerState):
         What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
         """
         n, plan = account.plan.evict_at, account.plan
-        if n is None or account.copies is not None or not account.tokens < n <= tokens:
+        if account.is_stale or n is None or account.copies is not None or not account.tokens < n <= tokens:
             return
         units = self._units(request, plan.leaves(tokens))
         if not units or self.segments.known(self._keys_of(request), units):
@@ -210,6 +210,8 @@ class UncompressedPrefixes(LedgerState):
         Returns:
             The last one, None if none was made.
         """
+        if account.is_stale:
+            return None
         units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
         if units * self.segments.unit <= before or self.segments.known(keys, units):
             return None
