@@ -24,7 +24,7 @@ from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.kept import Run, comparison_table, kept_table
 from benchmarks.harness.load import NUMBER_BYTES
-from benchmarks.harness.options import add_dtype
+from benchmarks.harness.options import add_dtype, add_start_patience
 from benchmarks.harness.server import Server, ServerError, Snapshot, tail
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
@@ -81,6 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="threads of the model; one core is left to the rest of the server (default: %(default)s)",
     )
     add_dtype(parser)
+    add_start_patience(parser)
     parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: a free one)")
     parser.add_argument(
         "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, Estimate, paired_ratio, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
-from benchmarks.harness.options import whole
+from benchmarks.harness.options import add_start_patience, whole
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.traffic import ENDPOINTS, random_words
 
@@ -398,6 +398,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for kind in ("tensor", "pipeline"):
         name = f"--{kind}-parallel-size"
         parser.add_argument(name, type=whole, default=1, metavar="N", help="as for vllm serve (default: 1)")
+    add_start_patience(parser)
     parser.add_argument(
         "--name", help=f"write the record to {SCRATCH}/NAME.json, not to the project's results"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.measure import RESULTS, warn_if_busy
-from benchmarks.harness.options import positive, whole
+from benchmarks.harness.options import add_start_patience, positive, whole
 from benchmarks.harness.quality_columns import Columns, own_columns, split
 from benchmarks.harness.quality_folders import locked, pack, unpack, write_table
 from benchmarks.harness.quality_hours import Part, fidelity_tasks, print_hours, scored
@@ -97,6 +97,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", action="store_true", help="only say how many hours it takes")
     group.add_argument("--threads", type=whole, default=1, metavar="N", help="of the server (default: 1)")
     group.add_argument("--port", type=whole, default=PORT, metavar="N", help="default: %(default)s")
+    add_start_patience(group)
     group.add_argument(
         "--memory", type=positive, default=2.0, metavar="GIB", help="for the KV cache (default: %(default)s)"
     )

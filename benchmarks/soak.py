@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
-from benchmarks.harness.options import positive, whole
+from benchmarks.harness.options import add_start_patience, positive, whole
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.traffic import (
     BROKEN,
@@ -400,6 +400,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="the server compares page counts with pages after every step"
     )
+    add_start_patience(parser)
     parser.add_argument(
         "--name", help=f"write the record to {SCRATCH}/NAME.json, not to the project's results"
     )

@@ -21,6 +21,12 @@ def blocks(document: Path, language: str = "") -> list[str]:
     return [text for name, text in _BLOCK.findall(document.read_text()) if name in names]
 
 
+def lines(document: Path) -> list[str]:
+    """Each command as it stands there, with the variables before it."""
+    joined = "\n".join(blocks(document)).replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line]
+
+
 def commands(document: Path) -> list[list[str]]:
     """Words of each command, without comments, variables before it, and `&`."""
     found = []

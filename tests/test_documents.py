@@ -8,11 +8,13 @@ import runpy
 import sys
 
 import pytest
+from vllm.benchmarks.serve import add_cli_args as add_client_args
 from vllm.entrypoints.cli.openai import CompleteCommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.documents import DOCUMENTS, ROOT, commands
 from vllm_kvevict.engine import versions
+from vllm_kvevict.engine.config import REQUEST_FIELDS
 
 COMMANDS = [
     pytest.param(words, id=f"{document.name}: {' '.join(words)[:60]}")
@@ -55,6 +57,10 @@ def test_command(words):
         _serve_parser().parse_args(rest[1:])
     elif program == "python" and rest[0] == "-m" and rest[1] == "pytest":
         assert (ROOT / rest[2].split("::")[0]).exists()
+    elif program == "vllm" and rest[:2] == ["bench", "serve"]:
+        parser = FlexibleArgumentParser()
+        add_client_args(parser)
+        assert set(parser.parse_args(rest[2:]).extra_body["vllm_xargs"]) <= {*REQUEST_FIELDS}
     elif program == "vllm" and rest[0] == "complete":
         CompleteCommand.add_cli_args(FlexibleArgumentParser()).parse_args(rest[1:])
     elif program == "vllm-kvevict" and rest[0] == "doctor":
@@ -73,6 +79,14 @@ def test_command(words):
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M)
     else:
         assert program in ELSEWHERE, f"nobody tests {program}"
+
+
+def test_the_client_of_vllms_benchmarks_is_shown_with_fields():
+    """It knows none of the flags, so its page must not say that it does."""
+    words = next(
+        words for words in commands(ROOT / "docs/CONFIGURATION.md") if words[:3] == ["vllm", "bench", "serve"]
+    )
+    assert "--extra-body" in words and not any(word.startswith("--kv-") for word in words)
 
 
 PAGES = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]

@@ -180,7 +180,12 @@ def test_what_is_set_aside_beside_the_kv_memory(
 @pytest.mark.parametrize(
     ("changes", "words", "says"),
     [
-        ({}, ["--memory", "many"], "argument --memory: must be a size such as 20GiB, got 'many'"),
+        (
+            {},
+            ["--memory", "many"],
+            "argument --memory: must be a size with its unit, such as 20GiB, got 'many'",
+        ),
+        ({}, ["--memory", "20"], "argument --memory: must be a size with its unit, such as 20GiB, got '20'"),
         ({}, ["--budget", "2.5"], "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
         ({}, ["--prompt", "0"], "--prompt must be at least 1, got 0"),
         ({}, ["--prompt", "40000"], "--prompt and --output exceed the 32768 tokens of --max-model-len"),
@@ -209,7 +214,7 @@ def test_errors_name_the_flag(
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("20GiB", 20 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("4096", 4096), ("7b", 7)],
+    [("20GiB", 20 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("4096B", 4096), ("7b", 7)],
 )
 def test_memory(text: str, size: int) -> None:
     assert sizing.parse_memory(text) == size

@@ -85,11 +85,11 @@ def read_model(name: str) -> dict[str, int]:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes in ``20GiB``, ``500MB`` or a plain number."""
-    found = re.fullmatch(r"(\d+\.?\d*)\s*(?:([kmgt]?)(i?)b)?", text.strip().lower())
+    """Bytes in ``20GiB``, ``500MB`` or ``4096B``. A number without a unit is refused: few who write 20 mean bytes."""
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b", text.strip().lower())
     if found is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 20GiB, got {text!r}")
-    number, prefix, binary = found.groups("")
+        raise argparse.ArgumentTypeError(f"must be a size with its unit, such as 20GiB, got {text!r}")
+    number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
 from benchmarks.harness.measure import record, record_name, save, warn_if_busy
-from benchmarks.harness.options import add_dtype, whole
+from benchmarks.harness.options import add_dtype, add_start_patience, whole
 
 
 class Scenario(Protocol):
@@ -58,6 +58,7 @@ def parse(
         flag = f"--{size.replace('_', '-')}"
         parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
+    add_start_patience(parser)
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
     parser.add_argument(
         "--name", help=f"name of the records, followed by the scenario's name (default: {name})"

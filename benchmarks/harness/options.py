@@ -2,9 +2,11 @@
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.scenarios import Scenario
+from benchmarks.harness.server import Server
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
 
@@ -59,6 +61,26 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Patience(argparse.Action):
+    """Tells every server of this process how long it may take to start."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        Server.patience = values
+        setattr(namespace, self.dest, values)
+
+
+def add_start_patience(parser: argparse._ActionsContainer) -> None:
+    """The option of every benchmark that starts servers."""
+    parser.add_argument(
+        "--start-patience",
+        type=positive,
+        default=Server.patience,
+        action=_Patience,
+        metavar="S",
+        help="seconds that a server may take to start (default: %(default)g)",
+    )
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that change a scenario, and those of every serving benchmark."""
     own = "default: the scenario's"
@@ -78,6 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text} ({own})")
     add_dtype(parser)
+    add_start_patience(parser)
     parser.add_argument(
         "--threads",
         type=whole,

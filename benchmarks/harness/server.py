@@ -19,7 +19,6 @@ import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 LOG_TAIL, LOG_WIDTH = 25, 300
-START_PATIENCE = 240.0
 LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -120,7 +119,12 @@ class Server:
         flags: further arguments of ``vllm serve``.
         env: environment variables on top of this process's.
         port: where to listen; a free one by default.
+
+    Attributes:
+        patience: seconds that every server of this process may take to start; ``--start-patience`` sets it.
     """
+
+    patience = 240.0
 
     def __init__(
         self,
@@ -190,7 +194,7 @@ class Server:
         return sum(time.user + time.system for time in times)
 
     async def _answering(self) -> None:
-        deadline = time.monotonic() + START_PATIENCE
+        deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             self.check()
             with contextlib.suppress(httpx.TransportError):
@@ -198,7 +202,8 @@ class Server:
                     return
             await asyncio.sleep(0.2)
         raise ServerError(
-            f"vllm serve did not answer within {START_PATIENCE:.0f} s; the end of {self.log}:\n{tail(self.log)}"
+            f"vllm serve did not answer within {self.patience:g} s: on a busy machine raise --start-patience; "
+            f"the end of {self.log}:\n{tail(self.log)}"
         )
 
 

@@ -1,11 +1,13 @@
-"""The dtype of every CPU benchmark: its option, the bytes that follow from it, and the names of records."""
+"""Options that benchmarks share: dtypes, the bytes and names of records that follow from them, and patience."""
 
+import asyncio
 import importlib
+import re
 
 import pytest
 
 from benchmarks.demo import pool_bytes
-from benchmarks.harness import measure
+from benchmarks.harness import measure, server
 from benchmarks.harness.load import NUMBER_BYTES, entry_bytes, page_bytes
 from benchmarks.harness.measure import full_name, record_name
 from benchmarks.harness.scenarios import LAYERS, SCENARIOS, token_bytes
@@ -77,3 +79,41 @@ def test_a_scenario_changes_with_the_option():
     )
     usual = SCENARIOS["pool-bound"]
     assert chosen.dtype == "float32" and chosen.kv_bytes() == 2 * usual.kv_bytes()
+
+
+STARTING = {
+    path.stem: ["--requests", "1"] if path.stem == "soak" else []
+    for path in FOLDER.glob("*.py")
+    if re.search(r"\bServer\(|\bmake_server\b|\brun_benchmark\b", path.read_text())
+}
+"""Benchmarks that start servers, with the options that they cannot do without."""
+
+
+def test_benchmarks_that_start_servers_are_found():
+    assert set(STARTING) >= {
+        "throughput",
+        "latency",
+        "prefix",
+        "chat",
+        "speculation",
+        "demo",
+        "hostile",
+        "soak",
+    }
+
+
+@pytest.mark.parametrize("module", STARTING)
+def test_a_server_that_does_not_start_in_time(module, monkeypatch, tmp_path):
+    """The sentence names the option, and the option is heard."""
+    monkeypatch.setattr(server.Server, "patience", server.Server.patience)
+    assert parse(module, *STARTING[module]).start_patience == 240
+    parse(module, *STARTING[module], "--start-patience", "0.1")
+
+    async def start():
+        slow = server.Server(tmp_path, tmp_path / "log", [], {})
+        slow.command = ["sleep", "60"]
+        async with slow:
+            pass
+
+    with pytest.raises(server.ServerError, match=r"not answer within 0\.1 s: .* raise --start-patience"):
+        asyncio.run(start())

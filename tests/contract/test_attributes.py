@@ -38,7 +38,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks sliding_window", "memory checks fail"),
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size rank data_parallel_size data_parallel_size_local data_parallel_rank_local "
-        "local_engines_only",
+        "local_engines_only use_ray",
         "ranks cannot be told apart, or stages' and engines' memory is not known",
     ),
     "vllm.config:CompilationConfig": ("static_forward_context", "workers do not find the attention layers"),
@@ -56,7 +56,10 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "kv_cache_scheme",
         "checkpoints that ask for fp8 KV die in the worker",
     ),
-    "vllm.platforms.interface:Platform": ("is_cpu is_cuda device_name", "the kind of device is not known"),
+    "vllm.platforms.interface:Platform": (
+        "is_cpu is_cuda device_name ray_device_key",
+        "the kind of device is not known",
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
         "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state",

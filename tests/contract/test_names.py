@@ -72,6 +72,7 @@ NAMES = {
     "vllm.utils.argparse_utils:FlexibleArgumentParser": "vllm-kvevict doctor cannot read the flags of vllm serve",
     "vllm.utils.async_utils:run_in_loop": "who waits when a server is stopped is told nothing",
     "vllm.utils.hashing:get_hash_fn_by_name": "prefixes cannot be told apart",
+    "vllm.utils.ompmultiprocessing:OMPProcessManager": "vllm-kvevict doctor does not see that ranks find no NUMA node",
     "vllm.utils.math_utils:cdiv": "the ledger cannot be imported",
     "vllm.v1.attention.backend:AttentionBackend": "there is no attention backend for GPUs",
     "vllm.v1.attention.backend:AttentionCGSupport": "CUDA graphs of decodes cannot be announced",

@@ -7,6 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 from vllm import EngineArgs
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
 
 from tests.documents import ROOT
 from tests.engine import test_refusals
@@ -258,6 +260,28 @@ def test_what_vllm_itself_refuses(missing, tmp_path, examine):
     assert code == 1
     (sentence,) = re.findall(r"cannot be served\n  vLLM itself refuses: (.*)\nThis holds for every", text)
     assert "a-model" in sentence and "pydantic" not in sentence and "validation error" not in sentence
+
+
+def test_ray_on_a_cpu(model, examine, monkeypatch):
+    """vLLM says so when the engine starts; by then its configuration is made."""
+    code, text = examine(model, "--kv-eviction", "snapkv", "--distributed-executor-backend", "ray")
+    assert code == 1
+    sentence = "vLLM itself refuses: current platform cpu does not support ray."
+    assert f"cannot be served\n  {sentence}\n" in text
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
+    assert examine(model, "--kv-eviction", "snapkv", "--distributed-executor-backend", "ray")[0] == 0
+
+
+@pytest.mark.parametrize(("bind", "code"), [("auto", 1), ("0", 1), ("0|0", 0), ("nobind", 0)])
+def test_ranks_without_a_numa_node(bind, code, model, examine, monkeypatch):
+    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: [0])
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bind)
+    found, text = examine(model, "--kv-eviction", "snapkv", "-tp", "2")
+    assert found == code
+    said = {"auto": "Not enough allowed NUMA nodes", "0": "doesn't match local world size 2"}.get(
+        bind, "can be served"
+    )
+    assert said in text and ("VLLM_CPU_OMP_THREADS_BIND says how" in text) == bool(code)
 
 
 def test_wrong_arguments_end_in_one_line(model, examine, capsys):

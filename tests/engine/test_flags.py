@@ -198,6 +198,20 @@ def test_options_reach_processes_that_read_arguments_before_they_load_plugins(mo
     assert (options.policy, options.budget, options.params) == ("snapkv", 0.3, {"window": 8})
 
 
+def test_a_server_that_evicts_looks_at_bodies_and_others_do_not(model):
+    """Once, though further API servers read the arguments again; and before what the user adds."""
+    plain = parse("--model", model)
+    AsyncEngineArgs.from_cli_args(plain)
+    assert plain.middleware == []
+    args = parse("--model", model, "--kv-eviction", "snapkv", "--middleware", "some.other")
+    for _ in range(2):
+        AsyncEngineArgs.from_cli_args(args)
+        assert args.middleware == ["vllm_kvevict.engine.frontend.bodies.BodyCheck", "some.other"]
+    evicting = parse("--model", model, "--kv-eviction", "snapkv")
+    AsyncEngineArgs.from_cli_args(evicting)
+    assert evicting.middleware and parse("--model", model).middleware == []
+
+
 def test_flags_win_over_additional_config(model):
     settings = json.dumps({KEY: {"policy": "snapkv", "budget": 0.5, "min_prompt": 3}})
     args = parse("--model", model, "--additional-config", settings, "--kv-budget", "0.25")

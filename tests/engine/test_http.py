@@ -23,6 +23,7 @@ from tests.engine.clients import (
     words,
 )
 from tests.engine.serving import Server, log_evictions
+from vllm_kvevict.engine.config import REQUEST_FIELDS
 from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine
@@ -246,6 +247,34 @@ def test_bad_fields_get_400(endpoint, stream, client):
         assert error.value.status_code == 400
         assert error.value.message.count(named) and "Traceback" not in error.value.message
     assert endpoint(client, {"kv_eviction": "full"})
+
+
+MISTAKEN = [
+    *[({"vllm_xargs": {name: True}}, f"{name} must not be true or false") for name in REQUEST_FIELDS],
+    *[
+        ({name: 0.5}, f"{name} is a field of vllm_xargs, not of the request itself")
+        for name in REQUEST_FIELDS
+    ],
+]
+
+
+MESSAGES = {"messages": [{"role": "user", "content": words(50)}], "max_tokens": 4}
+BODIES = {
+    "completions": {"prompt": words(50), "max_tokens": 4},
+    "chat/completions": MESSAGES,
+    "messages": MESSAGES,
+    "responses": {"input": words(50), "max_output_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_that_vllm_would_drop_or_misread_get_400(path, server):
+    body = {"model": server.model, **BODIES[path]}
+    for fields, sentence in MISTAKEN:
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body | fields, timeout=60)
+        assert answer.status_code == 400, (fields, answer.text)
+        assert answer.json()["error"]["message"].startswith(sentence)
+    assert httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null", "{}", '{"a": 1}', "1e999"])

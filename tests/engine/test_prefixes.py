@@ -572,6 +572,49 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         cache.close([slot, donor])
 
 
+def many_prefixes(count: int, pages: int) -> CachedPrefixes:
+    """So many segments of so many pages each, which a worker in check mode has made in one step."""
+    cache = PagedKVCache(
+        torch.randn(count * pages, 2 * PAGE * 8),
+        num_layers=1,
+        num_kv_heads=1,
+        page_size=PAGE,
+        max_requests=2,
+        write=writer(PAGE, plain, plain),
+    )
+    prefixes, donor = CachedPrefixes(cache, check=True), cache.open()
+    cache.extend([donor], [count * pages * PAGE])
+    prefixes.freeze(donor, [(number, pages) for number in range(count)])
+    prefixes.verify()
+    return prefixes
+
+
+def test_checksums_of_many_pages_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step compares few of them, and a round all."""
+    prefixes = many_prefixes(200, 40)
+    summed: list[int] = []
+    checksum = prefixes._checksum
+    monkeypatch.setattr(prefixes, "_checksum", lambda number: summed.append(number) or checksum(number))
+    for _ in range(100):
+        before = len(summed)
+        prefixes.verify()
+        assert len(summed) - before == 2
+    assert sorted(summed) == list(range(200))
+
+
+@pytest.mark.parametrize("at_its_end", [True, False])
+def test_a_write_to_one_of_many_prefixes_is_noticed(at_its_end: bool) -> None:
+    """Before it is dropped, and within a round."""
+    prefixes = many_prefixes(200, 40)
+    prefixes.segments.cache.storage[40 * 77, 3] += 1
+    with pytest.raises(RuntimeError, match="written to cached prefix 77"):
+        if at_its_end:
+            prefixes.segments.end_loan(0)
+            prefixes.drop([77])
+        for _ in range(100):
+            prefixes.verify()
+
+
 def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
     simulation = Simulation(server())
     simulation.add(ask("d:0", document(0, 300), 10, 30))

@@ -75,6 +75,10 @@ class RowLengths:
         """Lengths of a request's rows, int64 [L, H]."""
         return self._offset[request_slot] + self._tokens[request_slot]
 
+    def of_all(self) -> IntArray:
+        """Lengths of all requests' rows, int64 [max_requests, L * H]."""
+        return (self._offset + self._tokens[:, None, None]).reshape(len(self._tokens), -1)
+
     def residues(self, request_slot: int) -> IntArray:
         """Number of rows at each length modulo page_size, int64 [page_size]."""
         return np.roll(self._residues[request_slot], self._tokens[request_slot] % self._page_size)

@@ -159,8 +159,17 @@ class PagedKVCache:
 
     def own_pages(self, request_slot: int) -> torch.Tensor:
         """Pages of a request that it does not borrow, int32 (waits for the device)."""
-        table = self.tables.region(request_slot)
-        return table[self._own_columns(request_slot, table.shape[1])]
+        return self._pages_of([request_slot])
+
+    def _pages_of(self, request_slots: Sequence[int]) -> torch.Tensor:
+        """Pages of requests that they do not borrow, one request after the other, int32 (waits for the device)."""
+        which = torch.tensor(request_slots, dtype=torch.int64, device=self.device)
+        borrowed = self.tables.borrowed[which].flatten()
+        counts = (self._pages(self.tables.kv_len[which]).flatten() - borrowed).clamp(min=0)
+        skipped = counts.cumsum(0) - counts
+        first = self.tables.row_starts[which].flatten() + borrowed - skipped
+        places = first.repeat_interleave(counts)
+        return self.tables.pages_at(places + torch.arange(places.numel(), device=self.device))
 
     def _own_columns(self, request_slot: int, columns: int) -> torch.Tensor:
         """Which places of a request's page table hold pages of its own, bool [rows, columns]."""
@@ -455,9 +464,10 @@ class PagedKVCache:
 
     def checksum(self, pages: torch.Tensor) -> int:
         """A number that changes when anything in pages (int32 [N]) does (waits for the device)."""
-        halves = self.storage[pages.to(torch.int64)].flatten().view(torch.int16).to(torch.int64)
-        places = torch.arange(1, halves.numel() + 1, device=halves.device)
-        return int((halves * places).sum())
+        words = self.storage[pages.to(torch.int64)].flatten().view(torch.int64)
+        # By odd numbers, since products lose their highest bits: those of even ones would hide some changes.
+        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        return int(words.mul_(weights).sum())
 
     def settle(self, request_slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
@@ -497,7 +507,7 @@ class PagedKVCache:
             elsewhere: int32, pages that are in no request's table, those of segments.
         """
         self.pool.verify()
-        lengths = np.stack([self.lengths.of(slot).ravel() for slot in range(len(self._is_open))])
+        lengths = self.lengths.of_all()
         differs = (self.tables.kv_len.cpu().numpy() != lengths).any(1)
         if differs.any():
             raise RuntimeError(f"kv_len of request slot {differs.argmax()} differs between host and device")
@@ -520,12 +530,10 @@ class PagedKVCache:
 
     def _verify_owned(self, elsewhere: torch.Tensor | None) -> None:
         """Each page that was taken is in the table of one owner."""
-        owned = [self.own_pages(int(slot)) for slot in np.flatnonzero(self.lengths.pages)]
+        owned = self._pages_of(np.flatnonzero(self.lengths.pages).tolist())
         if elsewhere is not None:
-            owned.append(elsewhere)
-        times = torch.bincount(
-            torch.cat([self.tables.arena[:0], *owned]).cpu(), minlength=self.storage.shape[0]
-        )
+            owned = torch.cat([owned, elsewhere])
+        times = torch.bincount(owned.cpu(), minlength=self.storage.shape[0])
         if not torch.equal(times, self.pool.owners.clamp(min=0).cpu().to(torch.int64)):
             raise RuntimeError("the page tables do not hold exactly the pages that are taken from the pool")
 

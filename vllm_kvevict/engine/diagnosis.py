@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
@@ -84,7 +85,7 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     if config is None:
         return Diagnosis(args.model, options.policy, refusal, None)
     policies = _refused_policies(config, options)
-    refusal = refusal or policies.get(options.policy) or _no_compiler(config)
+    refusal = refusal or policies.get(options.policy) or _no_workers(config) or _no_compiler(config)
     return Diagnosis(args.model, options.policy, refusal, policies)
 
 
@@ -128,6 +129,20 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
         except ValueError as error:
             refused[policy] = f"--kv-eviction {policy}: {error}"
     return refused
+
+
+def _no_workers(config: Any) -> str | None:
+    """Why vLLM could not start its workers here, which it asks only when it is about to."""
+    if config.parallel_config.use_ray:
+        if current_platform.ray_device_key:
+            return None
+        return f"{BY_VLLM}current platform {current_platform.device_name} does not support ray."
+    try:
+        OMPProcessManager(config)
+    except Exception as error:
+        # Its words name no variable.
+        return f"{_by_vllm(error)} VLLM_CPU_OMP_THREADS_BIND says how; with nobind they may share a node."
+    return None
 
 
 def _no_compiler(config: Any) -> str | None:

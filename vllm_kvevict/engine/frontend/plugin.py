@@ -68,6 +68,7 @@ def register() -> None:
             # Further API servers get these arguments in a process that reads them before it loads plugins.
             known = engine_args.additional_config or {}
             args.additional_config = engine_args.additional_config = {**known, KEY: options.to_dict()}
+            _check_bodies(args)
         return engine_args
 
     @functools.wraps(create_engine_config)
@@ -98,6 +99,16 @@ def _errors_in_one_line() -> Iterator[None]:
         if not _on_command_line:
             raise
         end_command(error)
+
+
+def _check_bodies(args: argparse.Namespace) -> None:
+    """Let the HTTP server of these arguments, if there is one, look at requests before vLLM drops fields."""
+    from vllm_kvevict.engine.frontend.bodies import BodyCheck
+
+    others = getattr(args, "middleware", None)
+    if others is not None and BodyCheck.PATH not in others:
+        # A new list: vLLM's parser gives all servers of a process the same empty one.
+        args.middleware = [BodyCheck.PATH, *others]
 
 
 def requested_options(args: Any) -> Options | None:

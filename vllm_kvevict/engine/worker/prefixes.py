@@ -7,12 +7,16 @@ from vllm_kvevict.cache.runs import Runs
 from vllm_kvevict.cache.segments import Segments
 from vllm_kvevict.schedules.plan import Admission
 
+STEPS_OF_A_ROUND, FEW_PAGES = 100, 256
+"""Checksums of more cached pages than these few are compared in turns, all of them once in so many steps."""
+
 
 class CachedPrefixes:
     """One per rank; the scheduler sees to it that pages and request slots suffice.
 
     Args:
-        check: whether to keep a checksum of each prefix, to be compared by :meth:`verify` and before it is dropped.
+        check: whether to keep a checksum of each prefix, to be compared by :meth:`verify` in turns, and before it is
+            dropped.
     """
 
     def __init__(self, cache: PagedKVCache, check: bool):
@@ -20,6 +24,7 @@ class CachedPrefixes:
         self.segments = Segments(cache)
         self._check = check
         self._checksums: dict[int, int] = {}
+        self._steps = 0
         self._by_number: dict[int, int] = {}
         self._expected: dict[str, int] = {}
 
@@ -65,11 +70,17 @@ class CachedPrefixes:
             self._checksums.pop(number, None)
 
     def verify(self) -> None:
-        """Raise RuntimeError if a prefix or segment has changed since it was stored, or pages are owned twice."""
+        """Raise RuntimeError if pages are owned twice, or a prefix or segment has changed since it was stored.
+
+        Called once a step. With many pages a step compares a part of the prefixes, and all within a round.
+        """
         self.runs.cache.verify(self.segments.all_pages())
         self.segments.verify()
+        self._steps += 1
+        parts = STEPS_OF_A_ROUND if self.runs.pages + self.segments.pages > FEW_PAGES else 1
         for number in (*self._by_number, *self.segments.numbers):
-            self._verify(number)
+            if number not in self._checksums or (self._steps + number) % parts == 0:
+                self._verify(number)
 
     def _verify(self, number: int) -> None:
         if not self._check:
