@@ -1,6 +1,8 @@
 """Compiling a kernel: once, and with a reason when it cannot be done."""
 
 import ctypes
+import errno
+import os
 
 import pytest
 
@@ -76,6 +78,97 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
     with pytest.raises(build.BuildError, match="no such thing"):
         build.load("decode_attention")
     assert list(build.cache_folder().iterdir()) == []
+
+
+def test_a_compiler_in_another_language(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ $1 = --version ] || { echo "$LC_ALL: Fehler" >&2; exit 1; }\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    with pytest.raises(build.BuildError, match="C: Fehler"):
+        build.load("decode_attention")
+
+
+@pytest.mark.parametrize("content", [b"", b"ELF", None])
+def test_a_library_that_was_cut_is_built_again(compiled, content):
+    """Loading half of one would end the process."""
+    build.load("decode_attention")
+    (library,) = build.cache_folder().iterdir()
+    whole = library.read_bytes()
+    cut = library.with_name("cut")
+    cut.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    cut.replace(library)  # the one that is loaded stays as it is
+    assert not build.is_whole(library)
+    build._load.cache_clear()
+    build.load("decode_attention")
+    assert len(compiled) == 2 and build.is_whole(library)
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again(compiled, monkeypatch):
+    """Such as one for another libc; nothing is wrong with its digest."""
+    build.load("decode_attention")
+    build._load.cache_clear()
+    library, tried = ctypes.CDLL, []
+
+    def fails_once(path):
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError("version `GLIBC_9' not found")
+        return library(path)
+
+    monkeypatch.setattr(build.ctypes, "CDLL", fails_once)
+    assert build.load("decode_attention") and len(tried) == len(compiled) == 2
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_others_may_read_what_the_umask_lets_them(umask):
+    before = os.umask(umask)
+    try:
+        build.load("decode_attention")
+    finally:
+        os.umask(before)
+    (library,) = build.cache_folder().iterdir()
+    assert library.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_left_over_scratch_goes():
+    folder = build.cache_folder()
+    old, new = folder / ".build-old", folder / ".build-new"
+    for left in (old, new):
+        left.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    build.load("decode_attention")
+    assert not old.exists() and new.exists()
+
+
+def test_a_full_disk_is_named(monkeypatch):
+    def no_space(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build.os, "fsync", no_space)
+    with pytest.raises(build.BuildError, match="No space left on device"):
+        build.load("decode_attention")
+    assert list(build.cache_folder().iterdir()) == []
+
+
+def test_a_linker_that_fails_without_a_file(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'ld: error: no space' >&2; exit 1; }\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match="ld: error: no space"):
+        build.load("decode_attention")
+
+
+def test_without_a_home(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(build.Path, "home", no_home)
+    with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME"):
+        build.load("decode_attention")
 
 
 def test_no_folder_for_the_result(monkeypatch, tmp_path):
