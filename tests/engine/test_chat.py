@@ -20,6 +20,7 @@ from tests.engine.chats import (
     CASES,
     CHATML,
     DOCUMENT,
+    GLUED,
     PICKY,
     QUESTION,
     READ,
@@ -27,6 +28,7 @@ from tests.engine.chats import (
     TURN,
     ask,
     byte_renderers,
+    decoded,
     render,
 )
 from vllm_kvevict.engine import config
@@ -63,6 +65,47 @@ AWKWARD = [
 @given(question=st.sampled_from(AWKWARD) | st.text(max_size=20))
 def test_no_question_changes_the_prefix(template, before, prefix, renderer, question):
     assert render(renderer, [*before, ask(question)], template)[1] == prefix
+
+
+MARKS = "".join(map(chr, range(0xE000, 0xE100)))
+
+
+@pytest.mark.parametrize("question", [MARKS, "q" + MARKS, "7" + MARKS])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_question_of_characters_without_meaning(question, all_of_them, renderer, monkeypatch):
+    """One that is left stands in for the question; where none is left, no question begins like two others."""
+    if all_of_them:
+        monkeypatch.setattr(chat, "MEANINGLESS", frozenset(MARKS))
+    assert render(renderer, [*TURN, ask(question)])[1] == READ + "<|im_start|>"
+    assert render(renderer, [*TURN, ask(question)], GLUED)[1] == (DOCUMENT + "I have read it.")[:-1]
+
+
+def test_marks_are_all_that_are_for_private_use():
+    assert chat.unused_mark("") == "\ue000" and chat.unused_mark(MARKS) == "\ue100"
+    assert len(chat.MEANINGLESS) == 6400 and chat.unused_mark("".join(chat.MEANINGLESS)) is None
+
+
+ESCAPES = {
+    "JSON": ("{{ m.content | tojson(ensure_ascii=True) }}", '"'),
+    "a list": ("{{ [m.content] }}", "['"),
+    "a part of a URL": ("{{ m.content | urlencode }}", ""),
+}
+
+
+@pytest.mark.parametrize("escape, opening", ESCAPES.values(), ids=ESCAPES)
+@pytest.mark.parametrize("tokenize", [False, True])
+def test_escaped_questions(escape, opening, tokenize, renderer):
+    """What an escape of the stand-in has in common with the question's does not belong to the prefix."""
+    template = CHATML.replace("{{ m.content }}", escape)
+    header = "<|im_start|>user\n" + opening
+    prefixes = set()
+    for question in (*AWKWARD, "\ue001", "\uefff?", "\ue000" * 2, "\u2026", "%EE", "\\ue", "q", "7", "q7"):
+        prompt, prefix = render(renderer, [*TURN, ask(question)], template, tokenize=tokenize)
+        text = decoded(renderer, prompt["prompt_token_ids"])
+        assert text.startswith(prefix) and len(prefix) <= text.rindex(header) + len(header)
+        assert prefix.endswith("<|im_end|>\n<|im_start|>") or "I%20have" in prefix or "I have" in prefix
+        prefixes.add(prefix)
+    assert tokenize or len(prefixes) == 1
 
 
 @pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)

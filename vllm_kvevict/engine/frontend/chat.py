@@ -23,11 +23,16 @@ PREFIX_LEN = "kv_prefix_len"
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
 
-MEANINGLESS = [chr(code) for code in range(0xE000, 0xE100)]
+MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
+
+MARK = min(MEANINGLESS)
 
 WORD = "q"
 """Stands in for the question where it matters that words join tokens before them."""
+
+NUMBER = "7"
+"""Shares no first character with :data:`WORD`."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +154,13 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
         return 0
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
-        other = chat.asking(unused_mark(text))
-        # Mistral's tokenizers give no text; there a prefix ends at the first image.
-        if "prompt_token_ids" in other:
-            return prefix_of_ids(ids, other, chat.asking(WORD))
+        others = other_prompts(chat, text)
     except (ValueError, VLLMClientError):  # a template may refuse anything
         return None
-    before = text_before(text, other["prompt"])
+    # Mistral's tokenizers give no text; there a prefix ends at the first image.
+    if "prompt_token_ids" in others[0]:
+        return prefix_of_ids(ids, *others)
+    before = text_before(text, *others)
     if before is None:
         return None
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
@@ -165,17 +170,38 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
     return common_length(before_ids[:-1], ids)
 
 
-def text_before(text: str, other_text: str) -> str | None:
-    """What two chats have in common before their questions, None when the question leaves no trace."""
-    if text == other_text:
+def other_prompts(chat: Chat, text: str) -> list[Any]:
+    """The same chat with one other question, or with two where the first does not tell where the question begins.
+
+    It tells if the prompts part at a mark that the chat does not contain. A template may escape it, though, and then
+    its escape may begin like the question's. No question begins like both a mark, or a number, and a word.
+
+    Args:
+        chat: what was rendered.
+        text: the result, if it is text.
+
+    Raises:
+        ValueError, VLLMClientError: as :meth:`Chat.asking`.
+    """
+    mark = unused_mark(text)
+    first = chat.asking(mark or NUMBER)
+    if mark and "prompt" in first and first["prompt"].startswith(mark, common_length(text, first["prompt"])):
+        return [first]
+    return [first, chat.asking(WORD)]
+
+
+def text_before(text: str, *others: Any) -> str | None:
+    """What a chat has in common with others before their questions, None when the question leaves no trace."""
+    first, last = others[0]["prompt"], others[-1]["prompt"]
+    if text == first == last:
         return None
     # Whitespace and the last token could merge with the question's first characters.
-    return text[: common_length(text, other_text)].rstrip()
+    return text[: min(common_length(text, first), common_length(first, last))].rstrip()
 
 
-def unused_mark(text: str) -> str:
-    """A character without a meaning that a text does not contain."""
-    return next((mark for mark in MEANINGLESS if mark not in text), MEANINGLESS[0])
+def unused_mark(text: str) -> str | None:
+    """A character without a meaning that a text does not contain, None when it contains all of them."""
+    return min(MEANINGLESS.difference(text), default=None)
 
 
 def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
@@ -185,7 +211,7 @@ def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
     letters is left out for every question. Both could begin with the token for unknown text, hence one token less.
     """
     first_ids, second_ids = first["prompt_token_ids"], second["prompt_token_ids"]
-    if ids == first_ids:
+    if ids == first_ids == second_ids:
         return None
     return max(min(common_length(ids, first_ids), common_length(first_ids, second_ids)) - 1, 0)
 
