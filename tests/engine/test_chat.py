@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams
 from vllm.renderers.mistral import MistralRenderer
 from vllm.tokenizers.mistral import MistralTokenizer
@@ -26,6 +27,7 @@ from tests.engine.chats import (
     READ,
     SYSTEM,
     TURN,
+    TURNS,
     ask,
     byte_renderers,
     decoded,
@@ -189,9 +191,16 @@ def test_without_a_question_there_is_no_prefix(renderer):
         assert (found, prompt[PREFIX_LEN]) == ("", 0)
 
 
+# It answers one question only.
+CLOSED = (
+    TURNS + "{% if m.role == 'user' and loop.last and m.content != 'Which port is the largest?' %}"
+    "{{ raise_exception('I was not made for that') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
 def test_what_cannot_be_told_is_left_open(renderer):
     assert render(renderer, [*SYSTEM, ask()], BLIND)[1] is None  # the question is not in the prompt
-    assert render(renderer, [*SYSTEM, ask()], PICKY)[1] is None  # another question is refused
+    assert render(renderer, [*SYSTEM, ask()], CLOSED)[1] is None  # another question is refused
     tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
     ids = render(renderer, [*TURN, ask()], tok_params=tok_params)[0]["prompt_token_ids"]
     for limit in (len(ids) - 3, len(ids)):
@@ -200,6 +209,31 @@ def test_what_cannot_be_told_is_left_open(renderer):
     for limit in (len(ids) + 1, -1):
         whole = tok_params.with_kwargs(truncate_prompt_tokens=limit)
         assert render(renderer, [*TURN, ask()], tok_params=whole)[1] == READ + "<|im_start|>"
+
+
+@pytest.mark.parametrize("tokenize", [False, True])
+def test_a_template_that_refuses_short_questions(tokenize, renderer):
+    """The stand-in then stands before the question, which is as long as the template likes."""
+    begin = DOCUMENT.strip()[:-2]
+    for content in (QUESTION, [{"type": "text", "text": QUESTION}], "\ue000?", "q?"):
+        prompt, prefix = render(renderer, [*SYSTEM, ask(content)], PICKY, tokenize=tokenize)
+        assert prefix.startswith(begin) and len(prefix) <= len(DOCUMENT)
+        assert decoded(renderer, prompt["prompt_token_ids"]).startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    "template, settings, reason",
+    [
+        (CLOSED, {}, r"the chat template refuses another question \(I was not made for that\)"),
+        (BLIND, {}, "the chat template does not show the last user message"),
+        (CHATML, {"truncate_prompt_tokens": 20}, r"the chat may have been cut \(truncate_prompt_tokens\)"),
+    ],
+)
+def test_a_refusal_says_why(template, settings, reason, renderer):
+    tok_params = renderer.default_chat_tok_params.with_kwargs(**settings)
+    prompt, _ = render(renderer, [*SYSTEM, ask()], template, tok_params)
+    with pytest.raises(VLLMValidationError, match=f"kv_prefix_len is required with .* prefix: {reason}"):
+        InputProcessor(renderer.config).process_inputs("r", prompt, SamplingParams(), ("generate",))
 
 
 def test_renderers_of_other_engines_are_left_alone(renderers):

@@ -283,7 +283,11 @@ class Options:
         return Plan(config, None) if n < self.min_prompt else plan_of(config, n)
 
     def fields_in_scope(
-        self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None
+        self,
+        prompt_len: int,
+        chat_prefix_len: int | None,
+        extra_args: dict[str, Any] | None,
+        no_prefix: str | None = None,
     ) -> dict[str, Any] | None:
         """Check one request's ``vllm_xargs`` and add what the server's scope asks for.
 
@@ -291,6 +295,7 @@ class Options:
             prompt_len: tokens of the prompt.
             chat_prefix_len: tokens before the last user message, None when nobody knows.
             extra_args: the request's ``vllm_xargs``, left as they are.
+            no_prefix: why nobody knows, if the prompt is a chat.
 
         Raises:
             KVEvictionError: one sentence naming the field.
@@ -300,10 +305,9 @@ class Options:
         if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
             return extra_args
         if chat_prefix_len is None:
+            reason = no_prefix or "this prompt is not a chat whose question the server can find"
             raise KVEvictionError(
-                "kv_prefix_len is required with --kv-eviction-config.scope prefix: this prompt is not a chat whose "
-                "question the server can find",
-                "kv_prefix_len",
+                f"kv_prefix_len is required with --kv-eviction-config.scope prefix: {reason}", "kv_prefix_len"
             )
         if chat_prefix_len:
             return fields | {"kv_prefix_len": chat_prefix_len}

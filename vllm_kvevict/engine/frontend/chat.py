@@ -7,7 +7,7 @@ Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, whi
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from vllm_kvevict.engine.frontend import media
 
 PREFIX_LEN = "kv_prefix_len"
 """The entry of a rendered prompt that holds the number of tokens before the question."""
+
+NO_PREFIX = "kv_no_prefix"
+"""The entry of a rendered prompt that says why it has no :data:`PREFIX_LEN`."""
 
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
@@ -33,6 +36,17 @@ WORD = "q"
 
 NUMBER = "7"
 """Shares no first character with :data:`WORD`."""
+
+
+REFUSALS = (ValueError, VLLMClientError)
+"""What renderers raise when a template refuses a chat; it may refuse anything."""
+
+IS_CUT = "the chat may have been cut (truncate_prompt_tokens)"
+NO_TRACE = "the chat template does not show the last user message"
+
+
+class QuestionNotFoundError(ValueError):
+    """Where a chat's question begins cannot be told; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Chat:
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return users[-1] if users else None
 
-    def asking(self, question: str) -> Any:
+    def asking(self, question: str | list[Any]) -> Any:
         """The prompt of the same chat with another question.
 
         Raises:
@@ -67,7 +81,17 @@ class Chat:
         changed = [*begin, *self.messages[len(begin) :]]
         return self.renderer.render_messages(changed, self.params)[1]
 
-    def up_to(self, question: str) -> list[Any]:
+    def asking_after(self, words: str) -> Any:
+        """The prompt of the same chat with words before its question.
+
+        Raises:
+            ValueError, VLLMClientError: as :meth:`asking`.
+        """
+        assert self.question is not None
+        own = self.messages[self.question].get("content") or ""
+        return self.asking(words + own if isinstance(own, str) else [{"type": "text", "text": words}, *own])
+
+    def up_to(self, question: str | list[Any]) -> list[Any]:
         """The messages before the last user message, and that one with another question."""
         last = self.question
         assert last is not None
@@ -125,20 +149,19 @@ def _noted_chats(
 
 
 def note_prefix(chat: Chat, prompt: Any) -> None:
-    """Write into a rendered chat how many of its tokens come before the question, unless that cannot be told.
+    """Write into a rendered chat how many of its tokens come before the question, or why that cannot be told.
 
     Args:
         chat: what was rendered.
         prompt: the result, with ``prompt_token_ids``.
     """
-    if may_be_cut(chat.tok_params, len(prompt["prompt_token_ids"])):
-        return
-    prefix_len = find_prefix(chat, prompt)
-    if prefix_len is not None:
-        prompt[PREFIX_LEN] = prefix_len
+    try:
+        prompt[PREFIX_LEN] = find_prefix(chat, prompt)
+    except QuestionNotFoundError as error:
+        prompt[NO_PREFIX] = str(error)
 
 
-def find_prefix(chat: Chat, prompt: Any) -> int | None:
+def find_prefix(chat: Chat, prompt: Any) -> int:
     """Count the tokens of a rendered chat that come before its last user message.
 
     The count may be a few tokens short, but it never includes a token of the question. Where the prompt is rendered as
@@ -148,21 +171,24 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
         chat, prompt: as in :func:`note_prefix`.
 
     Returns:
-        The number of tokens: 0 without a user message, None when the question leaves no trace in the prompt.
+        The number of tokens, 0 without a user message.
+
+    Raises:
+        QuestionNotFoundError: the chat was cut, or its template refuses other questions or does not show them.
     """
+    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
+    if may_be_cut(chat.tok_params, len(ids)):
+        raise QuestionNotFoundError(IS_CUT)
     if chat.question is None:
         return 0
-    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
         others = other_prompts(chat, text)
-    except (ValueError, VLLMClientError):  # a template may refuse anything
-        return None
+    except REFUSALS as error:
+        raise QuestionNotFoundError(f"the chat template refuses another question ({error})") from None
     # Mistral's tokenizers give no text; there a prefix ends at the first image.
     if "prompt_token_ids" in others[0]:
         return prefix_of_ids(ids, *others)
     before = text_before(text, *others)
-    if before is None:
-        return None
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
     if images:
@@ -184,17 +210,26 @@ def other_prompts(chat: Chat, text: str) -> list[Any]:
         ValueError, VLLMClientError: as :meth:`Chat.asking`.
     """
     mark = unused_mark(text)
-    first = chat.asking(mark or NUMBER)
+    asking: Callable[[str], Any] = chat.asking
+    try:
+        first = asking(mark or NUMBER)
+    except REFUSALS:  # so short a question
+        asking = chat.asking_after
+        first = asking(mark or NUMBER)
     if mark and "prompt" in first and first["prompt"].startswith(mark, common_length(text, first["prompt"])):
         return [first]
-    return [first, chat.asking(WORD)]
+    return [first, asking(WORD)]
 
 
-def text_before(text: str, *others: Any) -> str | None:
-    """What a chat has in common with others before their questions, None when the question leaves no trace."""
+def text_before(text: str, *others: Any) -> str:
+    """What a chat has in common with others before their questions.
+
+    Raises:
+        QuestionNotFoundError: the question leaves no trace.
+    """
     first, last = others[0]["prompt"], others[-1]["prompt"]
     if text == first == last:
-        return None
+        raise QuestionNotFoundError(NO_TRACE)
     # Whitespace and the last token could merge with the question's first characters.
     return text[: min(common_length(text, first), common_length(first, last))].rstrip()
 
@@ -204,15 +239,18 @@ def unused_mark(text: str) -> str | None:
     return min(MEANINGLESS.difference(text), default=None)
 
 
-def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
+def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int:
     """The same for prompts without text: what the chat has in common with two others, less one token.
 
     One begins like a word and one does not, so that a token that joins the end of the question's header to its first
     letters is left out for every question. Both could begin with the token for unknown text, hence one token less.
+
+    Raises:
+        QuestionNotFoundError: as :func:`text_before`.
     """
     first_ids, second_ids = first["prompt_token_ids"], second["prompt_token_ids"]
     if ids == first_ids == second_ids:
-        return None
+        raise QuestionNotFoundError(NO_TRACE)
     return max(min(common_length(ids, first_ids), common_length(first_ids, second_ids)) - 1, 0)
 
 

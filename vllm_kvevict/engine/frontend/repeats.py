@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.exceptions import VLLMClientError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.params import TokenizeParams
 
@@ -19,6 +18,7 @@ from vllm_kvevict.engine.frontend.chat import (
     CHAT,
     MARK,
     NUMBER,
+    REFUSALS,
     WORD,
     Chat,
     common_length,
@@ -76,7 +76,7 @@ def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts 
         own = {**chat.params.chat_template_kwargs, **settings}
         try:
             found = find(chat, prompt, dataclasses.replace(chat.params, chat_template_kwargs=own))
-        except (ValueError, VLLMClientError):  # a template may refuse anything
+        except REFUSALS:
             continue
         if found is not None:
             return found
@@ -131,9 +131,9 @@ def _behind_prefix(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None
     if "prompt_token_ids" in whole:
         prefix_len = prefix_of_ids(ids, *others)
         parts = [ending_with(REPEAT_PART + hint)["prompt_token_ids"] for hint in (WORD, NUMBER)]
-        return None if prefix_len is None else _split_ids(ids[:prefix_len], whole["prompt_token_ids"], *parts)
+        return _split_ids(ids[:prefix_len], whole["prompt_token_ids"], *parts)
     before, mark = text_before(text, *others), unused_mark(text)
-    if before is None or mark is None:
+    if mark is None:
         return None
     part = ending_with(REPEAT_PART + mark)["prompt"]
     return _split_text(chat.renderer, before, whole["prompt"], part, mark)

@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvevict.engine.config import (
     REPEAT_ROWS,
     KVEvictionError,
+    Options,
     check_names,
     options_of,
     require_options,
@@ -152,15 +153,22 @@ def _finder_of_rows(
     """What finds how the model is asked to repeat what is evicted of this request; None if it is not, or refused."""
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
-    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
-        fields = options.fields_in_scope(length, chat_prefix_len, getattr(params, "extra_args", None))
+        fields = _fields_in_scope(options, length, prompt, getattr(params, "extra_args", None))
         plan = options.plan(length, fields)
     except KVEvictionError:
         return None
     if plan.evict_at is None or not plan.schedule.repeats_prompt:
         return None
     return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
+
+
+def _fields_in_scope(
+    options: Options, length: int, prompt: Any, extra_args: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """A request's fields and what the server's scope adds to them; a refusal says why it cannot."""
+    noted = prompt if isinstance(prompt, dict) else {}
+    return options.fields_in_scope(length, noted.get(chat.PREFIX_LEN), extra_args, noted.get(chat.NO_PREFIX))
 
 
 def check_length(plan: Plan, longest: int) -> None:
@@ -186,7 +194,6 @@ def _checked_fields(
     """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
-    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
         check_names(params.extra_args or ())
         config, _ = options.request_config(params.extra_args)
@@ -198,7 +205,7 @@ def _checked_fields(
                 f"kv_eviction {config.policy} needs a text-only prompt, without {found}: choose another policy",
                 "prompt",
             )
-        fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
+        fields = _fields_in_scope(options, length, prompt, params.extra_args)
         plan = options.plan(length, fields)
         check_length(plan, vllm_config.model_config.max_model_len)
         # vLLM may cut a prompt with media into several steps, as the memory of its encoders allows.
