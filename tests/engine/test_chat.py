@@ -33,10 +33,10 @@ from tests.engine.chats import (
     decoded,
     render,
 )
-from vllm_kvevict.engine import config
+from vllm_kvevict.engine import config, metrics
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend import chat
-from vllm_kvevict.engine.frontend.chat import PREFIX_LEN, common_length
+from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN, common_length
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +234,59 @@ def test_a_refusal_says_why(template, settings, reason, renderer):
     prompt, _ = render(renderer, [*SYSTEM, ask()], template, tok_params)
     with pytest.raises(VLLMValidationError, match=f"kv_prefix_len is required with .* prefix: {reason}"):
         InputProcessor(renderer.config).process_inputs("r", prompt, SamplingParams(), ("generate",))
+
+
+CLOCK = "{{ strftime_now('%H:%M:%S.%f') }}" + CHATML
+DATE = "{{ strftime_now('%d %B %Y') }}" + CHATML
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the module warns of."""
+    found = []
+    monkeypatch.setattr(chat.logger, "warning", lambda text, *args: found.append(text % args))
+    chat._log_changes.cache_clear()
+    return found
+
+
+def test_a_template_with_a_clock_is_named_once(renderer, warnings):
+    """A prefix ends at a clock, which nobody sees otherwise."""
+    for _ in range(3):
+        prompt, prefix = render(renderer, [*TURN, ask()], CLOCK)
+        assert prompt[CHANGES] and len(prefix) < len("12:34:56.789012")
+    (warning,) = warnings
+    assert "{{ strftime_now('%H:%M:%S.%f') }}" in warning and "a prefix ends there" in warning
+    render(renderer, [*TURN, ask()], "Now " + CLOCK)
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("template", [CHATML, DATE, CHATML.replace("{{ m.content }}", ESCAPES["JSON"][0])])
+def test_templates_that_do_not_change_are_not_named(template, renderer, warnings):
+    prompt, prefix = render(renderer, [*TURN, ask("\ue000")], template)
+    assert CHANGES not in prompt and DOCUMENT.split("\n")[0] in prefix and not warnings
+
+
+def test_chats_that_are_kept_whole_are_counted(renderers, monkeypatch):
+    """Once each, and only if their scope is why."""
+    renderer, counted = renderers(scope="prefix", min_prompt=30), []
+    processor = InputProcessor(renderer.config)
+    monkeypatch.setattr(metrics, "count_kept_whole", counted.append)
+
+    def serve(messages, template=CHATML, **fields):
+        prompt, _ = render(renderer, messages, template)
+        params = SamplingParams(extra_args=fields or None)
+        return processor.process_inputs("r", prompt, params, ("generate",)).sampling_params.extra_args
+
+    assert serve([*TURN, ask()])["kv_prefix_len"] > 30
+    serve([ask("Why?")])  # a short prompt
+    serve([*TURN, ask()], CLOCK, kv_prefix_len=60)
+    serve([ask(DOCUMENT)], kv_eviction="full")
+    assert counted == []
+    serve([ask(DOCUMENT)])
+    serve(SYSTEM)
+    assert counted == ["short", "short"]
+    serve([*TURN, ask()], CLOCK)
+    assert counted[2:] == ["changes"]
 
 
 def test_renderers_of_other_engines_are_left_alone(renderers):

@@ -12,16 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
+from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvevict.engine.config import options_of
 from vllm_kvevict.engine.frontend import media
+
+logger = init_logger("vllm.kv_eviction")
 
 PREFIX_LEN = "kv_prefix_len"
 """The entry of a rendered prompt that holds the number of tokens before the question."""
 
 NO_PREFIX = "kv_no_prefix"
 """The entry of a rendered prompt that says why it has no :data:`PREFIX_LEN`."""
+
+CHANGES = "kv_prefix_changes"
+"""The entry of a rendered prompt whose template writes something else each time it is rendered."""
 
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
@@ -70,6 +76,10 @@ class Chat:
         """Where in ``messages`` the last user message is, None when there is none."""
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return users[-1] if users else None
+
+    def again(self) -> Any:
+        """The prompt of the same chat, rendered once more."""
+        return self.renderer.render_messages(self.messages, self.params)[1]
 
     def asking(self, question: str | list[Any]) -> Any:
         """The prompt of the same chat with another question.
@@ -189,11 +199,26 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     if "prompt_token_ids" in others[0]:
         return prefix_of_ids(ids, *others)
     before = text_before(text, *others)
+    # Where one other question is enough, the prompts part at it, so all before it is the same.
+    if len(others) > 1 and chat.again()["prompt"] != text:
+        prompt[CHANGES] = True
+        _log_changes(chat.params.chat_template)
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
     if images:
         return media.tokens_before(before_ids[:-1], ids, images)
     return common_length(before_ids[:-1], ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _log_changes(template: str | None) -> None:
+    """Say once of a template that prefixes end at its clock, or whatever it is."""
+    logger.warning(
+        "KV eviction: %s writes something else each time a chat is rendered (the time, or a random number), so a "
+        "prefix ends there, and chats with fewer than min_prompt tokens before it are kept whole: let it write the "
+        "date only, or write such things behind the question",
+        "the model's chat template" if template is None else f"the chat template {template[:60]!r}...",
+    )
 
 
 def other_prompts(chat: Chat, text: str) -> list[Any]:

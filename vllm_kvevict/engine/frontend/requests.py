@@ -14,6 +14,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import (
     REPEAT_ROWS,
     KVEvictionError,
@@ -54,8 +55,11 @@ def install() -> None:
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
                 with_media = bool(request.mm_features)
+                given = own.extra_args
                 with _forgetting_media_if_refused(self.renderer, prompt):
                     own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
+                if own.extra_args is not given:
+                    _count_if_kept_whole(self.vllm_config, prompt, own.extra_args)
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
@@ -169,6 +173,16 @@ def _fields_in_scope(
     """A request's fields and what the server's scope adds to them; a refusal says why it cannot."""
     noted = prompt if isinstance(prompt, dict) else {}
     return options.fields_in_scope(length, noted.get(chat.PREFIX_LEN), extra_args, noted.get(chat.NO_PREFIX))
+
+
+def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
+    """Count a chat that would be evicted in scope ``prompt`` and is not in scope ``prefix``.
+
+    Args:
+        fields: of the request, with what the scope added to them.
+    """
+    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).evict_at is None:
+        metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
 
 def check_length(plan: Plan, longest: int) -> None:
