@@ -90,6 +90,13 @@ def test_other_prompts_have_to_say_where_their_prefix_ends(llm):
     assert not generate(llm, [{"role": "user", "content": words(60)}], sampling()).kept
 
 
+def test_an_answer_of_one_token_needs_no_eviction(llm):
+    one = SamplingParams(max_tokens=1, temperature=0)
+    (answer,) = decided(llm, llm.generate([DOCUMENTS], one, use_tqdm=False))
+    (same,) = decided(llm, llm.generate([DOCUMENTS], sampling(kv_eviction="full"), use_tqdm=False))
+    assert not answer.kept and answer.tokens == same.tokens[:1]
+
+
 # Over HTTP.
 
 
@@ -202,6 +209,19 @@ def test_completions_have_to_say_where_their_prefix_ends(server, client):
     assert complete(client, DOCUMENTS, fields={"kv_prefix_len": 200}).choices[0].text
     (line,) = evictions(server, 1, start)
     assert (line["tokens"], line["policy"]) == (200, "ada-snapkv")
+
+
+def test_scoring_reads_one_token(server):
+    """Its prompts are no chats, and there is no field for where a prefix ends."""
+    body = {
+        "model": server.model,
+        "query": DOCUMENTS,
+        "items": [words(5, 1), words(9, 2)],
+        "label_token_ids": [7, 8],
+    }
+    answer = httpx.post(f"{server.url}/generative_scoring", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["data"]) == 2
 
 
 def test_a_chat_that_is_cut_has_to_say_it_too(client, server):

@@ -58,7 +58,7 @@ def install() -> None:
                 given = own.extra_args
                 with _forgetting_media_if_refused(self.renderer, prompt):
                     own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
-                if own.extra_args is not given:
+                if own.extra_args is not given and isinstance(prompt, dict):
                     _count_if_kept_whole(self.vllm_config, prompt, own.extra_args)
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
@@ -80,7 +80,6 @@ def install() -> None:
 def install_in_server() -> None:
     """The same for the one endpoint that calls ``AsyncLLM.generate`` only after its stream has begun."""
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
@@ -158,7 +157,7 @@ def _finder_of_rows(
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
-        fields = _fields_in_scope(options, length, prompt, getattr(params, "extra_args", None))
+        fields = _fields_in_scope(options, length, prompt, params)
         plan = options.plan(length, fields)
     except KVEvictionError:
         return None
@@ -167,12 +166,12 @@ def _finder_of_rows(
     return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
 
 
-def _fields_in_scope(
-    options: Options, length: int, prompt: Any, extra_args: dict[str, Any] | None
-) -> dict[str, Any] | None:
+def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) -> dict[str, Any] | None:
     """A request's fields and what the server's scope adds to them; a refusal says why it cannot."""
     noted = prompt if isinstance(prompt, dict) else {}
-    return options.fields_in_scope(length, noted.get(chat.PREFIX_LEN), extra_args, noted.get(chat.NO_PREFIX))
+    found, missing = noted.get(chat.PREFIX_LEN), noted.get(chat.NO_PREFIX)
+    given, most_output = getattr(params, "extra_args", None), getattr(params, "max_tokens", None)
+    return options.fields_in_scope(length, found, given, missing, most_output)
 
 
 def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
@@ -181,6 +180,8 @@ def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] |
     Args:
         fields: of the request, with what the scope added to them.
     """
+    if chat.PREFIX_LEN not in prompt:
+        return
     if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).evict_at is None:
         metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
@@ -219,7 +220,7 @@ def _checked_fields(
                 f"kv_eviction {config.policy} needs a text-only prompt, without {found}: choose another policy",
                 "prompt",
             )
-        fields = _fields_in_scope(options, length, prompt, params.extra_args)
+        fields = _fields_in_scope(options, length, prompt, params)
         plan = options.plan(length, fields)
         check_length(plan, vllm_config.model_config.max_model_len)
         # vLLM may cut a prompt with media into several steps, as the memory of its encoders allows.
