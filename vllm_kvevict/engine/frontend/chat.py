@@ -3,11 +3,13 @@
 The last user message is the question. Where it begins is found by rendering the chat once more with another question:
 what both have in common comes before it, whatever the template makes of roles, tools and earlier turns.
 Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, which has messages, template and token ids.
+Only the chats of gpt-oss models have a renderer of their own (``harmony.py``).
 """
 
 import asyncio
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +65,7 @@ class Chat:
         renderer: what rendered it.
         messages: the chat, with the names of media only.
         params: template and its arguments.
-        tok_params: how the text was tokenised.
+        tok_params: how the text was tokenised; None if nothing was cut.
     """
 
     renderer: BaseRenderer
@@ -77,9 +79,22 @@ class Chat:
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return users[-1] if users else None
 
+    def rendered(self, messages: Sequence[Any], settings: Mapping[str, Any] | None = None) -> Any:
+        """The prompt of other messages in the words of this chat, with further arguments of its template.
+
+        Raises:
+            ValueError, VLLMClientError: a template may refuse anything.
+        """
+        params = self.params
+        if settings:
+            params = dataclasses.replace(
+                params, chat_template_kwargs={**params.chat_template_kwargs, **settings}
+            )
+        return self.renderer.render_messages(messages, params)[1]
+
     def again(self) -> Any:
         """The prompt of the same chat, rendered once more."""
-        return self.renderer.render_messages(self.messages, self.params)[1]
+        return self.rendered(self.messages)
 
     def asking(self, question: str | list[Any]) -> Any:
         """The prompt of the same chat with another question.
@@ -88,8 +103,7 @@ class Chat:
             ValueError, VLLMClientError: a template may refuse anything.
         """
         begin = self.up_to(question)
-        changed = [*begin, *self.messages[len(begin) :]]
-        return self.renderer.render_messages(changed, self.params)[1]
+        return self.rendered([*begin, *self.messages[len(begin) :]])
 
     def asking_after(self, words: str) -> Any:
         """The prompt of the same chat with words before its question.
@@ -150,12 +164,17 @@ def _noted_chats(
     chats = [
         (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
         for messages, prompt in zip(conversations, prompts, strict=True)
-        if _may_be_evicted(renderer, prompt)
     ]
-    for chat, prompt in chats:
-        prompt[CHAT] = chat
-    options = options_of(renderer.config)
-    return chats if options is not None and options.scope == "prefix" else []
+    return [(chat, prompt) for chat, prompt in chats if note_chat(chat, prompt)]
+
+
+def note_chat(chat: Chat, prompt: Any) -> bool:
+    """Note in a prompt that may be evicted what it was rendered from; whether its question is to be found."""
+    options = options_of(chat.renderer.config)
+    if options is None or not _may_be_evicted(chat.renderer, prompt):
+        return False
+    prompt[CHAT] = chat
+    return options.scope == "prefix"
 
 
 def note_prefix(chat: Chat, prompt: Any) -> None:
@@ -300,6 +319,8 @@ def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
 
 def may_be_cut(tok_params: Any, length: int) -> bool:
     """Whether the prompt may lack tokens at one of its ends, after which nothing could be compared."""
+    if tok_params is None:
+        return False
     limit = tok_params.truncate_prompt_tokens
     if limit is not None and limit < 0:
         limit = tok_params.max_truncation_tokens

@@ -7,8 +7,7 @@ turn. Where there is no chat, or that cannot be told, the request is plain text.
 The wording is that of the authors (``snu-mllab/KVzip``, ``model/wrapper.py``, ``self_task``).
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.renderers.base import BaseRenderer
@@ -73,9 +72,8 @@ def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts 
         return None
     find = _behind_reply if with_question else _behind_prefix
     for settings in ({**ANSWERING, **NOT_THINKING}, ANSWERING):
-        own = {**chat.params.chat_template_kwargs, **settings}
         try:
-            found = find(chat, prompt, dataclasses.replace(chat.params, chat_template_kwargs=own))
+            found = find(chat, prompt, settings)
         except REFUSALS:
             continue
         if found is not None:
@@ -83,15 +81,15 @@ def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts 
     return None
 
 
-def _behind_reply(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
+def _behind_reply(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
     """What stands behind the reply to a chat that goes on with the request to repeat it.
 
     Args:
-        params: template and its arguments.
+        settings: further arguments of the template.
     """
 
     def render(reply: str, question: str) -> Any:
-        return chat.renderer.render_messages(chat.going_on(reply, question), params)[1]
+        return chat.rendered(chat.going_on(reply, question), settings)
 
     text = prompt.get("prompt", "")
     mark = unused_mark(text)
@@ -116,15 +114,15 @@ def _behind_reply_ids(render: Callable[[str, str], Any]) -> RepeatPrompts | None
     return None if whole == other else _split_ids(whole[: len(whole) - behind], whole, *parts)
 
 
-def _behind_prefix(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
+def _behind_prefix(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
     """What stands behind the prefix of a chat that ends with the request to repeat it.
 
     Args:
-        params: template and its arguments.
+        settings: further arguments of the template.
     """
 
     def ending_with(question: str) -> Any:
-        return chat.renderer.render_messages(chat.up_to(question), params)[1]
+        return chat.rendered(chat.up_to(question), settings)
 
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     others, whole = other_prompts(chat, text), ending_with(REPEAT_ALL)

@@ -78,8 +78,15 @@ def install() -> None:
 
 @functools.cache
 def install_in_server() -> None:
-    """The same for the one endpoint that calls ``AsyncLLM.generate`` only after its stream has begun."""
+    """The same for what only servers have.
+
+    One endpoint calls ``AsyncLLM.generate`` only after its stream has begun, and some chats have their own renderer.
+    """
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    from vllm_kvevict.engine.frontend import harmony
+
+    harmony.install()
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
