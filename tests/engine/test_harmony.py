@@ -32,10 +32,15 @@ def render(tmp_path_factory, encoding):
     with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
 
         def make(**options):
-            online = object.__new__(OnlineRenderer)
-            online.renderer, online.parser = get(scope="prefix", **options), None
-            online.model_config, online.use_harmony = online.renderer.model_config, True
-            online.supports_browsing = online.supports_code_interpreter = False
+            renderer = get(scope="prefix", **options)
+            online = OnlineRenderer(
+                renderer.model_config,
+                renderer,
+                request_logger=None,
+                chat_template=None,
+                chat_template_content_format="auto",
+            )
+            online.use_harmony = True
             return online
 
         yield make
