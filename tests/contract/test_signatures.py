@@ -221,6 +221,14 @@ WRAPPED: dict[str, tuple[str, str]] = {
         "conversations chat_params tok_params",
         "chats over HTTP fail under scope=prefix",
     ),
+    "vllm.renderers.online_renderer:OnlineRenderer._make_request_with_harmony": (
+        "request should_include_tools",
+        "chats of gpt-oss models fail",
+    ),
+    "vllm.renderers.online_renderer:OnlineRenderer.render_responses_harmony_messages": (
+        "messages cache_salt tok_params",
+        "responses of gpt-oss models fail",
+    ),
     f"{MANAGER}:KVCacheManager.allocate_slots": (
         "request num_new_tokens num_new_computed_tokens",
         "nothing is admitted",

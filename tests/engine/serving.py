@@ -146,7 +146,7 @@ class Server:
                 kept = [
                     label
                     for label in labels.rstrip("}").split(",")
-                    if label.startswith(("policy=", "rank=", "le="))
+                    if label.startswith(("policy=", "rank=", "reason=", "le="))
                 ]
                 found[name + ("{" + ",".join(kept) + "}" if kept else "")] = float(value)
         return found

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams
 from vllm.renderers.mistral import MistralRenderer
 from vllm.tokenizers.mistral import MistralTokenizer
@@ -20,19 +21,22 @@ from tests.engine.chats import (
     CASES,
     CHATML,
     DOCUMENT,
+    GLUED,
     PICKY,
     QUESTION,
     READ,
     SYSTEM,
     TURN,
+    TURNS,
     ask,
     byte_renderers,
+    decoded,
     render,
 )
-from vllm_kvevict.engine import config
+from vllm_kvevict.engine import config, metrics
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend import chat
-from vllm_kvevict.engine.frontend.chat import PREFIX_LEN, common_length
+from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN, common_length
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,47 @@ AWKWARD = [
 @given(question=st.sampled_from(AWKWARD) | st.text(max_size=20))
 def test_no_question_changes_the_prefix(template, before, prefix, renderer, question):
     assert render(renderer, [*before, ask(question)], template)[1] == prefix
+
+
+MARKS = "".join(map(chr, range(0xE000, 0xE100)))
+
+
+@pytest.mark.parametrize("question", [MARKS, "q" + MARKS, "7" + MARKS])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_question_of_characters_without_meaning(question, all_of_them, renderer, monkeypatch):
+    """One that is left stands in for the question; where none is left, no question begins like two others."""
+    if all_of_them:
+        monkeypatch.setattr(chat, "MEANINGLESS", frozenset(MARKS))
+    assert render(renderer, [*TURN, ask(question)])[1] == READ + "<|im_start|>"
+    assert render(renderer, [*TURN, ask(question)], GLUED)[1] == (DOCUMENT + "I have read it.")[:-1]
+
+
+def test_marks_are_all_that_are_for_private_use():
+    assert chat.unused_mark("") == "\ue000" and chat.unused_mark(MARKS) == "\ue100"
+    assert len(chat.MEANINGLESS) == 6400 and chat.unused_mark("".join(chat.MEANINGLESS)) is None
+
+
+ESCAPES = {
+    "JSON": ("{{ m.content | tojson(ensure_ascii=True) }}", '"'),
+    "a list": ("{{ [m.content] }}", "['"),
+    "a part of a URL": ("{{ m.content | urlencode }}", ""),
+}
+
+
+@pytest.mark.parametrize("escape, opening", ESCAPES.values(), ids=ESCAPES)
+@pytest.mark.parametrize("tokenize", [False, True])
+def test_escaped_questions(escape, opening, tokenize, renderer):
+    """What an escape of the stand-in has in common with the question's does not belong to the prefix."""
+    template = CHATML.replace("{{ m.content }}", escape)
+    header = "<|im_start|>user\n" + opening
+    prefixes = set()
+    for question in (*AWKWARD, "\ue001", "\uefff?", "\ue000" * 2, "\u2026", "%EE", "\\ue", "q", "7", "q7"):
+        prompt, prefix = render(renderer, [*TURN, ask(question)], template, tokenize=tokenize)
+        text = decoded(renderer, prompt["prompt_token_ids"])
+        assert text.startswith(prefix) and len(prefix) <= text.rindex(header) + len(header)
+        assert prefix.endswith("<|im_end|>\n<|im_start|>") or "I%20have" in prefix or "I have" in prefix
+        prefixes.add(prefix)
+    assert tokenize or len(prefixes) == 1
 
 
 @pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
@@ -146,9 +191,16 @@ def test_without_a_question_there_is_no_prefix(renderer):
         assert (found, prompt[PREFIX_LEN]) == ("", 0)
 
 
+# It answers one question only.
+CLOSED = (
+    TURNS + "{% if m.role == 'user' and loop.last and m.content != 'Which port is the largest?' %}"
+    "{{ raise_exception('I was not made for that') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
 def test_what_cannot_be_told_is_left_open(renderer):
     assert render(renderer, [*SYSTEM, ask()], BLIND)[1] is None  # the question is not in the prompt
-    assert render(renderer, [*SYSTEM, ask()], PICKY)[1] is None  # another question is refused
+    assert render(renderer, [*SYSTEM, ask()], CLOSED)[1] is None  # another question is refused
     tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
     ids = render(renderer, [*TURN, ask()], tok_params=tok_params)[0]["prompt_token_ids"]
     for limit in (len(ids) - 3, len(ids)):
@@ -157,6 +209,84 @@ def test_what_cannot_be_told_is_left_open(renderer):
     for limit in (len(ids) + 1, -1):
         whole = tok_params.with_kwargs(truncate_prompt_tokens=limit)
         assert render(renderer, [*TURN, ask()], tok_params=whole)[1] == READ + "<|im_start|>"
+
+
+@pytest.mark.parametrize("tokenize", [False, True])
+def test_a_template_that_refuses_short_questions(tokenize, renderer):
+    """The stand-in then stands before the question, which is as long as the template likes."""
+    begin = DOCUMENT.strip()[:-2]
+    for content in (QUESTION, [{"type": "text", "text": QUESTION}], "\ue000?", "q?"):
+        prompt, prefix = render(renderer, [*SYSTEM, ask(content)], PICKY, tokenize=tokenize)
+        assert prefix.startswith(begin) and len(prefix) <= len(DOCUMENT)
+        assert decoded(renderer, prompt["prompt_token_ids"]).startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    "template, settings, reason",
+    [
+        (CLOSED, {}, r"the chat template refuses another question \(I was not made for that\)"),
+        (BLIND, {}, "the chat template does not show the last user message"),
+        (CHATML, {"truncate_prompt_tokens": 20}, r"the chat may have been cut \(truncate_prompt_tokens\)"),
+    ],
+)
+def test_a_refusal_says_why(template, settings, reason, renderer):
+    tok_params = renderer.default_chat_tok_params.with_kwargs(**settings)
+    prompt, _ = render(renderer, [*SYSTEM, ask()], template, tok_params)
+    with pytest.raises(VLLMValidationError, match=f"kv_prefix_len is required with .* prefix: {reason}"):
+        InputProcessor(renderer.config).process_inputs("r", prompt, SamplingParams(), ("generate",))
+
+
+CLOCK = "{{ strftime_now('%H:%M:%S.%f') }}" + CHATML
+DATE = "{{ strftime_now('%d %B %Y') }}" + CHATML
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the module warns of."""
+    found = []
+    monkeypatch.setattr(chat.logger, "warning", lambda text, *args: found.append(text % args))
+    chat._log_changes.cache_clear()
+    return found
+
+
+def test_a_template_with_a_clock_is_named_once(renderer, warnings):
+    """A prefix ends at a clock, which nobody sees otherwise."""
+    for _ in range(3):
+        prompt, prefix = render(renderer, [*TURN, ask()], CLOCK)
+        assert prompt[CHANGES] and len(prefix) < len("12:34:56.789012")
+    (warning,) = warnings
+    assert "{{ strftime_now('%H:%M:%S.%f') }}" in warning and "a prefix ends there" in warning
+    render(renderer, [*TURN, ask()], "Now " + CLOCK)
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("template", [CHATML, DATE, CHATML.replace("{{ m.content }}", ESCAPES["JSON"][0])])
+def test_templates_that_do_not_change_are_not_named(template, renderer, warnings):
+    prompt, prefix = render(renderer, [*TURN, ask("\ue000")], template)
+    assert CHANGES not in prompt and DOCUMENT.split("\n")[0] in prefix and not warnings
+
+
+def test_chats_that_are_kept_whole_are_counted(renderers, monkeypatch):
+    """Once each, and only if their scope is why."""
+    renderer, counted = renderers(scope="prefix", min_prompt=30), []
+    processor = InputProcessor(renderer.config)
+    monkeypatch.setattr(metrics, "count_kept_whole", counted.append)
+
+    def serve(messages, template=CHATML, **fields):
+        prompt, _ = render(renderer, messages, template)
+        params = SamplingParams(extra_args=fields or None)
+        return processor.process_inputs("r", prompt, params, ("generate",)).sampling_params.extra_args
+
+    assert serve([*TURN, ask()])["kv_prefix_len"] > 30
+    serve([ask("Why?")])  # a short prompt
+    serve([*TURN, ask()], CLOCK, kv_prefix_len=60)
+    serve([ask(DOCUMENT)], kv_eviction="full")
+    assert counted == []
+    serve([ask(DOCUMENT)])
+    serve(SYSTEM)
+    assert counted == ["short", "short"]
+    serve([*TURN, ask()], CLOCK)
+    assert counted[2:] == ["changes"]
 
 
 def test_renderers_of_other_engines_are_left_alone(renderers):

@@ -145,6 +145,10 @@ def test_what_comes_after_the_question_is_left_out(renderer):
     assert repeat_prompts(renderer, render(renderer, begun, **settings)[0]) == expected
 
 
+def test_a_template_that_refuses_short_questions(renderer):
+    assert check_chat(renderer, SYSTEM, PICKY).startswith(".")
+
+
 def test_tools_and_parts_belong_to_the_prefix(renderer):
     tools = [{"type": "function", "function": {"name": "look"}}]
     check_chat(renderer, TURN, "{{ tools }}" + CHATML, tools=tools)
@@ -293,7 +297,10 @@ def test_what_cannot_be_told_becomes_plain_text(renderer):
 
     assert found([*TURN, ask()]) != expected
     assert found([*SYSTEM, ask()], BLIND) == expected  # the question is not in the prompt
-    assert found([*SYSTEM, ask()], PICKY) == expected  # another question is refused
+    closed = (
+        "{% if messages[-1].content[-1] != '?' %}{{ raise_exception('no question') }}{% endif %}" + CHATML
+    )
+    assert found([*SYSTEM, ask()], closed) == expected  # another question is refused
     assert found([*SYSTEM, ask()], CHATML.replace("m.content", "m.content ~ m.content")) == expected
     assert found(SYSTEM) == expected  # nobody asks
     cut = renderer.default_chat_tok_params.with_kwargs(truncate_prompt_tokens=20, truncation_side="left")

@@ -90,6 +90,13 @@ def test_other_prompts_have_to_say_where_their_prefix_ends(llm):
     assert not generate(llm, [{"role": "user", "content": words(60)}], sampling()).kept
 
 
+def test_an_answer_of_one_token_needs_no_eviction(llm):
+    one = SamplingParams(max_tokens=1, temperature=0)
+    (answer,) = decided(llm, llm.generate([DOCUMENTS], one, use_tqdm=False))
+    (same,) = decided(llm, llm.generate([DOCUMENTS], sampling(kv_eviction="full"), use_tqdm=False))
+    assert not answer.kept and answer.tokens == same.tokens[:1]
+
+
 # Over HTTP.
 
 
@@ -98,7 +105,7 @@ def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.25", "--kv-eviction-config.min_prompt", "64"]
     flags += ["--kv-eviction-config.scope", "prefix", "--dtype", "float32", "--enforce-eager"]
     # So that each request has an eviction to look at.
-    flags += ["--max-model-len", "2048", "--no-enable-prefix-caching"]
+    flags += ["--max-model-len", "2048", "--no-enable-prefix-caching", "--trust-request-chat-template"]
     log = tmp_path_factory.mktemp("server") / "log"
     with Server(models("llama"), log, *flags, *log_evictions(log), env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server
@@ -164,11 +171,31 @@ def test_endpoints(endpoint, server):
 
 
 def test_a_chat_with_nothing_before_the_question_is_kept_whole(server, client):
-    start = len(server.evictions)
+    start, counted = len(server.evictions), kept_whole(server)
     for stream in (False, True):
         ask_chat(server, [{"role": "user", "content": DOCUMENTS}], stream)
     ask_chat(server, conversation(QUESTIONS[0]), False)
     assert evictions(server, 1, start)[0]["tokens"] == PREFIX
+    assert kept_whole(server) == {**counted, "short": counted["short"] + 2}
+
+
+def kept_whole(server):
+    """Chats that the server has kept whole, by reason."""
+    return {
+        reason: server.metrics()[f'chats_kept_whole_total{{reason="{reason}"}}']
+        for reason in ("short", "changes")
+    }
+
+
+def test_a_chat_whose_template_has_a_clock_is_counted_and_logged_once(server):
+    counted = kept_whole(server)
+    template = "{{ strftime_now('w%f ') }}{% for m in messages %}{{ m.content }} {% endfor %}"
+    for question in QUESTIONS:
+        post(
+            server, "chat/completions", False, messages=conversation(question), chat_template=template, max_tokens=8
+        )  # fmt: skip
+    assert kept_whole(server) == {**counted, "changes": counted["changes"] + 2}
+    assert server.log.count("writes something else each time a chat is rendered") == 1
 
 
 def test_completions_have_to_say_where_their_prefix_ends(server, client):
@@ -182,6 +209,19 @@ def test_completions_have_to_say_where_their_prefix_ends(server, client):
     assert complete(client, DOCUMENTS, fields={"kv_prefix_len": 200}).choices[0].text
     (line,) = evictions(server, 1, start)
     assert (line["tokens"], line["policy"]) == (200, "ada-snapkv")
+
+
+def test_scoring_reads_one_token(server):
+    """Its prompts are no chats, and there is no field for where a prefix ends."""
+    body = {
+        "model": server.model,
+        "query": DOCUMENTS,
+        "items": [words(5, 1), words(9, 2)],
+        "label_token_ids": [7, 8],
+    }
+    answer = httpx.post(f"{server.url}/generative_scoring", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["data"]) == 2
 
 
 def test_a_chat_that_is_cut_has_to_say_it_too(client, server):

@@ -283,7 +283,12 @@ class Options:
         return Plan(config, None) if n < self.min_prompt else plan_of(config, n)
 
     def fields_in_scope(
-        self, prompt_len: int, chat_prefix_len: int | None, extra_args: dict[str, Any] | None
+        self,
+        prompt_len: int,
+        chat_prefix_len: int | None,
+        extra_args: dict[str, Any] | None,
+        no_prefix: str | None = None,
+        most_output: int | None = None,
     ) -> dict[str, Any] | None:
         """Check one request's ``vllm_xargs`` and add what the server's scope asks for.
 
@@ -291,6 +296,8 @@ class Options:
             prompt_len: tokens of the prompt.
             chat_prefix_len: tokens before the last user message, None when nobody knows.
             extra_args: the request's ``vllm_xargs``, left as they are.
+            no_prefix: why nobody knows, if the prompt is a chat.
+            most_output: tokens that the answer may have.
 
         Raises:
             KVEvictionError: one sentence naming the field.
@@ -299,15 +306,15 @@ class Options:
         fields = extra_args or {}
         if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
             return extra_args
-        if chat_prefix_len is None:
+        if chat_prefix_len is None and most_output != 1:
+            reason = no_prefix or "this prompt is not a chat whose question the server can find"
             raise KVEvictionError(
-                "kv_prefix_len is required with --kv-eviction-config.scope prefix: this prompt is not a chat whose "
-                "question the server can find",
-                "kv_prefix_len",
+                f"kv_prefix_len is required with --kv-eviction-config.scope prefix: {reason}", "kv_prefix_len"
             )
         if chat_prefix_len:
             return fields | {"kv_prefix_len": chat_prefix_len}
-        # A prefix of no tokens leaves nothing to evict, and keeping everything takes no parameters.
+        # A prefix of no tokens leaves nothing to evict, and for one token nothing has to: its KV is gone at once.
+        # Keeping everything takes no parameters.
         return {name: value for name, value in fields.items() if name != FIELD} | {"kv_eviction": "full"}
 
 

@@ -1,7 +1,7 @@
 """What operators see: Prometheus metrics, and one summary in the periodic log line."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -35,6 +35,8 @@ GAUGES = {
     "logical_kv_tokens": "KV entries that requests use on a rank, including those of their cached prefixes; a token "
     "counts once per layer and KV head.",
 }
+KEPT_WHOLE = ("changes", "short")
+"""Why scope ``prefix`` keeps chats whole: their template writes something else each time, or little comes before."""
 
 
 @dataclass
@@ -109,7 +111,13 @@ class EvictionStats(KVConnectorStats):
 
 
 class EvictionPromMetrics(KVConnectorPromMetrics):
-    """The metrics at ``/metrics``."""
+    """The metrics at ``/metrics``.
+
+    Attributes:
+        of_process: the latest of this process; vLLM removes those before it.
+    """
+
+    of_process: ClassVar["EvictionPromMetrics | None"] = None
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list]
@@ -124,6 +132,13 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
             documentation="Requests evicted, by policy.",
             labelnames=[*labelnames, "policy"],
         )
+        # The front-end counts them before it is known which engine a request goes to.
+        self.kept_whole = self._counter_cls(
+            name=PREFIX + "chats_kept_whole",
+            documentation="Chats that scope prefix keeps whole, by reason.",
+            labelnames=[labelnames[0], "reason"],
+        )
+        self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
             name: self._histogram_cls(
                 name=PREFIX + name, documentation=text, buckets=buckets, labelnames=labelnames
@@ -152,6 +167,9 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
             for policy in available():
                 if policy != "full":
                     self.evictions.labels(*labels, policy)
+        for reason in KEPT_WHOLE:
+            self.kept_whole.labels(self.model_name, reason)
+        EvictionPromMetrics.of_process = self
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -167,3 +185,14 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         for rank, values in transfer_stats_data.get("ranks", {}).items():
             for name, gauge in self.gauges.items():
                 gauge.labels(*labels, rank).set(values[name])
+
+
+def count_kept_whole(reason: str) -> None:
+    """Count a chat that scope ``prefix`` keeps whole, if this process has metrics.
+
+    Args:
+        reason: one of :data:`KEPT_WHOLE`.
+    """
+    metrics = EvictionPromMetrics.of_process
+    if metrics is not None:
+        metrics.kept_whole.labels(metrics.model_name, reason).inc()

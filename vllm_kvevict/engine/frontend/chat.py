@@ -3,31 +3,58 @@
 The last user message is the question. Where it begins is found by rendering the chat once more with another question:
 what both have in common comes before it, whatever the template makes of roles, tools and earlier turns.
 Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, which has messages, template and token ids.
+Only the chats of gpt-oss models have a renderer of their own (``harmony.py``).
 """
 
 import asyncio
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
+from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvevict.engine.config import options_of
 from vllm_kvevict.engine.frontend import media
 
+logger = init_logger("vllm.kv_eviction")
+
 PREFIX_LEN = "kv_prefix_len"
 """The entry of a rendered prompt that holds the number of tokens before the question."""
+
+NO_PREFIX = "kv_no_prefix"
+"""The entry of a rendered prompt that says why it has no :data:`PREFIX_LEN`."""
+
+CHANGES = "kv_prefix_changes"
+"""The entry of a rendered prompt whose template writes something else each time it is rendered."""
 
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
 
-MEANINGLESS = [chr(code) for code in range(0xE000, 0xE100)]
+MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
+
+MARK = min(MEANINGLESS)
 
 WORD = "q"
 """Stands in for the question where it matters that words join tokens before them."""
+
+NUMBER = "7"
+"""Shares no first character with :data:`WORD`."""
+
+
+REFUSALS = (ValueError, VLLMClientError)
+"""What renderers raise when a template refuses a chat; it may refuse anything."""
+
+IS_CUT = "the chat may have been cut (truncate_prompt_tokens)"
+NO_TRACE = "the chat template does not show the last user message"
+
+
+class QuestionNotFoundError(ValueError):
+    """Where a chat's question begins cannot be told; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +65,7 @@ class Chat:
         renderer: what rendered it.
         messages: the chat, with the names of media only.
         params: template and its arguments.
-        tok_params: how the text was tokenised.
+        tok_params: how the text was tokenised; None if nothing was cut.
     """
 
     renderer: BaseRenderer
@@ -52,17 +79,43 @@ class Chat:
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return users[-1] if users else None
 
-    def asking(self, question: str) -> Any:
+    def rendered(self, messages: Sequence[Any], settings: Mapping[str, Any] | None = None) -> Any:
+        """The prompt of other messages in the words of this chat, with further arguments of its template.
+
+        Raises:
+            ValueError, VLLMClientError: a template may refuse anything.
+        """
+        params = self.params
+        if settings:
+            params = dataclasses.replace(
+                params, chat_template_kwargs={**params.chat_template_kwargs, **settings}
+            )
+        return self.renderer.render_messages(messages, params)[1]
+
+    def again(self) -> Any:
+        """The prompt of the same chat, rendered once more."""
+        return self.rendered(self.messages)
+
+    def asking(self, question: str | list[Any]) -> Any:
         """The prompt of the same chat with another question.
 
         Raises:
             ValueError, VLLMClientError: a template may refuse anything.
         """
         begin = self.up_to(question)
-        changed = [*begin, *self.messages[len(begin) :]]
-        return self.renderer.render_messages(changed, self.params)[1]
+        return self.rendered([*begin, *self.messages[len(begin) :]])
 
-    def up_to(self, question: str) -> list[Any]:
+    def asking_after(self, words: str) -> Any:
+        """The prompt of the same chat with words before its question.
+
+        Raises:
+            ValueError, VLLMClientError: as :meth:`asking`.
+        """
+        assert self.question is not None
+        own = self.messages[self.question].get("content") or ""
+        return self.asking(words + own if isinstance(own, str) else [{"type": "text", "text": words}, *own])
+
+    def up_to(self, question: str | list[Any]) -> list[Any]:
         """The messages before the last user message, and that one with another question."""
         last = self.question
         assert last is not None
@@ -111,29 +164,33 @@ def _noted_chats(
     chats = [
         (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
         for messages, prompt in zip(conversations, prompts, strict=True)
-        if _may_be_evicted(renderer, prompt)
     ]
-    for chat, prompt in chats:
-        prompt[CHAT] = chat
-    options = options_of(renderer.config)
-    return chats if options is not None and options.scope == "prefix" else []
+    return [(chat, prompt) for chat, prompt in chats if note_chat(chat, prompt)]
+
+
+def note_chat(chat: Chat, prompt: Any) -> bool:
+    """Note in a prompt that may be evicted what it was rendered from; whether its question is to be found."""
+    options = options_of(chat.renderer.config)
+    if options is None or not _may_be_evicted(chat.renderer, prompt):
+        return False
+    prompt[CHAT] = chat
+    return options.scope == "prefix"
 
 
 def note_prefix(chat: Chat, prompt: Any) -> None:
-    """Write into a rendered chat how many of its tokens come before the question, unless that cannot be told.
+    """Write into a rendered chat how many of its tokens come before the question, or why that cannot be told.
 
     Args:
         chat: what was rendered.
         prompt: the result, with ``prompt_token_ids``.
     """
-    if may_be_cut(chat.tok_params, len(prompt["prompt_token_ids"])):
-        return
-    prefix_len = find_prefix(chat, prompt)
-    if prefix_len is not None:
-        prompt[PREFIX_LEN] = prefix_len
+    try:
+        prompt[PREFIX_LEN] = find_prefix(chat, prompt)
+    except QuestionNotFoundError as error:
+        prompt[NO_PREFIX] = str(error)
 
 
-def find_prefix(chat: Chat, prompt: Any) -> int | None:
+def find_prefix(chat: Chat, prompt: Any) -> int:
     """Count the tokens of a rendered chat that come before its last user message.
 
     The count may be a few tokens short, but it never includes a token of the question. Where the prompt is rendered as
@@ -143,21 +200,28 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
         chat, prompt: as in :func:`note_prefix`.
 
     Returns:
-        The number of tokens: 0 without a user message, None when the question leaves no trace in the prompt.
+        The number of tokens, 0 without a user message.
+
+    Raises:
+        QuestionNotFoundError: the chat was cut, or its template refuses other questions or does not show them.
     """
+    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
+    if may_be_cut(chat.tok_params, len(ids)):
+        raise QuestionNotFoundError(IS_CUT)
     if chat.question is None:
         return 0
-    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
     try:
-        other = chat.asking(unused_mark(text))
-        # Mistral's tokenizers give no text; there a prefix ends at the first image.
-        if "prompt_token_ids" in other:
-            return prefix_of_ids(ids, other, chat.asking(WORD))
-    except (ValueError, VLLMClientError):  # a template may refuse anything
-        return None
-    before = text_before(text, other["prompt"])
-    if before is None:
-        return None
+        others = other_prompts(chat, text)
+    except REFUSALS as error:
+        raise QuestionNotFoundError(f"the chat template refuses another question ({error})") from None
+    # Mistral's tokenizers give no text; there a prefix ends at the first image.
+    if "prompt_token_ids" in others[0]:
+        return prefix_of_ids(ids, *others)
+    before = text_before(text, *others)
+    # Where one other question is enough, the prompts part at it, so all before it is the same.
+    if len(others) > 1 and chat.again()["prompt"] != text:
+        prompt[CHANGES] = True
+        _log_changes(chat.params.chat_template)
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
     if images:
@@ -165,28 +229,72 @@ def find_prefix(chat: Chat, prompt: Any) -> int | None:
     return common_length(before_ids[:-1], ids)
 
 
-def text_before(text: str, other_text: str) -> str | None:
-    """What two chats have in common before their questions, None when the question leaves no trace."""
-    if text == other_text:
-        return None
+@functools.lru_cache(maxsize=256)
+def _log_changes(template: str | None) -> None:
+    """Say once of a template that prefixes end at its clock, or whatever it is."""
+    logger.warning(
+        "KV eviction: %s writes something else each time a chat is rendered (the time, or a random number), so a "
+        "prefix ends there, and chats with fewer than min_prompt tokens before it are kept whole: let it write the "
+        "date only, or write such things behind the question",
+        "the model's chat template" if template is None else f"the chat template {template[:60]!r}...",
+    )
+
+
+def other_prompts(chat: Chat, text: str) -> list[Any]:
+    """The same chat with one other question, or with two where the first does not tell where the question begins.
+
+    It tells if the prompts part at a mark that the chat does not contain. A template may escape it, though, and then
+    its escape may begin like the question's. No question begins like both a mark, or a number, and a word.
+
+    Args:
+        chat: what was rendered.
+        text: the result, if it is text.
+
+    Raises:
+        ValueError, VLLMClientError: as :meth:`Chat.asking`.
+    """
+    mark = unused_mark(text)
+    asking: Callable[[str], Any] = chat.asking
+    try:
+        first = asking(mark or NUMBER)
+    except REFUSALS:  # so short a question
+        asking = chat.asking_after
+        first = asking(mark or NUMBER)
+    if mark and "prompt" in first and first["prompt"].startswith(mark, common_length(text, first["prompt"])):
+        return [first]
+    return [first, asking(WORD)]
+
+
+def text_before(text: str, *others: Any) -> str:
+    """What a chat has in common with others before their questions.
+
+    Raises:
+        QuestionNotFoundError: the question leaves no trace.
+    """
+    first, last = others[0]["prompt"], others[-1]["prompt"]
+    if text == first == last:
+        raise QuestionNotFoundError(NO_TRACE)
     # Whitespace and the last token could merge with the question's first characters.
-    return text[: common_length(text, other_text)].rstrip()
+    return text[: min(common_length(text, first), common_length(first, last))].rstrip()
 
 
-def unused_mark(text: str) -> str:
-    """A character without a meaning that a text does not contain."""
-    return next((mark for mark in MEANINGLESS if mark not in text), MEANINGLESS[0])
+def unused_mark(text: str) -> str | None:
+    """A character without a meaning that a text does not contain, None when it contains all of them."""
+    return min(MEANINGLESS.difference(text), default=None)
 
 
-def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int | None:
+def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int:
     """The same for prompts without text: what the chat has in common with two others, less one token.
 
     One begins like a word and one does not, so that a token that joins the end of the question's header to its first
     letters is left out for every question. Both could begin with the token for unknown text, hence one token less.
+
+    Raises:
+        QuestionNotFoundError: as :func:`text_before`.
     """
     first_ids, second_ids = first["prompt_token_ids"], second["prompt_token_ids"]
-    if ids == first_ids:
-        return None
+    if ids == first_ids == second_ids:
+        raise QuestionNotFoundError(NO_TRACE)
     return max(min(common_length(ids, first_ids), common_length(first_ids, second_ids)) - 1, 0)
 
 
@@ -211,6 +319,8 @@ def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
 
 def may_be_cut(tok_params: Any, length: int) -> bool:
     """Whether the prompt may lack tokens at one of its ends, after which nothing could be compared."""
+    if tok_params is None:
+        return False
     limit = tok_params.truncate_prompt_tokens
     if limit is not None and limit < 0:
         limit = tok_params.max_truncation_tokens

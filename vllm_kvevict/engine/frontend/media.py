@@ -90,8 +90,28 @@ def tokens_before(before_ids: Sequence[int], ids: Sequence[int], media: Sequence
         media: where in ``ids`` the media of the first part are, at least one.
     """
     end = media[-1].stop
-    for count in range(min(len(before_ids), len(ids) - end), 0, -1):
-        # The first token is compared alone, since slices of long texts are dear.
-        if before_ids[-count] == ids[end] and list(before_ids[-count:]) == list(ids[end : end + count]):
-            return end + count
-    return end
+    longest = min(len(before_ids), len(ids) - end)
+    return end + overlap(before_ids[len(before_ids) - longest :], ids[end : end + longest])
+
+
+def overlap(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens with which one sequence ends and another, as long as it, begins: the most that are the same.
+
+    By the algorithm of Knuth, Morris and Pratt: clients choose the text, and no text may make this quadratic.
+    """
+    # How much of the part that ends at each token is left to try after a difference.
+    shorter = [0] * len(second)
+    length = 0
+    for place in range(1, len(second)):
+        length = shorter[place] = _matched(second, shorter, length, second[place])
+    length = 0
+    for token in first:
+        length = _matched(second, shorter, length, token)
+    return length
+
+
+def _matched(tokens: Sequence[int], shorter: Sequence[int], length: int, token: int) -> int:
+    """How many of the first tokens a sequence ends with after one more token, if it ended with so many before it."""
+    while length and tokens[length] != token:
+        length = shorter[length - 1]
+    return length + (tokens[length] == token)

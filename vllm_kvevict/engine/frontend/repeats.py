@@ -7,21 +7,22 @@ turn. Where there is no chat, or that cannot be told, the request is plain text.
 The wording is that of the authors (``snu-mllab/KVzip``, ``model/wrapper.py``, ``self_task``).
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm.exceptions import VLLMClientError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.params import TokenizeParams
 
 from vllm_kvevict.engine.frontend.chat import (
     CHAT,
-    MEANINGLESS,
+    MARK,
+    NUMBER,
+    REFUSALS,
     WORD,
     Chat,
     common_length,
     may_be_cut,
+    other_prompts,
     prefix_of_ids,
     text_before,
     unused_mark,
@@ -36,9 +37,6 @@ ANSWERING = {"add_generation_prompt": True, "continue_final_message": False}
 
 NOT_THINKING = {"enable_thinking": False, "thinking": False}
 """How templates are told that the assistant answers at once; those without such an argument do not see it."""
-
-NUMBER = "7"
-"""Shares no first character with :data:`WORD`."""
 
 CONTEXT = 256
 """Characters before a text that are tokenised with it, so that its first token is what it is in the prompt."""
@@ -62,7 +60,7 @@ def repeat_prompts(renderer: BaseRenderer, prompt: Any, with_question: bool = Fa
 def _in_plain_text(renderer: BaseRenderer) -> RepeatPrompts:
     """For prompts that are no chats: no special tokens, and a line of its own for what is repeated."""
     texts = (f"\n\n{REPEAT_ALL}\n", f"\n\n{REPEAT_PART}", "\n")
-    return RepeatPrompts(*(_ids_behind(renderer, MEANINGLESS[0], text) for text in texts))
+    return RepeatPrompts(*(_ids_behind(renderer, MARK, text) for text in texts))
 
 
 def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts | None:
@@ -74,29 +72,30 @@ def _in_words_of(chat: Chat, prompt: Any, with_question: bool) -> RepeatPrompts 
         return None
     find = _behind_reply if with_question else _behind_prefix
     for settings in ({**ANSWERING, **NOT_THINKING}, ANSWERING):
-        own = {**chat.params.chat_template_kwargs, **settings}
         try:
-            found = find(chat, prompt, dataclasses.replace(chat.params, chat_template_kwargs=own))
-        except (ValueError, VLLMClientError):  # a template may refuse anything
+            found = find(chat, prompt, settings)
+        except REFUSALS:
             continue
         if found is not None:
             return found
     return None
 
 
-def _behind_reply(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
+def _behind_reply(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
     """What stands behind the reply to a chat that goes on with the request to repeat it.
 
     Args:
-        params: template and its arguments.
+        settings: further arguments of the template.
     """
 
     def render(reply: str, question: str) -> Any:
-        return chat.renderer.render_messages(chat.going_on(reply, question), params)[1]
+        return chat.rendered(chat.going_on(reply, question), settings)
 
     text = prompt.get("prompt", "")
     mark = unused_mark(text)
-    hint = unused_mark(text + mark)
+    hint = unused_mark(text + (mark or ""))
+    if mark is None or hint is None:
+        return None
     whole = render(mark, REPEAT_ALL)
     if "prompt_token_ids" in whole:
         return _behind_reply_ids(render)
@@ -115,26 +114,27 @@ def _behind_reply_ids(render: Callable[[str, str], Any]) -> RepeatPrompts | None
     return None if whole == other else _split_ids(whole[: len(whole) - behind], whole, *parts)
 
 
-def _behind_prefix(chat: Chat, prompt: Any, params: Any) -> RepeatPrompts | None:
+def _behind_prefix(chat: Chat, prompt: Any, settings: Mapping[str, Any]) -> RepeatPrompts | None:
     """What stands behind the prefix of a chat that ends with the request to repeat it.
 
     Args:
-        params: template and its arguments.
+        settings: further arguments of the template.
     """
 
     def ending_with(question: str) -> Any:
-        return chat.renderer.render_messages(chat.up_to(question), params)[1]
+        return chat.rendered(chat.up_to(question), settings)
 
     ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
-    mark = unused_mark(text)
-    other, whole = chat.asking(mark), ending_with(REPEAT_ALL)
-    if "prompt_token_ids" in other:
-        prefix_len = prefix_of_ids(ids, other, chat.asking(WORD))
+    others, whole = other_prompts(chat, text), ending_with(REPEAT_ALL)
+    if "prompt_token_ids" in whole:
+        prefix_len = prefix_of_ids(ids, *others)
         parts = [ending_with(REPEAT_PART + hint)["prompt_token_ids"] for hint in (WORD, NUMBER)]
-        return None if prefix_len is None else _split_ids(ids[:prefix_len], whole["prompt_token_ids"], *parts)
-    before = text_before(text, other["prompt"])
+        return _split_ids(ids[:prefix_len], whole["prompt_token_ids"], *parts)
+    before, mark = text_before(text, *others), unused_mark(text)
+    if mark is None:
+        return None
     part = ending_with(REPEAT_PART + mark)["prompt"]
-    return None if before is None else _split_text(chat.renderer, before, whole["prompt"], part, mark)
+    return _split_text(chat.renderer, before, whole["prompt"], part, mark)
 
 
 def _split_text(

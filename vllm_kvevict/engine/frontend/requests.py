@@ -14,9 +14,11 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import (
     REPEAT_ROWS,
     KVEvictionError,
+    Options,
     check_names,
     options_of,
     require_options,
@@ -53,8 +55,11 @@ def install() -> None:
             if own is not None:
                 tokens = request.prompt_token_ids, request.prompt_embeds
                 with_media = bool(request.mm_features)
+                given = own.extra_args
                 with _forgetting_media_if_refused(self.renderer, prompt):
                     own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
+                if own.extra_args is not given and isinstance(prompt, dict):
+                    _count_if_kept_whole(self.vllm_config, prompt, own.extra_args)
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
@@ -73,9 +78,15 @@ def install() -> None:
 
 @functools.cache
 def install_in_server() -> None:
-    """The same for the one endpoint that calls ``AsyncLLM.generate`` only after its stream has begun."""
+    """The same for what only servers have.
+
+    One endpoint calls ``AsyncLLM.generate`` only after its stream has begun, and some chats have their own renderer.
+    """
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
+    from vllm_kvevict.engine.frontend import harmony
+
+    harmony.install()
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
@@ -152,15 +163,34 @@ def _finder_of_rows(
     """What finds how the model is asked to repeat what is evicted of this request; None if it is not, or refused."""
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
-    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
-        fields = options.fields_in_scope(length, chat_prefix_len, getattr(params, "extra_args", None))
+        fields = _fields_in_scope(options, length, prompt, params)
         plan = options.plan(length, fields)
     except KVEvictionError:
         return None
     if plan.evict_at is None or not plan.schedule.repeats_prompt:
         return None
     return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
+
+
+def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) -> dict[str, Any] | None:
+    """A request's fields and what the server's scope adds to them; a refusal says why it cannot."""
+    noted = prompt if isinstance(prompt, dict) else {}
+    found, missing = noted.get(chat.PREFIX_LEN), noted.get(chat.NO_PREFIX)
+    given, most_output = getattr(params, "extra_args", None), getattr(params, "max_tokens", None)
+    return options.fields_in_scope(length, found, given, missing, most_output)
+
+
+def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
+    """Count a chat that would be evicted in scope ``prompt`` and is not in scope ``prefix``.
+
+    Args:
+        fields: of the request, with what the scope added to them.
+    """
+    if chat.PREFIX_LEN not in prompt:
+        return
+    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).evict_at is None:
+        metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
 
 def check_length(plan: Plan, longest: int) -> None:
@@ -186,7 +216,6 @@ def _checked_fields(
     """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
-    chat_prefix_len = prompt.get(chat.PREFIX_LEN) if isinstance(prompt, dict) else None
     try:
         check_names(params.extra_args or ())
         config, _ = options.request_config(params.extra_args)
@@ -198,7 +227,7 @@ def _checked_fields(
                 f"kv_eviction {config.policy} needs a text-only prompt, without {found}: choose another policy",
                 "prompt",
             )
-        fields = options.fields_in_scope(length, chat_prefix_len, params.extra_args)
+        fields = _fields_in_scope(options, length, prompt, params)
         plan = options.plan(length, fields)
         check_length(plan, vllm_config.model_config.max_model_len)
         # vLLM may cut a prompt with media into several steps, as the memory of its encoders allows.
