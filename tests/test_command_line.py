@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -46,6 +47,16 @@ def test_help_names_every_command_and_loads_nothing(capsys):
         assert f"  {name} " in shown and about in shown
     assert loaded("--help") == []
     assert "torch" in loaded("policies")
+
+
+def test_a_reader_that_goes_away_ends_it_quietly():
+    """As ``vllm-kvevict policies | head -1`` does: the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "vllm_kvevict", "policies"]
+    ended = subprocess.run(run, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (command_line.NO_READER, "")
 
 
 @pytest.mark.parametrize("command", command_line.COMMANDS)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +20,8 @@ COMMANDS = {
 }
 """By name: the module, whose ``main(words, program)`` returns an exit code or None, and what the help says of it."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, NO_READER = 130, 141
+"""Exit codes after Ctrl-C, and after the reader of a pipe went away, as shells have them."""
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
     program = f"vllm-kvevict {arguments.command}"
     try:
         module = importlib.import_module(COMMANDS[arguments.command][0])
-        return module.main(arguments.words, program) or 0
+        code = module.main(arguments.words, program) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whatever Python would flush at its exit has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED

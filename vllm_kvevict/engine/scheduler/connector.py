@@ -27,6 +27,11 @@ class SchedulerEnd:
         self.log = EvictionLog(options.eviction_log)
         self.incomplete: dict[tuple[str, int], list[Report]] = {}
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether our scheduler has handed over its ledger, which it does when it is made."""
+        return hasattr(self, "ledger")
+
     def on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
         """Learn what the ranks can hold.
 
