@@ -56,6 +56,7 @@ def make_side(args: argparse.Namespace) -> Side:
         dtype=args.dtype,
         max_model_len=longest + 64,
         kv_cache_memory_bytes=2 * (longest + 256) * token_bytes(args.dtype),
+        enable_prefix_caching=False,  # all policies are given the same prompts
         kv_eviction="full",
         kv_budget=args.budget,
         kv_eviction_config={"policies": ["all"]},
