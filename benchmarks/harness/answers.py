@@ -53,12 +53,7 @@ async def ask(endpoint: Endpoint, questions: Sequence[Case], asked: Sequence[Col
     found = []
     for case in questions:
         replies = [
-            await endpoint.ask(
-                case.prompt(),
-                case.max_tokens,
-                {"kv_eviction": FULL} if column.budget is None else asked_fields(column),
-            )
-            for column in asked
+            await endpoint.ask(case.prompt(), case.max_tokens, asked_fields(column)) for column in asked
         ]
         found.append(Asked(case, [reply.text for reply in replies]))
     return found

@@ -27,26 +27,28 @@ def first_token(simulation: Simulation, name: str, limit: int) -> int:
     raise AssertionError(f"{name} has no token after {limit} steps")
 
 
-def test_nobody_waits_for_a_reader_that_is_less_urgent() -> None:
-    """Both read the same document, the less urgent one 64 tokens a step."""
+def readers(first_priority: int) -> Simulation:
+    """Of one document: the first reads 64 tokens a step when the second one, with priority 0, arrives."""
     simulation = Simulation(server(prefix_caching=True, max_num_batched_tokens=1024, long_prefill=64))
     plain = {"kv_eviction": "full"}
-    simulation.add(make_request("patient", document(0, 2000), 4, plain, priority=9))
+    simulation.add(make_request("first", document(0, 2000), 4, plain, first_priority, arrival=1.0))
     simulation.step()
-    simulation.add(make_request("urgent", [*document(0, 1900), 7], 4, plain, priority=0))
+    simulation.add(make_request("second", [*document(0, 1900), 7], 4, plain, priority=0, arrival=2.0))
     simulation.step()
-    assert "urgent" in simulation.ledger.accounts
+    return simulation
+
+
+def test_nobody_waits_for_a_reader_that_is_less_urgent() -> None:
+    simulation = readers(first_priority=9)
+    assert "second" in simulation.ledger.accounts
     simulation.run(500)
     check_end(simulation)
 
 
-def test_who_comes_first_waits_for_a_reader() -> None:
+def test_who_comes_later_waits_for_a_reader() -> None:
     """The control: between equals the second one reads nothing that the first one leaves."""
-    simulation = Simulation(server(prefix_caching=True, max_num_batched_tokens=1024, long_prefill=64))
-    plain = {"kv_eviction": "full"}
-    simulation.add(make_request("a", document(0, 2000), 4, plain, arrival=1.0))
-    simulation.step()
-    simulation.add(make_request("b", [*document(0, 1900), 7], 4, plain, arrival=2.0))
+    simulation = readers(first_priority=0)
+    assert "second" not in simulation.ledger.accounts
     simulation.run(500)
     assert simulation.prefilled < 2000 + 200
 

@@ -107,7 +107,9 @@ def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple
 
 
 def asked_fields(column: Column) -> dict[str, Any]:
-    """What a request says of a column that evicts, but for the scope."""
+    """What a request says of a column, but for the scope."""
+    if column.budget is None:
+        return {"kv_eviction": FULL}
     fields = {"kv_eviction": column.asked, "kv_budget": column.budget}
     return fields | ({PARAMETERS: column.parameters} if column.parameters else {})
 
@@ -154,7 +156,7 @@ class Driver:
 
     async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
         if column.budget is None:
-            return {} if self.plain else {"kv_eviction": FULL}
+            return {} if self.plain else asked_fields(column)
         fields = asked_fields(column)
         if column.scope == "prefix":
             fields["kv_prefix_len"] = await self._prefix(case)
