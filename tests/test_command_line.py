@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -105,3 +106,39 @@ def test_ctrl_c_ends_a_command_without_a_traceback(name, monkeypatch, capsys):
     monkeypatch.setattr(importlib.import_module(command_line.COMMANDS[name][0]), "main", interrupted)
     assert command_line.main([name]) == 130
     assert capsys.readouterr().err == f"vllm-kvevict {name}: interrupted\n"
+
+
+SIZING = ["sizing", "--model", "benchmarks/quality/needle", "--memory", "1GiB", "--prompt", "2048"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["policies"], ["quality", "--help"], ["doctor"], SIZING], ids=" ".join
+)
+def test_a_reader_that_goes_ends_a_command_without_a_word(words, unbuffered):
+    """Whether the command prints at once or at its end."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "vllm_kvevict", *words]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(command, cwd=ROOT, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    # argparse itself does not mind, and vLLM may have something else to say.
+    assert ended.returncode in (0, command_line.NOBODY_READS)
+    assert "Broken" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_reader_that_goes_is_no_error_of_quality(monkeypatch):
+    def print_path(arguments):
+        raise BrokenPipeError
+
+    quality = importlib.import_module("vllm_kvevict.quality.__main__")
+    monkeypatch.setitem(quality.COMMANDS, "report", print_path)
+    with pytest.raises(BrokenPipeError):
+        quality.main(["report", "folder"])
+
+
+def test_without_an_output_there_is_no_error():
+    command = f'exec "{sys.executable}" -m vllm_kvevict policies >&-'
+    ended = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,9 @@ COMMANDS = {
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+
+NOBODY_READS = 141
+"""Exit code where the reader of the output has gone, such as `head`; as shells have it."""
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -42,7 +46,19 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command, by default the one of ``sys.argv``; the exit code."""
-    arguments = parse_arguments(words)
+    try:
+        try:
+            return run(parse_arguments(words))
+        finally:
+            print(end="", flush=True)  # what Python writes at its end, it also complains about
+    except BrokenPipeError:
+        # What is left to write must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command that was asked for; the exit code."""
     program = f"vllm-kvevict {arguments.command}"
     try:
         module = importlib.import_module(COMMANDS[arguments.command][0])
