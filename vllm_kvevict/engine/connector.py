@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.messages import Handshake, StepMessage, WorkerMessages
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if not hasattr(self.scheduler, "ledger"):
+            # Not even the configuration says so if a plugin of this process alone has changed it.
+            raise other_scheduler(self._vllm_config.scheduler_config.get_scheduler_cls())
         self.scheduler.on_handshakes([shake for shake in metadata.values() if isinstance(shake, Handshake)])
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMessage:
