@@ -24,5 +24,8 @@ flags=(--host 0.0.0.0 --port "${PORT:-8000}")
 [ -z "${KV_BUDGET:-}" ] || flags+=(--kv-budget "$KV_BUDGET")
 [ -z "${KV_EVICTION_CONFIG:-}" ] || flags+=(--kv-eviction-config "$KV_EVICTION_CONFIG")
 
+# Another user of the group may go on with what this one has compiled.
+umask 0002
+
 # exec: signals of the container's engine reach vLLM itself, and its exit status is the container's.
 exec vllm serve "$MODEL" "${flags[@]}" "$@"

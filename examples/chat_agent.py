@@ -1,6 +1,7 @@
 """A long chat in which each turn adds a tool's output and a question, with a budget for each request.
 
     vllm serve MODEL --kv-eviction full --enable-prompt-tokens-details &
+    curl -s --retry 900 --retry-delay 1 --retry-connrefused http://localhost:8000/health
     python examples/chat_agent.py --url http://localhost:8000/v1
 
 Each turn sends the whole chat again, as every chat client does. The server starts from the part that it has cached from

@@ -1,6 +1,7 @@
 """Send the same question to a running server with several policies and budgets.
 
     vllm serve MODEL --kv-eviction full &
+    curl -s --retry 900 --retry-delay 1 --retry-connrefused http://localhost:8000/health
     python examples/per_request.py --url http://localhost:8000/v1
 
 A server started with `--kv-eviction full` evicts only for requests that ask for it.

@@ -2,6 +2,7 @@
 
     vllm serve MODEL --kv-eviction kvzip --kv-budget 0.3 \\
       --kv-eviction-config.scope prefix --enable-prompt-tokens-details &
+    curl -s --retry 900 --retry-delay 1 --retry-connrefused http://localhost:8000/health
     python examples/rag_shared_document.py --url http://localhost:8000/v1
 
 With `scope` `prefix` everything before the last user message is compressed without the question in view. So one

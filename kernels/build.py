@@ -1,4 +1,8 @@
-"""Compile a C++ kernel for the processor it runs on, once; later starts find it in the cache."""
+"""Compile a C++ kernel for the processor it runs on, once; later starts find it in the cache.
+
+A library in the cache ends with a seal, its size and digest: a file that was cut or changed is compiled again, never
+loaded. Whatever goes wrong is a :class:`BuildError`, since everything works without these kernels, too.
+"""
 
 import contextlib
 import ctypes
@@ -7,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
@@ -16,26 +21,30 @@ from pathlib import Path
 from vllm_kvevict.kernels import processor
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
-DIGEST = 64
-"""Characters of the digest at a library's end."""
-SCRATCH, OLD_SECONDS = ".build-", 3600
-"""How folders of builds are called, and after how long one is left over."""
+
+LONGEST_BUILD = 3600
+"""Seconds after which scratch files belong to a build that was killed."""
+
+_SEAL = struct.Struct("<Q32s")
+_SCRATCH = "tmp"  # what tempfile begins names with
 
 
 class BuildError(RuntimeError):
-    """A kernel could not be compiled; the message says why and what would help."""
+    """A kernel could not be compiled; the message says why, in one line, and what would help."""
 
 
 def load(name: str) -> ctypes.CDLL:
     """The library of ``kernels/<name>.cpp`` for the level that :func:`processor.level` names.
 
     Raises:
-        BuildError: no compiler, no folder for the result, a level that the processor has not, or the compiler refused.
+        BuildError: no compiler, no folder for the result, a level that the processor has not, the compiler refused, or
+            the result cannot be loaded.
     """
     try:
         return _load(name, processor.level())
-    except ValueError as error:
-        raise BuildError(f"kernel {name} was not compiled: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise BuildError(f"kernel {name} could not be compiled or loaded: {reason}") from None
 
 
 @functools.cache
@@ -44,52 +53,14 @@ def _load(name: str, level: str) -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
-    try:
-        flags = _flags(processor.levels()[level])
-        library = cache_folder() / f"{name}-{level}-{_fingerprint(source, compiler, flags)}.so"
-        if is_whole(library):
-            with contextlib.suppress(OSError):
-                return ctypes.CDLL(str(library))
-        _build(compiler, flags, source, library)
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise BuildError(f"kernel {name} could not be compiled or loaded: {error}") from None
-
-
-def is_whole(library: Path) -> bool:
-    """Whether a library can be read and is what was compiled: loading one that was cut would end the process."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-DIGEST]).hexdigest().encode() == content[-DIGEST:]
-
-
-def _build(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
-    """Compile into a folder of our own, since workers may compile at the same time, and move the result."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    _remove_old_scratch(library.parent)
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=library.parent))
-    try:
-        # The compiler creates it, so that it has the permissions that the user's umask gives.
-        compiled = scratch / library.name
-        _compile(compiler, flags, source, str(compiled))
-        with compiled.open("rb+") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.write(digest.encode())  # loaders ignore what follows a library
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(compiled, library)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _remove_old_scratch(folder: Path) -> None:
-    """Remove what killed builds have left."""
-    for left in folder.glob(f"{SCRATCH}*"):
+    flags = _flags(processor.levels()[level])
+    library = cache_folder() / f"{name}-{level}-{_fingerprint(source, compiler, flags)}.so"
+    if _is_whole(library):
+        # What another machine left in a shared folder may not load here.
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > OLD_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+            return ctypes.CDLL(str(library))
+    _build(compiler, flags, source, library)
+    return ctypes.CDLL(str(library))
 
 
 def find_compiler() -> str | None:
@@ -101,31 +72,96 @@ def cache_folder() -> Path:
     """Where compiled kernels lie: ``vllm_kvevict`` in the user's cache folder.
 
     Raises:
-        BuildError: the user has no home directory.
+        BuildError: the user has no home, and no variable names a folder.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_kvevict"
-    except RuntimeError as error:
-        raise BuildError(f"there is no folder for compiled kernels ({error}): set XDG_CACHE_HOME") from None
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise BuildError(
+            "there is no home folder to keep compiled kernels in: set HOME, or XDG_CACHE_HOME to a folder"
+        ) from None
+    return Path(caches) / "vllm_kvevict"
 
 
 def _flags(level: processor.Level) -> list[str]:
     return [*FLAGS, *level.flags, f"-DLANES={level.lanes}"]
 
 
+def _build(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
+    """Compile a library into the cache."""
+    folder = library.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_old_scratch(folder)
+    # Workers may compile at the same time: each in a folder of its own, and who is last replaces the others' result.
+    # What cannot be cleaned up must not hide why the build failed.
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
+        compiled, sealed = Path(scratch, "compiled.so"), Path(scratch, "sealed.so")
+        _compile(compiler, flags, source, str(compiled))
+        _write_sealed(compiled.read_bytes(), sealed)
+        os.replace(sealed, library)
+
+
+def _remove_old_scratch(folder: Path) -> None:
+    """Remove what killed builds left; others may be at work."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < LONGEST_BUILD:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def _compile(compiler: str, flags: Sequence[str], source: Path, target: str) -> None:
-    command, env = [compiler, *flags, str(source), "-o", target], {**os.environ, "LC_ALL": "C"}
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
+    command = [compiler, *flags, str(source), "-o", target]
+    # What a compiler that is killed leaves is then found with our own scratch files.
+    run = _run(command, TMPDIR=os.path.dirname(target))
     if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if line.strip()]
-        last = lines[-1] if lines else f"code {run.returncode}"
-        reason = next((line for line in lines if "error" in line), last)
+        reason = _reason(run.stderr) or f"code {run.returncode}"
         raise BuildError(f"{compiler} could not compile {source.name}: {reason}")
+
+
+def _run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a compiler that speaks English."""
+    env = {**os.environ, "LC_ALL": "C", **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
+
+
+def _reason(messages: str) -> str | None:
+    """The line of a compiler's messages that says what went wrong: its first error, else its last line."""
+    # What only says that the linker failed comes after the linker's own words.
+    says_nothing = ("collect2:", "linker command failed")
+    lines = [line.strip() for line in messages.splitlines() if not any(text in line for text in says_nothing)]
+    errors = [line for line in lines if "error" in line]
+    return next(iter(errors or list(filter(None, lines))[-1:]), None)
+
+
+def _write_sealed(code: bytes, path: Path) -> None:
+    """Write a new file that every user whom the umask allows may load, and that is on the disk when this returns."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o777)) as file:
+        file.write(code + _seal(code))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library can be read, and is as it was written: loading a file that was cut ends the process."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL.size :] == _seal(content[: -_SEAL.size])
+
+
+def _seal(code: bytes) -> bytes:
+    """What follows a library in its file; loaders do not look there."""
+    return _SEAL.pack(len(code), hashlib.sha256(code).digest())
 
 
 def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
     """Changes with whatever changes the machine code."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    version = _run([compiler, "--version"]).stdout
     # -march=native looks at the processor.
     native = [platform.machine(), *sorted(processor.features())]
     parts = [source.read_text(), *flags, compiler, version, *native]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import re
 import runpy
 import sys
@@ -12,7 +13,7 @@ from vllm.benchmarks.serve import add_cli_args as add_client_args
 from vllm.entrypoints.cli.openai import CompleteCommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.documents import DOCUMENTS, ROOT, commands
+from tests.documents import DOCUMENTS, ROOT, blocks, commands
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import REQUEST_FIELDS
 
@@ -21,6 +22,9 @@ COMMANDS = [
     for document in DOCUMENTS
     for words in commands(document)
 ]
+WAIT = "curl -s --retry 900 --retry-delay 1 --retry-connrefused http://localhost:8000/health"
+"""Ends when the server that was started before answers."""
+
 ELSEWHERE = ("docker", "ray", "pip", "curl", "git", "hadolint", "rm", "twine", "export", "cd", "kill", "ls")
 """Programs that are not this project's."""
 
@@ -87,6 +91,26 @@ def test_the_client_of_vllms_benchmarks_is_shown_with_fields():
         words for words in commands(ROOT / "docs/CONFIGURATION.md") if words[:3] == ["vllm", "bench", "serve"]
     )
     assert "--extra-body" in words and not any(word.startswith("--kv-") for word in words)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_who_starts_a_server_waits_for_it(document):
+    for block in blocks(document):
+        lines = block.replace("\\\n", " ").splitlines()
+        for line, following in itertools.pairwise(lines):
+            assert not line.endswith("&") or following == WAIT, f"before {following}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_who_starts_an_examples_server_waits_for_it(path):
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    assert all(following == WAIT for line, following in itertools.pairwise(lines) if line.endswith("&"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_python_that_starts_an_engine_may_be_saved_as_a_file(document):
+    for block in blocks(document, "python"):
+        assert not re.search(r"\bLLM\(", block) or '\nif __name__ == "__main__":' in block
 
 
 PAGES = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]

@@ -20,8 +20,11 @@ COMMANDS = {
 }
 """By name: the module, whose ``main(words, program)`` returns an exit code or None, and what the help says of it."""
 
-INTERRUPTED, NO_READER = 130, 141
-"""Exit codes after Ctrl-C, and after the reader of a pipe went away, as shells have them."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+NOBODY_READS = 141
+"""Exit code where the reader of the output has gone, such as `head`; as shells have it."""
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -43,17 +46,23 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command, by default the one of ``sys.argv``; the exit code."""
-    arguments = parse_arguments(words)
+    try:
+        try:
+            return run(parse_arguments(words))
+        finally:
+            print(end="", flush=True)  # what Python writes at its end, it also complains about
+    except BrokenPipeError:
+        # What is left to write must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command that was asked for; the exit code."""
     program = f"vllm-kvevict {arguments.command}"
     try:
         module = importlib.import_module(COMMANDS[arguments.command][0])
-        code = module.main(arguments.words, program) or 0
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # Whatever Python would flush at its exit has no reader either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
+        return module.main(arguments.words, program) or 0
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED

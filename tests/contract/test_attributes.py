@@ -44,7 +44,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "vllm.config:CompilationConfig": ("static_forward_context", "workers do not find the attention layers"),
     "vllm.config:SchedulerConfig": (
         "scheduler_cls async_scheduling max_num_seqs max_num_active_seqs max_num_batched_tokens "
-        "max_num_scheduled_tokens long_prefill_token_threshold",
+        "max_num_scheduled_tokens long_prefill_token_threshold get_scheduler_cls",
         "our scheduler cannot be installed or takes steps for longer than they are",
     ),
     "vllm.config:VllmConfig": (

@@ -200,6 +200,7 @@ WRAPPED: dict[str, tuple[str, str]] = {
     # What we replace with a wrapper names these first, in this order; what follows is passed on as it is.
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser", "vllm serve does not know --kv-eviction"),
     "vllm.engine.arg_utils:EngineArgs.from_cli_args": ("args", "--kv-eviction is parsed and forgotten"),
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": ("vllm_config", "no engine starts"),
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (
         "request_id prompt params",
         "every request fails",

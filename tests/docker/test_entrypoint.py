@@ -17,7 +17,8 @@ HEALTHCHECK = ROOT / "docker/healthcheck.py"
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, sys, time
 offline = os.environ.get("HF_HUB_OFFLINE")
-print(json.dumps({{"pid": os.getpid(), "words": sys.argv[1:], "offline": offline}}), flush=True)
+call = {{"pid": os.getpid(), "words": sys.argv[1:], "offline": offline, "umask": os.umask(0)}}
+print(json.dumps(call), flush=True)
 if "--wait" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     print("ready", flush=True)
@@ -102,6 +103,10 @@ def test_folders_with_spaces_are_one_word_and_switch_the_hub_off(start, tmp_path
     assert call["words"][:2] == ["serve", str(folder)] and call["offline"] == "1"
     assert called(start(MODEL=str(folder), HF_HUB_OFFLINE="0"))["offline"] == "0"
     assert called(start(MODEL="org/name"))["offline"] is None
+
+
+def test_the_group_may_replace_what_is_compiled(start):
+    assert called(start(MODEL="org/name"))["umask"] == 0o002
 
 
 @pytest.mark.parametrize("environment", [{}, {"MODEL": ""}, {"MODEL": "/models/absent"}])

@@ -171,7 +171,7 @@ def test_every_example_is_listed():
 @pytest.mark.engine
 def test_readme_offline(tmp_path):
     (block,) = (block for block in blocks(README, "python") if "LLM(" in block)
-    # What fits a test's machine besides. It is saved as it stands: vLLM's processes import it again.
+    # What fits a test's machine besides.
     block = block.replace('"MODEL",', f'"{NEEDLE}", kv_cache_memory_bytes=1 << 28, enforce_eager=True,')
     script = tmp_path / "readme.py"
     script.write_text(block)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_kvevict.engine.worker import calibration, cpu
+from vllm_kvevict.kernels import build
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 
@@ -61,6 +62,16 @@ def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch, log):
     assert _kernel() is None
     ((_, message),) = log
     assert "slower" in message and "install g++" in message
+
+
+def test_without_a_home_there_is_a_warning_and_vllms_op(monkeypatch, log):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user whom the machine does not know
+    build._load.cache_clear()
+    assert _kernel() is None
+    ((_, message),) = log
+    assert "slower" in message and "set HOME" in message
 
 
 def _slowed(monkeypatch, side, factor=20):

@@ -7,17 +7,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import LLM, EngineArgs, SamplingParams, envs
-from vllm.config import AttentionConfig, ECTransferConfig, KVEventsConfig, KVTransferConfig, ModelConfig
+from vllm.config import (
+    AttentionConfig,
+    ECTransferConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import embeds_input
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine import running
@@ -25,9 +35,11 @@ from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
 from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.connector import EvictionConnector
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.engine.parameters import policy_config
+from vllm_kvevict.engine.scheduler.scheduler import EvictionScheduler
 from vllm_kvevict.policies import EvictionConfig, available, take
 
 
@@ -188,6 +200,79 @@ FLAGS = {
 def test_flags(name, settings, model):
     flag = name.split(" (")[0]
     assert f"--kv-eviction cannot be combined with {flag}: " in refusal(model, **settings)
+
+
+# Schedulers that another plugin sets, after the flags were read.
+
+VLLMS = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+class OtherScheduler(Scheduler):
+    """Another plugin's."""
+
+
+OTHERS = {VLLMS: VLLMS, f"{__name__}.OtherScheduler": OtherScheduler}
+"""By their names, what plugins may set: names or classes."""
+
+
+@pytest.mark.parametrize("name, scheduler", OTHERS.items(), ids=OTHERS)
+def test_a_scheduler_that_is_set_while_the_configuration_is_made(name, scheduler, model, monkeypatch):
+    def set_scheduler(platform, vllm_config):
+        vllm_config.scheduler_config.scheduler_cls = scheduler
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(set_scheduler))
+    assert f"--kv-eviction cannot be combined with the scheduler {name}, which" in refusal(model)
+
+
+@pytest.fixture
+def set_later(monkeypatch):
+    """Lets another plugin set the scheduler once the configuration was made."""
+    create_engine_config = EngineArgs.create_engine_config
+
+    def use(scheduler: str | type) -> None:
+        def create(*args, **kwargs):
+            vllm_config = create_engine_config(*args, **kwargs)
+            vllm_config.scheduler_config.scheduler_cls = scheduler
+            return vllm_config
+
+        monkeypatch.setattr(EngineArgs, "create_engine_config", create)
+
+    return use
+
+
+@pytest.mark.parametrize("name, scheduler", OTHERS.items(), ids=OTHERS)
+def test_a_scheduler_that_is_set_later_is_named_before_an_engine_starts(name, scheduler, model, set_later):
+    set_later(scheduler)
+    with pytest.raises(
+        KVEvictionError, match=f"^--kv-eviction cannot be .* {name}, which another plugin has"
+    ):
+        LLM(model, kv_eviction="snapkv", dtype="float32", skip_tokenizer_init=True)
+
+
+def test_a_server_says_so_in_one_line(model, set_later, monkeypatch, capsys):
+    set_later(VLLMS)
+    monkeypatch.setattr(plugin, "_on_command_line", True)
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    with pytest.raises(SystemExit):
+        InputProcessor(vllm_config, SimpleNamespace())
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"error: --kv-eviction cannot be combined with the scheduler {VLLMS}" in line
+
+
+def test_a_scheduler_that_is_made_of_ours_is_none_of_them(model, set_later):
+    set_later(type("Ours", (EvictionScheduler,), {}))
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    checks.check_scheduler(vllm_config)
+
+
+def test_a_scheduler_that_is_set_in_the_engines_process_is_named(model, monkeypatch):
+    """Nobody else hears of it."""
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", lambda self: OtherScheduler)
+    transport = EvictionConnector(vllm_config, KVConnectorRole.SCHEDULER, KVCacheConfig(8, [], []))
+    transport.bind_kv_cache_manager(SimpleNamespace())
+    with pytest.raises(KVEvictionError, match="OtherScheduler, which another plugin has set"):
+        transport.set_xfer_handshake_metadata_pp_aware({})
 
 
 def refusal_of_a_kv_dtype(model: str, **settings) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.loads import Load, mixed, play, staged, tight
@@ -12,7 +11,6 @@ from tests.engine.servers import (
     PAGE,
     Setup,
     capacities,
-    make_config,
     make_request,
     make_scheduler,
     options_of,
@@ -20,7 +18,6 @@ from tests.engine.servers import (
 from tests.engine.simulation import Simulation
 from vllm_kvevict import __version__
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.connector import EvictionConnector
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.policies import cuts
@@ -301,17 +298,6 @@ def test_another_version_on_a_rank_is_refused() -> None:
     scheduler, (capacity,) = make_scheduler(setup), capacities(setup)
     with pytest.raises(KVEvictionError, match=r"rank 0 has vllm-kvevict 0\.0\.9, .* every machine"):
         scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(0, capacity, "0.0.9")})
-
-
-def test_another_scheduler_is_named() -> None:
-    """One that another plugin sets takes vLLM's block manager, and none of ours."""
-    setup = server()
-    config = make_config(setup)
-    config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.scheduler.Scheduler"
-    connector = EvictionConnector(config, KVConnectorRole.SCHEDULER, None)
-    (capacity,) = capacities(setup)
-    with pytest.raises(KVEvictionError, match=r"has set vllm\.v1\.core\.sched\.scheduler\.Scheduler: remove"):
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(0, capacity, __version__)})
 
 
 def test_a_second_handshake_changes_nothing() -> None:

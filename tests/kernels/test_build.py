@@ -1,11 +1,19 @@
 """Compiling a kernel: once, and with a reason when it cannot be done."""
 
 import ctypes
-import errno
 import os
+import re
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
+from tests.documents import ROOT
 from vllm_kvevict.kernels import build, processor
 
 
@@ -68,104 +76,243 @@ def test_no_compiler(monkeypatch):
         build.load("decode_attention")
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("x.cpp:1: error: no such thing", "no such thing"),
-        ("ld: error: no space", "ld: error: no space"),
-        ("$LC_ALL: Fehler", "C: Fehler"),
-    ],
-    ids=["compiler", "linker", "another language"],
-)
-def test_a_compiler_that_fails(monkeypatch, tmp_path, said, reason):
-    """It leaves no file, nor do we; the last line that it says is the reason, in English if it knows that."""
-    compiler = tmp_path / "broken"
-    compiler.write_text(f'#!/bin/sh\n[ $1 = --version ] || {{ echo "{said}" >&2; exit 1; }}\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    with pytest.raises(build.BuildError, match=reason):
+def refusal() -> str:
+    """The one line that says why there is no kernel."""
+    with pytest.raises(build.BuildError) as error:
         build.load("decode_attention")
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Sets a compiler that runs a script of the shell; ``$target`` is the file that it should write."""
+
+    def use(script: str) -> None:
+        path = tmp_path / "compiler"
+        find = 'for word; do [ "$before" = -o ] && target=$word; before=$word; done'
+        path.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\n{find}\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+
+    return use
+
+
+def test_a_compiler_that_fails(compiler):
+    compiler("echo 'x.cpp:1: error: no such thing' >&2; exit 1")
+    assert refusal().endswith("no such thing")
     assert list(build.cache_folder().iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"ELF", None])
-def test_a_library_that_was_cut_is_built_again(compiled, content):
-    """Loading half of one would end the process."""
-    build.load("decode_attention")
-    (library,) = build.cache_folder().iterdir()
-    whole = library.read_bytes()
-    cut = library.with_name("cut")
-    cut.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    cut.replace(library)  # the one that is loaded stays as it is
-    assert not build.is_whole(library)
-    build._load.cache_clear()
-    build.load("decode_attention")
-    assert len(compiled) == 2 and build.is_whole(library)
-
-
-def test_a_library_that_cannot_be_loaded_is_built_again(compiled, monkeypatch):
-    """Such as one for another libc; nothing is wrong with its digest."""
-    build.load("decode_attention")
-    build._load.cache_clear()
-    library, tried = ctypes.CDLL, []
-
-    def fails_once(path):
-        tried.append(path)
-        if len(tried) == 1:
-            raise OSError("version `GLIBC_9' not found")
-        return library(path)
-
-    monkeypatch.setattr(build.ctypes, "CDLL", fails_once)
-    assert build.load("decode_attention") and len(tried) == len(compiled) == 2
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_others_may_read_what_the_umask_lets_them(umask):
-    before = os.umask(umask)
-    try:
-        build.load("decode_attention")
-    finally:
-        os.umask(before)
-    (library,) = build.cache_folder().iterdir()
-    assert library.stat().st_mode & 0o777 == 0o777 & ~umask
-
-
-def test_left_over_scratch_goes():
-    folder = build.cache_folder()
-    old, new = folder / ".build-old", folder / ".build-new"
-    for left in (old, new):
-        left.mkdir(parents=True)
-    os.utime(old, (0, 0))
-    build.load("decode_attention")
-    assert not old.exists() and new.exists()
-
-
-def test_a_full_disk_is_named(monkeypatch):
-    def no_space(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(build.os, "fsync", no_space)
-    with pytest.raises(build.BuildError, match="No space left on device"):
-        build.load("decode_attention")
+def test_a_linker_that_fails_and_removes_its_result(compiler):
+    """As on a full disk: what is left to clean up is not what was there."""
+    compiler(
+        "rm -f $target; echo '/usr/bin/ld: final link failed: No space left on device' >&2\n"
+        "echo 'collect2: error: ld returned 1 exit status' >&2; exit 1"
+    )
+    assert refusal().endswith("final link failed: No space left on device")
     assert list(build.cache_folder().iterdir()) == []
 
 
-def test_without_a_home(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
+def test_a_compiler_that_ends_without_a_word(compiler):
+    compiler("exit 3")
+    assert refusal().endswith(": code 3")
 
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(build.Path, "home", no_home)
-    with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME"):
-        build.load("decode_attention")
+
+def test_a_compiler_of_another_language(compiler):
+    """It is asked for English; where it has none, what it said last is passed on, whatever its letters are."""
+    compiler(
+        '[ "$LC_ALL" = C ] && echo "x.cpp:1: error: no such thing" >&2 || echo "x.cpp:1: Fehler" >&2; exit 1'
+    )
+    assert refusal().endswith("no such thing")
+    compiler(
+        "echo 'x.cpp: In Funktion f:' >&2; printf 'x.cpp:1: Fehler: \\374berfl\\374ssig\\n\\n' >&2; exit 1"
+    )
+    assert "x.cpp:1: Fehler: " in refusal()
 
 
 def test_no_folder_for_the_result(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(build.BuildError, match="could not be compiled or loaded"):
+    assert "could not be compiled or loaded" in refusal()
+
+
+def test_no_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(
+        "pwd.getpwuid", {}.__getitem__
+    )  # a user whom the machine does not know, as in a container
+    assert refusal() == (
+        "there is no home folder to keep compiled kernels in: set HOME, or XDG_CACHE_HOME to a folder"
+    )
+
+
+QUICK = """echo 'extern "C" void decode_attention() {}' | g++ -x c++ -shared -fPIC - -o $target"""
+"""Compiles something else, in no time."""
+
+
+@pytest.mark.parametrize("size", [0, 1 << 14])
+def test_no_space(size):
+    """Files that may not grow, as on a full disk; such a compiler is killed."""
+    ended = load_elsewhere(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
+    assert re.search("File too large|File size limit", ended.stderr)
+    assert list(build.cache_folder().iterdir()) == []
+
+
+def test_no_space_for_what_was_compiled(compiler):
+    compiler("head -c 4096 /dev/zero > $target")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4100, before[1]))
+    try:
+        assert "File too large" in refusal()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(build.cache_folder().iterdir()) == []
+
+
+def test_docs_name_the_folder_and_the_reasons(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    page = (ROOT / "docs/TROUBLESHOOTING.md").read_text()
+    assert f"rm -r ~/{build.cache_folder().relative_to(Path.home())}\n" in page
+    source = Path(build.__file__).read_text()
+    for reason in ("no C++ compiler was found", "there is no home folder", "could not compile"):
+        assert f"| `{reason}`" in page and reason in source
+    assert "`noexec`" in page
+
+
+# What another process finds in the cache: a library that is loaded here would not be loaded again.
+
+
+def load_elsewhere(**settings) -> subprocess.CompletedProcess[str]:
+    """Load the kernel in a process of its own, which ends with 1 and the reason if it cannot."""
+    code = (
+        f"from vllm_kvevict.kernels import build\nbuild.FLAGS = {build.FLAGS}\n"
+        "try:\n    build.load('decode_attention')\n"
+        "except build.BuildError as error:\n    raise SystemExit(str(error))"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, **settings)
+
+
+@pytest.fixture
+def library(compiler) -> Path:
+    """The file of a library that another process compiled."""
+    compiler(QUICK)
+    ended = load_elsewhere()
+    assert ended.returncode == 0, ended.stderr
+    (path,) = build.cache_folder().glob("*.so")
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 3000, -1], ids=["empty", "cut", "one byte less"])
+def test_a_file_that_was_cut_is_compiled_again(library, size):
+    whole = library.read_bytes()
+    library.write_bytes(whole[:size])
+    ended = load_elsewhere()
+    assert ended.returncode == 0, ended.stderr
+    assert library.read_bytes() == whole
+
+
+def test_a_file_that_was_changed_is_compiled_again(library):
+    whole = library.read_bytes()
+    library.write_bytes(whole.replace(b"decode_attention", b"xecode_attention"))
+    assert load_elsewhere().returncode == 0
+    assert library.read_bytes() == whole
+
+
+def test_what_does_not_load_is_compiled_again(compiled, library, monkeypatch):
+    """Such as a library of another machine, in a home that both have."""
+    load, failures = ctypes.CDLL, ["libgomp.so.1: cannot open shared object file"]
+
+    def load_later(path):
+        if failures:
+            raise OSError(failures.pop())
+        return load(path)
+
+    monkeypatch.setattr(build.ctypes, "CDLL", load_later)
+    build.load("decode_attention")
+    assert len(compiled) == 1
+    build._load.cache_clear()
+    failures += ["failed to map segment: Operation not permitted"] * 2  # as where nothing may be executed
+    assert refusal().endswith("failed to map segment: Operation not permitted")
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_whom_the_umask_allows_may_load_it(compiler, monkeypatch, umask):
+    compiler(QUICK)
+    replace, modes = os.replace, []
+
+    def watch(source, target):
+        modes.append(stat.S_IMODE(os.stat(source).st_mode))
+        replace(source, target)
+
+    monkeypatch.setattr(build.os, "replace", watch)
+    before = os.umask(umask)
+    try:
         build.load("decode_attention")
+    finally:
+        os.umask(before)
+    assert modes == [0o777 & ~umask]
+
+
+@pytest.fixture
+def unprivileged(monkeypatch):
+    """A cache folder, and a user who is not root: root may read and write everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        yield Path(folder)
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_written(unprivileged):
+    build.cache_folder().mkdir(mode=0o555)
+    assert "Permission denied" in refusal()
+
+
+def test_a_file_that_may_not_be_read_is_replaced(compiled, unprivileged):
+    build.load("decode_attention")
+    (path,) = build.cache_folder().iterdir()
+    path.unlink()
+    path.touch(mode=0)
+    build._load.cache_clear()
+    build.load("decode_attention")
+    assert len(compiled) == 2 and path.stat().st_size and path.stat().st_mode & stat.S_IRUSR
+
+
+def test_it_is_on_the_disk_before_it_is_moved(compiler, monkeypatch):
+    compiler(QUICK)
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(build.os, "fsync", lambda file: (calls.append("fsync"), fsync(file)))
+    monkeypatch.setattr(build.os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    build.load("decode_attention")
+    assert calls == ["fsync", "replace"]
+
+
+def test_what_killed_builds_left_is_removed(compiler):
+    compiler(QUICK)
+    folder = build.cache_folder()
+    (folder / "tmpold").mkdir(parents=True)
+    for name in ("tmpold/half.so", "tmpold.so", "tmpnew.so"):
+        (folder / name).touch()
+    long_ago = time.time() - 24 * 3600
+    for name in ("tmpold", "tmpold.so"):
+        os.utime(folder / name, (long_ago, long_ago))
+    build.load("decode_attention")
+    assert [path.name for path in folder.glob("tmp*")] == ["tmpnew.so"]
+
+
+def test_a_build_that_is_killed_leaves_all_its_files_in_the_cache(compiler, tmp_path):
+    """Those of the compiler, too, so that the next build finds them."""
+    compiler(f'echo "$TMPDIR" > {tmp_path}/place; exit 1')
+    refusal()
+    assert Path((tmp_path / "place").read_text().strip()).parent == build.cache_folder()
 
 
 def test_the_compiler_that_cxx_names_comes_first(monkeypatch):

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvevict.engine import metrics
-from vllm_kvevict.engine.config import KVEvictionError, require_options
+from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.messages import Handshake, StepMessage, WorkerMessages
 
 if TYPE_CHECKING:
@@ -91,11 +92,8 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         if not self.scheduler.is_bound:
-            found = self._vllm_config.scheduler_config.get_scheduler_cls()
-            raise KVEvictionError(
-                f"--kv-eviction needs its own scheduler, and something else, such as another plugin, has set "
-                f"{found.__module__}.{found.__qualname__}: remove that, or start the server without --kv-eviction"
-            )
+            # Not even the configuration says so if a plugin of this process alone has changed it.
+            raise other_scheduler(self._vllm_config.scheduler_config.get_scheduler_cls())
         self.scheduler.on_handshakes([shake for shake in metadata.values() if isinstance(shake, Handshake)])
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMessage:

@@ -23,6 +23,15 @@ def no_rotary(policy: str) -> KVEvictionError:
     )
 
 
+def other_scheduler(scheduler: str | type) -> KVEvictionError:
+    """What a server says whose scheduler was set by somebody else, after the flags were read."""
+    name = scheduler if isinstance(scheduler, str) else f"{scheduler.__module__}.{scheduler.__qualname__}"
+    return KVEvictionError(
+        f"--kv-eviction cannot be combined with the scheduler {name}, which another plugin has set: eviction uses its "
+        "own, so remove one of the two"
+    )
+
+
 def in_one_line(error: Exception) -> str:
     """What an error of vLLM's says. Its configuration's come from pydantic, which adds addresses and objects."""
     text = str(error)

@@ -152,6 +152,8 @@ def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     except KeyboardInterrupt:
         _say("interrupted; the answers so far are saved, and the same command continues from there")
         return 130
+    except BrokenPipeError:
+        raise  # nobody reads what is printed, which is no error of the command's
     except (CheckpointError, EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
         # As argparse says it of wrong arguments.
         print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import KEY, KVEvictionError
 from vllm_kvevict.engine.devices import CPU, Device, this_device
+from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, layer_groups, layer_types
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
@@ -22,6 +23,10 @@ BIDIRECTIONAL = "models whose images are attended to in both directions"
 
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
+
+
+SCHEDULERS = "vllm_kvevict.engine.scheduler.scheduler"
+"""The module of our schedulers, which the front-end does not import."""
 
 
 def check_environment() -> Device:
@@ -126,6 +131,20 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--distributed-executor-backend external_launcher": launched
         },
     }
+
+
+def check_scheduler(vllm_config: Any) -> None:
+    """Refuse a scheduler that another plugin has put in the place of ours, once the configuration was made.
+
+    Raises:
+        KVEvictionError: one sentence naming the scheduler.
+    """
+    found = vllm_config.scheduler_config.scheduler_cls
+    if isinstance(found, str) and found.startswith(f"{SCHEDULERS}."):
+        return
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    if not any(base.__module__ == SCHEDULERS for base in scheduler.__mro__):
+        raise other_scheduler(scheduler)
 
 
 def check_model(vllm_config: Any) -> None:

@@ -21,7 +21,7 @@ from vllm_kvevict.engine.config import (
     Options,
 )
 from vllm_kvevict.engine.devices import CPU, Device
-from vllm_kvevict.engine.errors import end_command
+from vllm_kvevict.engine.errors import end_command, other_scheduler
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.registry import lookup
@@ -62,7 +62,7 @@ def register() -> None:
         global _on_command_line
         _on_command_line = True
         engine_args = from_cli_args(cls, args)
-        with _errors_in_one_line():
+        with errors_in_one_line():
             options = requested_options(engine_args)
         if options is not None:
             # Further API servers get these arguments in a process that reads them before it loads plugins.
@@ -73,7 +73,7 @@ def register() -> None:
 
     @functools.wraps(create_engine_config)
     def with_eviction(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _errors_in_one_line():
+        with errors_in_one_line():
             options = requested_options(self)
             if options is None:
                 return create_engine_config(self, *args, **kwargs)
@@ -91,7 +91,7 @@ def raise_errors() -> None:
 
 
 @contextlib.contextmanager
-def _errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """End a command like argparse does: one line on stderr, exit code 2. Callers from Python get the exception."""
     try:
         yield
@@ -165,8 +165,11 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
         vllm_config = create_engine_config(_our_arguments(without, options, device), *rest, **kwargs)
     checks.check_policy(vllm_config, options.request_config(None)[0])
     checks.check_eviction_log(options.eviction_log)
-    kind = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
-    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvevict.engine.scheduler.scheduler.{kind}"
+    scheduling = vllm_config.scheduler_config
+    if scheduling.scheduler_cls is not None:
+        raise other_scheduler(scheduling.scheduler_cls)
+    kind = "AsyncEvictionScheduler" if scheduling.async_scheduling else "EvictionScheduler"
+    scheduling.scheduler_cls = f"{checks.SCHEDULERS}.{kind}"
     requests.install()
     if isinstance(args, AsyncEngineArgs):
         requests.install_in_server()

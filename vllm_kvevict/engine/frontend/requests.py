@@ -24,7 +24,8 @@ from vllm_kvevict.engine.config import (
     require_options,
 )
 from vllm_kvevict.engine.frontend import chat, media
-from vllm_kvevict.engine.frontend.checks import check_policy
+from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
+from vllm_kvevict.engine.frontend.plugin import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.schedules.plan import Plan
@@ -68,6 +69,8 @@ def install() -> None:
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
+    # What vLLM makes first of all that it makes of its configuration.
+    _before(InputProcessor, "__init__", _check_scheduler)
     _before(BeamSearchOnlineMixin, "beam_search", _check_beam_search_online)
     _before(BeamSearchOfflineMixin, "beam_search", _check_beam_search_offline)
     # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
@@ -119,6 +122,12 @@ def _before(cls: type, name: str, check: Callable[..., None]) -> None:
         return method(*args, **kwargs)
 
     setattr(cls, name, checked)
+
+
+def _check_scheduler(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    if options_of(vllm_config):
+        with errors_in_one_line():
+            check_scheduler(vllm_config)
 
 
 def _check_beam_search_online(self: Any, *args: Any, **kwargs: Any) -> None:
