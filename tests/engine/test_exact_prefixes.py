@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from tests.engine.hits_and_misses import BASE, TIGHT, metric
 from tests.engine.running import VOCAB, Answer, Ask, engine, evicting_engine, num_preemptions, run
 from vllm_kvevict.policies import EvictionConfig, available
+from vllm_kvevict.schedules.plan import Plan
 
 BLOCK = 128
 """Of vLLM on a CPU."""
@@ -108,7 +109,7 @@ def test_hits_keep_and_say_what_misses_do(name: str, model, alone) -> None:
 @pytest.mark.engine
 def test_a_policy_that_sums_up_its_prompt_would_keep_something_else(model, alone, monkeypatch) -> None:
     """The control: were h2o let begin with cached tokens, it would miss their queries."""
-    monkeypatch.setattr("vllm_kvevict.schedules.plan.begins_with_cached", lambda config: True)
+    monkeypatch.setattr(Plan, "_most_cached", property(lambda plan: plan.evict_at - 1))
     asks = ASKED["h2o"]
     with evicting_engine(model, **BASE, enable_prefix_caching=True) as llm:
         run(llm, asks[:1])

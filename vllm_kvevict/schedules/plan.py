@@ -51,11 +51,13 @@ class Plan:
         Args:
             tokens: to be read.
         """
-        if self.evict_at is None:
-            return tokens - 1
-        if not begins_with_cached(self.config):
-            return 0
-        return self.evict_at - max(1, self.config.window_for(self.evict_at))
+        return tokens - 1 if self.evict_at is None else self._most_cached
+
+    @functools.cached_property
+    def _most_cached(self) -> int:
+        # Asked of every waiting request in every step.
+        n = self.evict_at or 0
+        return n - max(1, self.config.window_for(n)) if begins_with_cached(self.config) else 0
 
     def leaves(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed for others once so many are read."""

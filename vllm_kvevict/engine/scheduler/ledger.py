@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
@@ -21,6 +22,7 @@ from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.coming import Coming
 from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
@@ -97,9 +99,15 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Tokens that uncompressed prefixes are a multiple of."""
         self._make_caches([])
         self.waiting_requests: Callable[[], Iterable[Request]] = tuple
-        """Those that are not admitted, in their order; the scheduler says which."""
+        """Those that are not admitted and that there are seats for, in their order; the scheduler says which."""
+        self.coming: Coming | None = None
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
+        self._until_read: dict[str, tuple[int, list[int]]] = {}
+        self._awaited: set[Hashable] = set()
+        """By what is found what requests wait for that vLLM has asked about in this step."""
+        self._awaited_by: dict[str, Hashable] = {}
+        """The same by waiting request, of the last step that asked."""
         self.admitted: dict[str, Admission] = {}
         """This step's admissions, drained into the message to the workers."""
         self.answers: dict[str, Answer] = {}
@@ -144,6 +152,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         super().new_step_starts()
         self.segments.new_step_starts()
         self._reserve_is_closed = False
+        self.coming = None
+        self._awaited.clear()
         for name in list(self.reserve.spans):
             if not self.accounts[name].reserved(self.head_dims):
                 self.reserve.give_back(name)
@@ -234,6 +244,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Open the request's account for good; the workers hear of it with this step."""
         name = request.request_id
         self.accounts[name], self.requests[name] = account, request
+        if self.coming is not None:
+            self.coming.remove(name)
         prefix = account.prefix
         self.admitted[name] = Admission(
             name,
@@ -386,8 +398,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if is_new and not is_enough:
             return None
         # Uncompressed prefixes go first: a compressed one is worth as many tokens with a part of the pages.
-        while not self._fits(account, need) and self.segments.drop_oldest(kept):
-            pass
+        self.segments.drop_columns(self._columns_for(self._lacking_pages(account, need)), kept)
+        if self._fits(account, need):
+            return need
         for prefix in list(self.prefixes.droppable(set(self.admitted))):
             if self._fits(account, account.need_at(tokens)):
                 break
@@ -399,34 +412,33 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
         """Pages of each rank that cached prefixes and segments would free, apart from one."""
-        pages = self.with_segments([0] * len(self.ranks), self.segments.droppable(kept))
-        for prefix in self.prefixes.droppable(set(self.admitted)):
-            if prefix is not untouchable:
-                pages = [more + prefix.freed(rank) for rank, more in enumerate(pages)]
-        return pages
+        pages = self.prefixes.droppable_pages(set(self.admitted), untouchable)
+        return self.with_segments(pages, self.segments.droppable(kept))
+
+    def _columns_for(self, pages: Sequence[int]) -> int:
+        """Columns of segments that have so many pages of each rank."""
+        return max((cdiv(more, rank.rows) for more, rank in zip(pages, self.capacities, strict=True)), default=0)
 
     def _fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
-        """Whether every rank has room for what the account needs.
+        """Whether every rank has room for what the account needs, if ``freed`` pages of each rank are free besides."""
+        lacking = self._lacking_pages(account, need)
+        return all(lack <= free for lack, free in zip(lacking, freed or [0] * len(lacking), strict=True))
+
+    def _lacking_pages(self, account: Account, need: Need) -> list[int]:
+        """How many pages of each rank would have to be free besides, for what the account needs; 0 or less for none.
 
         A prefill grows into what it was promised, a decode into what nobody was.
-
-        Args:
-            freed: pages of each rank that are taken to be free besides.
         """
         held, promises = need
         elsewhere = self.with_others(self.cached_pages)
+        lacking = []
         for rank, capacity in enumerate(self.capacities):
             grows = held[rank] - account.held[rank]
-            used = self.used[rank] + elsewhere[rank] + grows
-            if freed is not None:
-                used -= freed[rank]
-            # A rank that kept more than its share of a replay is promised more than there was room for.
-            if used > capacity.pages:
-                return False
             promise = promises[rank] - account.promise[rank]
-            if grows + promise > 0 and used + self.promised[rank] + promise > capacity.pages:
-                return False
-        return True
+            # A rank that kept more than its share of a replay is promised more than there was room for.
+            promised = self.promised[rank] + promise if grows + promise > 0 else 0
+            lacking.append(self.used[rank] + elsewhere[rank] + grows + promised - capacity.pages)
+        return lacking
 
     def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
         prefix = self.cached_prefix(request) if with_prefix else None
@@ -457,7 +469,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         nothing is taken from the cache.
         """
         tokens = 0
-        if max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request):
+        is_asked = max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request)
+        # Thousands may wait for one prefix. vLLM asks next whether they have to, and then nothing else.
+        if is_asked and not self.is_awaited(request):
             prefix = self.cached_prefix(request)
             shared = self.shared_prefix(request) if prefix is None else None
             if prefix is not None:
@@ -467,15 +481,32 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         return self.empty_kv_cache_blocks, tokens, 0
 
     def is_awaited(self, request: "Request") -> bool:
-        """Whether somebody else is reading what a waiting request begins with."""
-        if not self.prefix_cache_lookup_enabled(request):
+        """Whether somebody else is reading what a waiting request begins with.
+
+        Thousands may wait for the same, so that is found out once in a step: vLLM asks in its order, and who comes
+        later waits for the same reader with all the more reason.
+        """
+        name = request.request_id
+        if self._awaited_by.get(name) in self._awaited:
+            return True
+        key = self._awaited_key(request) if self.prefix_cache_lookup_enabled(request) else None
+        if key is None:
+            self._awaited_by.pop(name, None)
             return False
-        prefix = self.prefixes.find(self.key_of(request))
+        self._awaited_by[name] = key
+        self._awaited.add(key)
+        return True
+
+    def _awaited_key(self, request: "Request") -> Hashable | None:
+        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
+        key = self.key_of(request)
+        prefix = self.prefixes.find(key)
         if prefix is None:
-            return self.awaits_segments(request)
-        if not prefix.is_ready:
-            self._hurry(prefix, request)
-        return not prefix.is_ready
+            return self.awaited_segments(request)
+        if prefix.is_ready:
+            return None
+        self._hurry(prefix, request)
+        return prefix.number
 
     def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
         """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
@@ -650,6 +681,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self.ends.pop(name, None)
             self._plans.pop(name, None)
             self._keys.pop(name, None)
+            self._until_read.pop(name, None)
+            self._awaited_by.pop(name, None)
         self.requests.pop(name, None)
         account = self.accounts.pop(name, None)
         if account is not None:

@@ -95,6 +95,11 @@ class Prefix:
         """Whether requests use pages of it: not if they have copied all of them, since none is full."""
         return bool(self.borrowers) and any(self.lent)
 
+    @property
+    def num_users(self) -> int:
+        """How many requests use pages of it."""
+        return len(self.borrowers) if self.is_borrowed else 0
+
     def freed(self, rank: int) -> int:
         """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
         return self.held[rank] - (self.lent[rank] if self.borrowers else 0)
@@ -229,9 +234,20 @@ class PrefixCache:
         prefixes = self._forgotten if forgotten else self._stored
         for borrowers in (0, 1):
             for prefix in prefixes.values():
-                users = len(prefix.borrowers) if prefix.is_borrowed else 0
-                if prefix.is_ready and users == borrowers and prefix.borrowers.isdisjoint(busy):
+                if prefix.num_users == borrowers and self._may_drop(prefix, busy):
                     yield prefix
+
+    def _may_drop(self, prefix: Prefix, busy: Collection[str]) -> bool:
+        return prefix.is_ready and prefix.num_users <= 1 and prefix.borrowers.isdisjoint(busy)
+
+    def droppable_pages(self, busy: Collection[str], untouchable: Prefix | None = None) -> list[int]:
+        """Pages of each rank that are free once all prefixes are dropped that may be, apart from one."""
+        pages = list(self.held)
+        for prefix in {*self._borrowed.values(), *self._storing, *([untouchable] if untouchable else [])}:
+            goes = prefix is not untouchable and self._may_drop(prefix, busy)
+            for rank, held in enumerate(prefix.held):
+                pages[rank] -= held - (prefix.freed(rank) if goes else 0)
+        return pages
 
     def drop(self, prefix: Prefix) -> None:
         """The workers drop a prefix before the next step."""

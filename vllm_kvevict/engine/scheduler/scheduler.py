@@ -1,5 +1,6 @@
 """vLLM's schedulers with the page ledger in the block manager's place."""
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -84,8 +85,10 @@ class _EvictionMixin:
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
 
     def _waiting_requests(self) -> Iterable[Request]:
-        """Requests that are not admitted, in their order."""
-        return iter(self.waiting)  # type: ignore[attr-defined]
+        """Requests that are not admitted and that there are seats for, in their order."""
+        scheduler: Any = self
+        seats_taken = len(self.running) + scheduler.num_waiting_for_streaming_input
+        return itertools.islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - seats_taken))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._probing = None

@@ -247,17 +247,40 @@ class SegmentCache:
         return self.lasting + sum(part.columns for part in more if not part.lasting)
 
     def drop_oldest(self, keep: Segment | None = None) -> bool:
-        """Drop the least recently used segment that nobody uses and none follows, but none of ``keep``'s.
+        """Drop one segment, as of :meth:`drop_columns`.
 
         Returns:
             Whether there was one.
         """
-        kept = keep.chain() if keep else []
-        for segment in self._segments.values():
-            if not segment.users and not segment.children and segment not in kept:
-                self._drop(segment)
-                return True
+        for segment in self._to_drop(keep):
+            self._drop(segment)
+            return True
         return False
+
+    def drop_columns(self, columns: int, keep: Segment | None = None) -> None:
+        """Drop segments that nobody uses until so many columns are free, or none is left but those of ``keep``.
+
+        The least recently used goes first, and none before those that follow it.
+        """
+        if columns <= 0:
+            return
+        for segment in self._to_drop(keep):
+            self._drop(segment)
+            columns -= segment.columns
+            if columns <= 0:
+                return
+
+    def _to_drop(self, keep: Segment | None = None) -> Iterator[Segment]:
+        """What may go, in this order, if each is dropped before the next is asked for."""
+        kept, passed = set(keep.chain() if keep else ()), set()
+        for segment in list(self._segments.values()):
+            passed.add(segment)
+            last: Segment | None = segment
+            # What one followed may go now; if it was used later, its turn comes later.
+            while last in passed and not last.users and not last.children and last not in kept:
+                parent = last.parent
+                yield last
+                last = parent
 
     def forget(self) -> None:
         """No further request begins with what is there or is being read; what nobody uses is dropped."""
@@ -266,8 +289,7 @@ class SegmentCache:
         for segment in self._segments.values():
             segment.is_forgotten = True
         self._by_key.clear()
-        while self.drop_oldest():
-            pass
+        self.drop_columns(self.columns)
 
     def _drop(self, segment: Segment) -> None:
         self.drops.append(segment.number)

@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.coming import Coming
 from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
 from vllm_kvevict.engine.scheduler.segments import SegmentCache
 from vllm_kvevict.policies import EvictionConfig
@@ -35,7 +36,9 @@ class LedgerState:
         answers: to claims of earlier steps, drained likewise.
         prefixes, segments: what is cached, compressed and not.
         prefix_key: by what a request finds a compressed prefix.
-        waiting_requests: those that are not admitted, in their order; the scheduler says which.
+        waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
+            which.
+        coming: the first of them, as they were when this step began; None until somebody asks.
         fewest_read: tokens that a waiting request computes at least in its first step.
         block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
     """
@@ -58,11 +61,13 @@ class LedgerState:
     segments: SegmentCache
     prefix_key: Callable[["Request", Plan], Hashable | None]
     waiting_requests: Callable[[], Iterable["Request"]]
+    coming: Coming | None
     fewest_read: int
     block: int
     unit: int
     _plans: dict[str, Plan]
     _keys: dict[str, Hashable | None]
+    _until_read: dict[str, tuple[int, list[int]]]
 
     @property
     def bounds(self) -> MemoryBounds:
@@ -97,6 +102,14 @@ class LedgerState:
         if "rotary" in config.needs and not self.has_rotary:
             return "a rotary embedding that depends on the position alone and is the same in every layer"
         return None
+
+    def pages_until_read(self, request: "Request") -> list[int]:
+        """The most pages of each rank that a waiting request holds until it is read, not layer by layer."""
+        tokens, pages = self._until_read.get(request.request_id, (0, []))
+        if tokens != request.num_tokens:
+            pages = self.bounds.until_read(self.plan(request), request.num_tokens, False)
+            self._until_read[request.request_id] = request.num_tokens, pages
+        return pages
 
     def open_alone(self, request: "Request", num_new_tokens: int) -> Account:
         """The account of a request that reads all of its prompt."""

@@ -8,11 +8,13 @@ To stay, what is evicted must be copied instead of compacted in place. That take
 else needs them.
 """
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.scheduler.admission import STEPS_AHEAD, Account, Need
+from vllm_kvevict.engine.scheduler.coming import Coming, Waiting
 from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
@@ -73,8 +75,8 @@ class UncompressedPrefixes(LedgerState):
                 return False
         return True
 
-    def awaits_segments(self, request: "Request") -> bool:
-        """Whether a request should wait for what another one will leave.
+    def awaited_segments(self, request: "Request") -> Hashable | None:
+        """By what is found what another request will leave, if a request should wait for that.
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
         in vLLM's order; never much longer than it would take to read that itself.
@@ -82,8 +84,9 @@ class UncompressedPrefixes(LedgerState):
         keys, most = self._keys_of(request), self._units_to_find(request)
         found = self.segments.find(keys, most)
         units = found[1] // self.segments.unit if found else 0
-        if self.segments.soon(keys, most) > units:
-            return True
+        soon = self.segments.soon(keys, most)
+        if soon > units:
+            return keys(soon)
         readers, read = self.segments.readers(keys, most)
         gained = (read - units) * self.unit
         for name in readers if gained > 0 else ():
@@ -92,8 +95,8 @@ class UncompressedPrefixes(LedgerState):
             account = self.accounts[name]
             left = account.plan.leaves(account.prefill_len) - account.tokens
             if left <= PATIENT * gained and self._will_leave(account):
-                return True
-        return False
+                return keys(read)
+        return None
 
     def _will_leave(self, account: Account) -> bool:
         """Whether an account's prompt is likely to be there for others once it is read."""
@@ -150,14 +153,10 @@ class UncompressedPrefixes(LedgerState):
     def _needed_soon(self, request: "Request", account: Account) -> list[int]:
         """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
         that begin have been read."""
-        soon = self._may_begin_soon(request)
-        unread = sum(other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading)
-        unread += sum(other.num_tokens for other in soon)
+        units = self._units(request, account.plan.leaves(request.num_tokens))
+        unread, pages = self._coming().besides(request.request_id, self._keys_of(request), units)
+        unread += sum(other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading)
         steps = STEPS_AHEAD + cdiv(unread, self.control.step_tokens)
-        pages = [0] * len(self.ranks)
-        for other in soon:
-            peak = self.bounds.until_read(self.plan(other), other.num_tokens, False)
-            pages = [sum(pair) for pair in zip(pages, peak, strict=True)]
         for running in self.accounts.values():
             if running is not account and not running.is_reading:
                 for index, count in enumerate(running.counts):
@@ -165,23 +164,25 @@ class UncompressedPrefixes(LedgerState):
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
 
-    def _may_begin_soon(self, request: "Request") -> list["Request"]:
-        """Waiting requests that the next steps have tokens for, but those to which ``request`` leaves segments."""
-        found, left = [], STEPS_AHEAD * self.control.step_tokens
-        for waiting in self.waiting_requests():
-            if left <= 0:
-                break
-            if waiting is not request and not self._waits_for(waiting, request):
-                found.append(waiting)
-                left -= waiting.num_tokens
-        return found
+    def _coming(self) -> Coming:
+        """Waiting requests that this step and the next ones have tokens for."""
+        if self.coming is None:
+            self.coming = Coming(self._first_waiting(), len(self.ranks))
+        return self.coming
 
-    def _waits_for(self, waiting: "Request", request: "Request") -> bool:
-        """Whether a request that is not admitted will begin with what another one leaves."""
-        units = self._units_to_find(waiting)
-        known = self._units(request, self.plan(request).leaves(request.num_tokens))
-        shared = min(units, known)
-        return shared > 0 and self._keys_of(waiting)(shared) == self._keys_of(request)(shared)
+    def _first_waiting(self) -> Iterator[Waiting]:
+        left = (1 + STEPS_AHEAD) * self.control.step_tokens
+        for request in self.waiting_requests():
+            if left <= 0:
+                return
+            left -= request.num_tokens
+            yield Waiting(
+                request.request_id,
+                request.num_tokens,
+                self.pages_until_read(request),
+                self._keys_of(request),
+                self._units_to_find(request),
+            )
 
     def leave_segments(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
