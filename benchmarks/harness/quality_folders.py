@@ -74,9 +74,26 @@ def pack(folder: Path) -> None:
 
 
 def write_table(output: Path, parts: Sequence[Part]) -> None:
-    """Write what all parts that were measured say, as one page."""
-    sections = [part_section(part) for part in parts if (part.folder / RESULTS).exists()]
-    (output / TABLE).write_text("\n".join([MEANING, "", *(line for lines in sections for line in lines)]))
+    """Write what all parts that were measured say, as one page; parts of earlier runs keep their section."""
+    path = output / TABLE
+    sections = _sections(path.read_text()) if path.exists() else {}
+    for part in parts:
+        if (part.folder / RESULTS).exists():
+            title, *rest = part_section(part)
+            sections[title] = rest
+    lines = [line for title, rest in sections.items() for line in (title, *rest)]
+    path.write_text("\n".join([MEANING, "", *lines]))
+
+
+def _sections(page: str) -> dict[str, list[str]]:
+    """The lines of each section behind its title."""
+    sections: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if line.startswith("## "):
+            sections[line] = []
+        elif sections:
+            sections[list(sections)[-1]].append(line)
+    return {title: [*lines, ""] if lines[-1:] != [""] else lines for title, lines in sections.items()}
 
 
 def part_section(part: Part) -> list[str]:

@@ -23,6 +23,11 @@ from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, 
 TUNED = "snapkv:kernel=31"
 
 
+def titles(tmp_path) -> list[str]:
+    lines = (tmp_path / "real" / "table.md").read_text().splitlines()
+    return [line for line in lines if line.startswith("## ")]
+
+
 def arguments(tmp_path, *more: str, policies=("snapkv",)):
     words = ["--model", f"/models/{MODEL}", "--output", str(tmp_path / "real"), "--policies", *policies]
     words += ["--budgets", "0.2", "--scopes", "prompt", "--tokens", "300", "--tasks", "number"]
@@ -206,3 +211,12 @@ def test_cost_is_paired():
     measures += [measured(index, other, seconds) for index, seconds in enumerate((1.1, 11.0, 4.0))]
     assert cost(measures, other) == pytest.approx(0.1) and cost(measures, full) == 0
     assert cost(measures[:3], other) is None
+
+
+def test_the_table_keeps_what_earlier_runs_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for tokens in ("300", "600", "300"):
+        run(Servers(), arguments(tmp_path, "--tokens", tokens))
+        page = (tmp_path / "real" / "table.md").read_text()
+    assert titles(tmp_path) == ["## 300 tokens, scope prompt", "## 600 tokens, scope prompt"]
+    assert page.count("| snapkv | 0.2 |") == 2 and "\n\n\n" not in page

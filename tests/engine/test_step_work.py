@@ -96,7 +96,9 @@ def test_who_waits_for_a_prefix_costs_little_more_than_vllm_takes_to_pass_over(p
         text = document(0, 3000)
         fields = {"kv_eviction": policy, **({"kv_prefix_len": 3000} if policy == "kvzip" else {})}
         ask(simulation, "reader", [*text, 1], **fields)
-        ask(simulation, "another", document(1, 100), kv_eviction="full")  # alone, the reader has all of a step
+        ask(
+            simulation, "another", document(1, 100), kv_eviction="full"
+        )  # alone, the reader has all of a step
         simulation.step()
         for index in range(waiting):
             ask(simulation, f"waiting{index}", [*text, index % 1000, index // 1000], **fields)

@@ -417,7 +417,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _columns_for(self, pages: Sequence[int]) -> int:
         """Columns of segments that have so many pages of each rank."""
-        return max((cdiv(more, rank.rows) for more, rank in zip(pages, self.capacities, strict=True)), default=0)
+        return max(
+            (cdiv(more, rank.rows) for more, rank in zip(pages, self.capacities, strict=True)), default=0
+        )
 
     def _fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
         """Whether every rank has room for what the account needs, if ``freed`` pages of each rank are free besides."""

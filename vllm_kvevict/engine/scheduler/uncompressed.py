@@ -155,7 +155,9 @@ class UncompressedPrefixes(LedgerState):
         that begin have been read."""
         units = self._units(request, account.plan.leaves(request.num_tokens))
         unread, pages = self._coming().besides(request.request_id, self._keys_of(request), units)
-        unread += sum(other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading)
+        unread += sum(
+            other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading
+        )
         steps = STEPS_AHEAD + cdiv(unread, self.control.step_tokens)
         for running in self.accounts.values():
             if running is not account and not running.is_reading:
