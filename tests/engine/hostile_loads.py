@@ -7,6 +7,7 @@ Everything about a server follows from its seed, so that ``--only SEED`` plays i
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
 import random
@@ -22,10 +23,13 @@ import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from benchmarks.harness.measure import RESULTS, save
 from tests.engine.loads import Ask, Load
+from tests.engine.overtaking import MOST_OVERTAKEN, Overtaking
 from tests.engine.servers import (
     PAGE,
     Setup,
+    deepest,
     make_config,
     make_request,
     make_scheduler,
@@ -33,6 +37,7 @@ from tests.engine.servers import (
     surroundings,
 )
 from tests.engine.simulation import Simulation
+from vllm_kvevict import machine
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.requests import check_length
@@ -46,12 +51,15 @@ SMALL = 50
 LONGEST_STANDSTILL = 200
 """Steps in which nobody gets further than anybody was before, and a small request waits."""
 MOST_PREEMPTIONS = 20
-"""Of one request, where who came first goes first."""
+"""Of one request, without those of hard resets, which preempt all that run."""
 GREEDS = ("none", "random", "rank", "rank", "layer", "head", "row")
 """What a request's choices fill first (see :mod:`tests.engine.choices`)."""
 
 PAUSES = ("abort", "wait", "keep")
 """Modes of `/pause`: end all requests, let those that run end, or stop with all in place."""
+
+RECORD = "hostile-loads"
+"""Name of the file with the figures."""
 
 WINDOW = {"window": 8}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -77,6 +85,7 @@ class Outcome:
         preemptions: requests by how often they were preempted.
         longest_wait: steps that a small request did not run, at most.
         standstill: steps in a row in which nobody got further than anybody was before, at most.
+        overtaken: steps that admitted others before a request whose turn it was, at most.
         shortened: how many answers ended before what was asked for.
         failure: what went wrong, in one sentence.
     """
@@ -87,6 +96,7 @@ class Outcome:
     preemptions: Counter[int] = field(default_factory=Counter)
     longest_wait: int = 0
     standstill: int = 0
+    overtaken: int = 0
     shortened: int = 0
     failure: str | None = None
 
@@ -137,9 +147,21 @@ def _pauses(choose: random.Random, asks: Sequence[Ask]) -> dict[int, str]:
 
 
 def with_resets(load: Load, seed: int) -> Load:
-    """The same load on a server with both prefix caches, which are reset now and then. Prompts begin like others; two
-    servers of three have room for what they leave, and read them in several steps."""
+    """The same load on a server with both prefix caches, which are reset now and then."""
     choose = random.Random(f"resets {seed}")
+    load = _sharing(load, choose)
+    # While they are read, and later.
+    resets = {
+        ask.arrival + choose.randrange(60): choose.random() < 0.3
+        for ask in load.asks
+        if choose.random() < 0.3
+    }
+    return dataclasses.replace(load, resets=resets)
+
+
+def _sharing(load: Load, choose: random.Random) -> Load:
+    """The same load on a server with both prefix caches. Prompts begin like others; two servers of three have room for
+    what they leave, and read them in several steps."""
     setup, times = dataclasses.replace(load.setup, prefix_caching=True), choose.choice((None, 3, 6))
     if times:
         chunk = choose.choice((64, 128, 300))
@@ -151,11 +173,53 @@ def with_resets(load: Load, seed: int) -> Load:
             # Only who asks for the same shares it compressed.
             extra = {"kv_prefix_len": max(1, min(ask.prompt - 1, 40 * (document + 1)))}
         asks.append(dataclasses.replace(ask, document=document, extra_args=extra))
-    # While they are read, and later.
-    resets = {
-        ask.arrival + choose.randrange(60): choose.random() < 0.3 for ask in asks if choose.random() < 0.3
-    }
-    return dataclasses.replace(load, setup=setup, asks=asks, resets=resets)
+    return dataclasses.replace(load, setup=setup, asks=asks)
+
+
+def with_salts(load: Load, seed: int) -> Load:
+    """The same load on a server with both prefix caches, where some who begin alike do not share."""
+    choose = random.Random(f"salts {seed}")
+    if not load.setup.prefix_caching:
+        load = _sharing(load, choose)
+    asks = [dataclasses.replace(ask, salt=choose.choice((None, "a", "b"))) for ask in load.asks]
+    return dataclasses.replace(load, asks=asks)
+
+
+def with_adapters(load: Load, seed: int) -> Load:
+    """The same load on a server with LoRA, with more adapters than a step may use."""
+    choose = random.Random(f"adapters {seed}")
+    setup = dataclasses.replace(load.setup, adapters=choose.choice((1, 1, 2)))
+    asks = [dataclasses.replace(ask, adapter=choose.choice((0, 1, 2, 3))) for ask in load.asks]
+    load = dataclasses.replace(load, setup=setup, asks=asks)
+    if not starts(setup):  # such a policy cannot be served with LoRA
+        options = {**(setup.options or {}), "policy": "full"}
+        load = dataclasses.replace(load, setup=sized(dataclasses.replace(setup, options=options), 1))
+    return load
+
+
+def with_layers(load: Load, seed: int) -> Load:
+    """The same load with a model that has windows, or states, beside the layers that are evicted."""
+    choose = random.Random(f"layers {seed}")
+    window = choose.choice((0, 20, 100, 100, 300))
+    setup = dataclasses.replace(
+        load.setup, window=window, states=not window or choose.random() < 0.2, prefix_caching=False
+    )
+    return dataclasses.replace(load, setup=setup)
+
+
+def with_streams(load: Load, seed: int) -> Load:
+    """The same load, and on one server of four many small requests that come one after the other, and could keep those
+    waiting that came first."""
+    choose = random.Random(f"streams {seed}")
+    if choose.random() < 0.75:
+        return load
+    every, asks = choose.choice((0.5, 1, 2)), list(load.asks)
+    for index in range(choose.choice((200, 300))):
+        extra = {} if choose.random() < 0.7 else {"kv_eviction": choose.choice(available())}
+        prompt, answer = choose.randrange(1, SMALL - 10), choose.randrange(1, 6)
+        step, name = int(index * every), f"s{seed}stream{index}"
+        asks.append(Ask(step, name, prompt, answer, extra, choose.randrange(3)))
+    return dataclasses.replace(load, asks=sorted(asks, key=lambda ask: ask.arrival))
 
 
 def crowded(seed: int) -> Load:
@@ -311,7 +375,9 @@ def check(setup: Setup, ask: Ask) -> Request:
     plan = options.plan(ask.prompt, ask.extra_args)
     check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
-    return make_request(ask.name, ask.tokens, ask.output, ask.extra_args, ask.priority, ask.arrival)
+    return make_request(
+        ask.name, ask.tokens, ask.output, ask.extra_args, ask.priority, ask.arrival, ask.salt, ask.adapter
+    )
 
 
 # Invariants.
@@ -323,6 +389,7 @@ class Watch:
     def __init__(self, load: Load, seed: int, greeds: Sequence[str] = GREEDS):
         self.load = load
         self.simulation = Simulation(load.setup, seed, greeds)
+        self.overtaking = Overtaking(load.setup, self.simulation.scheduler)
         self.outcome = Outcome(seed)
         self.requests: dict[str, Request] = {}
         self.limits: dict[str, int] = {}
@@ -333,6 +400,11 @@ class Watch:
         self.progressed = 0
         self.ran: dict[str, int] = {}
         self.aborted = set(load.aborted)
+        self.reset_while_running: Counter[str] = Counter()
+
+    def preemptions(self, name: str) -> int:
+        """How often a request was preempted for others."""
+        return self.simulation.preemptions[name] - self.reset_while_running[name]
 
     def add(self, ask: Ask) -> None:
         """Let the front-end check a request and pass it on."""
@@ -346,14 +418,12 @@ class Watch:
         self.simulation.add(request)
 
     def step(self) -> None:
-        """One step; raises Stuck where somebody stands still, or is computed again and again."""
-        self.simulation.step()
+        """One step; raises Stuck where somebody stands still, is overtaken for long, or computed again and again."""
+        self.overtaking.before_step()
+        self.overtaking.after_step(self.simulation.step())
         self._follow()
+        self._check_turns()
         steps = self.simulation.steps
-        if not self.load.setup.priority:
-            for name, count in self.simulation.preemptions.items():
-                if count > MOST_PREEMPTIONS:
-                    raise Stuck(f"{self._describe(name)} was preempted more than {MOST_PREEMPTIONS} times")
         standing = steps - self.progressed
         for name in self.simulation.scheduler.requests:
             waited = steps - self.ran[name]
@@ -368,6 +438,18 @@ class Watch:
                 )
         if standing > 3 * LONGEST_STANDSTILL:
             raise Stuck(f"nobody got further in {standing} steps: {', '.join(map(self._describe, self.ran))}")
+
+    def _check_turns(self) -> None:
+        """Nobody is put back again and again, by preemptions or by those who come later."""
+        for name in self.simulation.scheduler.requests:
+            if self.preemptions(name) > MOST_PREEMPTIONS:
+                raise Stuck(f"{self._describe(name)} was preempted more than {MOST_PREEMPTIONS} times")
+        self.outcome.overtaken = self.overtaking.most
+        if self.overtaking.most > MOST_OVERTAKEN:
+            name = max(self.overtaking.steps, key=self.overtaking.steps.__getitem__)
+            raise Stuck(
+                f"{self._describe(name)} waits, and {self.overtaking.most} steps admitted others behind it in the queue"
+            )
 
     def pause(self, mode: str) -> None:
         """Pause the server as the engine core does, wait until it is, and let it go on."""
@@ -394,6 +476,8 @@ class Watch:
 
     def reset(self, hard: bool) -> None:
         """Reset the cache, and if this is hard, let all that run begin anew."""
+        if hard:
+            self.reset_while_running.update(x.request_id for x in self.simulation.scheduler.running)
         if not self.simulation.reset(hard) and hard:
             raise Stuck("a hard reset said that cached pages are in use")
         if hard:
@@ -473,7 +557,7 @@ class Watch:
         for name in self.requests:
             reason = self._reason(name)
             outcome.reasons[reason] += 1
-            outcome.preemptions[simulation.preemptions[name]] += 1
+            outcome.preemptions[self.preemptions(name)] += 1
             outcome.shortened += reason == "length" and simulation.outputs[name] < self.wanted[name]
         return outcome
 
@@ -522,16 +606,33 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 # The command.
 
 
-KINDS = {"drafts": with_drafts, "pauses": with_pauses, "resets": with_resets}
-"""What may be added to a hostile load."""
+KINDS = {
+    "streams": with_streams,
+    "drafts": with_drafts,
+    "pauses": with_pauses,
+    "resets": with_resets,
+    "salts": with_salts,
+    "adapters": with_adapters,
+    "layers": with_layers,
+}
+"""What may be added to a hostile load, in this order."""
+ABOUT = {
+    "streams": "with many small requests behind, on one server of four",
+    "drafts": "with speculative decoding",
+    "pauses": "with pauses, and more requests than seats",
+    "resets": "with both prefix caches, which are reset",
+    "salts": "with both prefix caches, which salts divide",
+    "adapters": "with more LoRA adapters than a step may use",
+    "layers": "with windows or states beside the layers that are evicted",
+}
 
 
 def load_of(seed: int, kinds: Sequence[str] = (), crowd: bool = False) -> Load:
     """The load of a seed, hostile or crowded, with what these kinds add."""
     load = crowded(seed) if crowd else hostile(seed)
-    for kind in kinds:
-        load = KINDS[kind](load, seed)
-    return load
+    for kind, change in KINDS.items():
+        load = change(load, seed) if kind in kinds else load
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, depth=deepest(load.setup)))
 
 
 def play_many(
@@ -552,6 +653,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     preemptions = sum((outcome.preemptions for outcome in outcomes), Counter())
     wait = max(outcomes, key=lambda outcome: outcome.longest_wait)
     still = max(outcomes, key=lambda outcome: outcome.standstill)
+    behind = max(outcomes, key=lambda outcome: outcome.overtaken)
     again = max(outcomes, key=lambda outcome: max(outcome.preemptions, default=0))
     failed = [outcome for outcome in outcomes if outcome.failure]
     lines = [
@@ -561,6 +663,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
         f"preempted so often: {', '.join(f'{n} times {count}' for n, count in sorted(preemptions.items()))}"
         f" (seed {again.seed})",
         f"longest wait of a small request: {wait.longest_wait} steps (seed {wait.seed})",
+        f"most steps that admitted others before a request: {behind.overtaken} (seed {behind.seed})",
         f"longest standstill: {still.standstill} steps (seed {still.seed})",
         f"{len(failed)} servers failed",
         *(f"  --only {outcome.seed}: {outcome.failure}" for outcome in failed),
@@ -568,15 +671,59 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     return "\n".join(lines)
 
 
+def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """What became of all servers, for the record."""
+    return {
+        "servers": len(outcomes),
+        "steps": sum(outcome.steps for outcome in outcomes),
+        "seconds": round(seconds, 1),
+        "requests": dict(sum((outcome.reasons for outcome in outcomes), Counter())),
+        "most_preemptions": max(max(outcome.preemptions, default=0) for outcome in outcomes),
+        "most_overtaken": max(outcome.overtaken for outcome in outcomes),
+        "longest_wait_of_small": max(outcome.longest_wait for outcome in outcomes),
+        "longest_standstill": max(outcome.standstill for outcome in outcomes),
+        "failures": {outcome.seed: outcome.failure for outcome in outcomes if outcome.failure},
+    }
+
+
+def save_figures(name: str, found: dict[str, Any]) -> None:
+    """Put the figures of some kind of loads into the record, beside those of the other kinds."""
+    path = RESULTS / f"{RECORD}.json"
+    kinds = json.loads(path.read_text())["results"]["kinds"] if path.exists() else {}
+    kinds = dict(sorted((kinds | {name: found}).items()))
+    worst = {
+        "servers on which a request did not end, or broke a rule": (
+            sum(len(x["failures"]) for x in kinds.values()),
+            0,
+        ),
+        "most preemptions of one request": (
+            max(x["most_preemptions"] for x in kinds.values()),
+            MOST_PREEMPTIONS,
+        ),
+        "most steps that admitted others before a request": (
+            max(x["most_overtaken"] for x in kinds.values()),
+            MOST_OVERTAKEN,
+        ),
+    }
+    targets = [
+        {"name": what, "value": value, "bound": bound, "at_most": True, "met": value <= bound}
+        for what, (value, bound) in worst.items()
+    ]
+    command = ["python", "-m", "tests.engine.hostile_loads", *sys.argv[1:]]
+    save(RECORD, machine.record(command, {"targets": targets, "kinds": kinds}))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100_000, help="stop after so many")
     parser.add_argument("--servers", type=int, default=500, help="or after so many servers")
     parser.add_argument("--seed", type=int, default=0, help="of the first server; the next ones count on")
-    parser.add_argument("--drafts", action="store_true", help="with speculative decoding")
-    parser.add_argument("--pauses", action="store_true", help="with pauses, and more requests than seats")
-    parser.add_argument("--resets", action="store_true", help="with both prefix caches, which are reset")
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", action="store_true", help=ABOUT[kind])
     parser.add_argument("--crowd", action="store_true", help="long prompts behind long answers, with pauses")
+    parser.add_argument(
+        "--record", action="store_true", help=f"add the figures to benchmarks/results/{RECORD}.json"
+    )
     parser.add_argument("--only", type=int, metavar="SEED", help="play one server and say what it is")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
@@ -587,7 +734,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = load_of(args.only, kinds, args.crowd)
         print(load.setup, *load.asks, load.aborts, load.pauses, load.resets, sep="\n")
         outcomes = [play(load, args.only)]
-    print(summary(outcomes, time.perf_counter() - started))
+    seconds = time.perf_counter() - started
+    print(summary(outcomes, seconds))
+    if args.record:
+        save_figures(" ".join(kinds) or ("crowd" if args.crowd else "plain"), figures(outcomes, seconds))
     return int(any(outcome.failure for outcome in outcomes))
 
 

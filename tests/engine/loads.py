@@ -16,7 +16,8 @@ POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 class Ask:
     """One request: the step at which it arrives, and what it wants.
 
-    Its prompt is the beginning of a document, if it names one; else its tokens do not matter.
+    Its prompt is the beginning of a document, if it names one; else its tokens do not matter. Only requests with the
+    same salt and the same LoRA adapter share what they have read.
     """
 
     arrival: int
@@ -27,6 +28,8 @@ class Ask:
     priority: int
     min_tokens: int = 0
     document: int | None = None
+    salt: str | None = None
+    adapter: int = 0
 
     @property
     def tokens(self) -> int | list[int]:

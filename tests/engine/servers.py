@@ -11,14 +11,26 @@ from unittest import mock
 
 import torch
 from vllm import envs
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import LoRAConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -59,8 +71,9 @@ class Setup:
             :func:`surroundings`.
         prefix_caching: whether evicted prefixes are cached; else each request is evicted.
         drafts: most draft tokens of a request and step; 0 without speculative decoding.
-        window: the sliding window of as many layers beside the evicted ones of the only rank, which share its memory; 0
-            for none.
+        window: the sliding window of as many layers beside the evicted ones, which share their memory; 0 for none.
+        states: whether there are as many layers besides that remember a state of each request.
+        adapters: LoRA adapters that a step may use at most; 0 without LoRA.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -82,7 +95,19 @@ class Setup:
     prefix_caching: bool = False
     drafts: int = 0
     window: int = 0
+    states: bool = False
+    adapters: int = 0
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
+
+    @property
+    def has_other_layers(self) -> bool:
+        """Whether layers that are not evicted share the memory."""
+        return bool(self.window or self.states)
+
+
+def deepest(setup: Setup) -> int:
+    """The most steps that vLLM has in flight: one for each pipeline stage, and one more if it schedules ahead."""
+    return len(stages(setup)) + setup.asynchronous
 
 
 def stages(setup: Setup) -> list[Sequence[Shape]]:
@@ -159,9 +184,28 @@ def make_config(setup: Setup) -> VllmConfig:
             target_model_config=model,
             target_parallel_config=config.parallel_config,
         )
+    if setup.adapters:
+        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=setup.adapters)
     if setup.options is not None:
         config.additional_config = {KEY: {"page_size": PAGE, **setup.options}}
     return config
+
+
+def _groups(setup: Setup) -> list[KVCacheGroupSpec]:
+    """vLLM's groups of layers, those that are evicted first; blocks of all groups have one size."""
+    layers, heads = setup.shapes[0]
+    shape = {"block_size": PAGE, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    full = (FullAttentionSpec if setup.options is None else BoundedAttentionSpec)(**shape)
+    specs: list[KVCacheSpec] = [full]
+    if setup.window:
+        specs.append(SlidingWindowSpec(sliding_window=setup.window, **shape))
+    if setup.states:
+        state = ((full.page_size_bytes,),)
+        specs.append(MambaSpec(block_size=setup.max_model_len, shapes=state, dtypes=(torch.int8,)))
+    return [
+        KVCacheGroupSpec([f"layers.{group * layers + layer}" for layer in range(layers)], spec)
+        for group, spec in enumerate(specs)
+    ]
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
@@ -173,24 +217,18 @@ def make_scheduler(setup: Setup) -> Scheduler:
         config.cache_config.num_gpu_blocks += 1
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
-    layers, heads = setup.shapes[0]
-    kind_of_layers = FullAttentionSpec if setup.options is None else BoundedAttentionSpec
-    spec = kind_of_layers(block_size=PAGE, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
-    names = [f"layers.{index}" for index in range(layers)]
-    groups = [KVCacheGroupSpec(names, spec)]
-    blocks = config.cache_config.num_gpu_blocks
-    if setup.window:
-        shape = {"block_size": PAGE, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
-        others = [f"layers.{layers + index}" for index in range(layers)]
-        groups.append(KVCacheGroupSpec(others, SlidingWindowSpec(sliding_window=setup.window, **shape)))
-        blocks += blocks_kept(groups, config)
-        config.cache_config.num_gpu_blocks = blocks
+    groups = _groups(setup)
+    # What is kept for the other layers comes on top.
+    blocks = config.cache_config.num_gpu_blocks + blocks_kept(groups, config)
+    config.cache_config.num_gpu_blocks = blocks
+    kv_cache = KVCacheConfig(blocks, [], groups)
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
     scheduler = kind(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(blocks, [], groups),
+        kv_cache_config=kv_cache,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=PAGE,
-        hash_block_size=PAGE,
+        block_size=block_size,
+        hash_block_size=hash_block_size,
     )
     if setup.options is not None:
         assert scheduler.connector is not None
@@ -211,11 +249,13 @@ def make_request(
     priority: int = 0,
     arrival: float = 0.0,
     salt: str | None = None,
+    adapter: int = 0,
 ) -> Request:
     """A request that ends after exactly ``max_tokens`` outputs.
 
     Args:
         prompt: how many tokens it has; or the tokens, which are then hashed as for a prefix cache.
+        adapter: number of a LoRA adapter; 0 for none.
     """
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
     tokens = [TOKEN] * prompt if isinstance(prompt, int) else list(prompt)
@@ -225,6 +265,7 @@ def make_request(
         params,
         None,
         arrival_time=arrival,
+        lora_request=LoRARequest(f"adapter {adapter}", adapter, "nowhere") if adapter else None,
         priority=priority,
         cache_salt=salt,
         block_hasher=None if isinstance(prompt, int) else _block_hasher(),

@@ -111,6 +111,8 @@ class Workers:
         tamper: changes a report before it is sent.
         resets: of the cache so far; each is taken for new weights, with which requests keep something else.
         is_emptied: whether the last one said that nothing from before is in use, and no step has shown that yet.
+        belongs: salt and LoRA adapter of each request; only who has the same shares what it has read.
+        blocks: of vLLM's blocks those that are pages, where other layers share the memory.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
@@ -122,6 +124,10 @@ class Workers:
         )
         self._read_after: dict[int, int] = {}
         """Resets before what is cached was read, by number."""
+        self.belongs: dict[str, tuple[str | None, int]] = {}
+        self._belongs_to: dict[int, tuple[str | None, int]] = {}
+        """Salt and adapter of what is cached, by number."""
+        self.blocks: set[int] = set()
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
         self.segments: dict[int, list[int | None]] = {}
@@ -191,7 +197,7 @@ class Workers:
         number, resident.store = resident.store, None
         if number is not None and resident.tokens == resident.plan.evict_at:
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
-            self._read_after[number] = resident.resets
+            self._note_origin(number, resident)
             self._borrow(resident, number)
 
     def _borrow(self, resident: Resident, number: int) -> None:
@@ -207,17 +213,24 @@ class Workers:
                 assert (rows == resident.tokens).all() and stop <= resident.tokens, "it was evicted"
             known: list[int | None] = [*resident.prompt[start:stop]]
             self.segments[number] = known + [None] * (stop - start - len(known))
-            self._read_after[number] = resident.resets
+            self._note_origin(number, resident)
             self._lend(resident, [*resident.segments, (number, columns)])
 
     def _lend(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
         resident.segments = list(segments)
         resident.lent = [np.full_like(rows, resident.columns) for rows in resident.kv_len]
 
-    def _check_fresh(self, number: int) -> None:
-        """No request begins with what was read before the last reset."""
+    def _note_origin(self, number: int, resident: Resident) -> None:
+        """Note when, and for whom, something was read that is cached now."""
+        self._read_after[number] = resident.resets
+        self._belongs_to[number] = self.belongs[resident.admission.request_id]
+
+    def _check_fresh(self, number: int, name: str) -> None:
+        """No request begins with what was read before the last reset, with another salt or by another adapter."""
         read_after = self._read_after[number]
         assert read_after == self.resets, f"{number} was read after {read_after} of {self.resets} resets"
+        theirs, own = self._belongs_to[number], self.belongs[name]
+        assert theirs == own, f"{name} of salt and adapter {own} begins with what was read for {theirs}"
 
     def _check_emptied(self) -> None:
         """After a reset that said so, nobody uses what was cached before it."""
@@ -230,7 +243,7 @@ class Workers:
         """Begin a request with segments, which have its own tokens."""
         admission, tokens = resident.admission, []
         for number, columns in admission.segments:
-            self._check_fresh(number)
+            self._check_fresh(number, admission.request_id)
             assert 0 < columns * PAGE <= len(self.segments[number])
             tokens += self.segments[number][: columns * PAGE]
         assert len(tokens) == admission.cached < len(resident.prompt)
@@ -247,7 +260,7 @@ class Workers:
         rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
         if admission.prefix is None:
             return Resident(admission, rows, resets=self.resets)
-        self._check_fresh(admission.prefix)
+        self._check_fresh(admission.prefix, admission.request_id)
         rows = [kept.copy() for kept in self.cached[admission.prefix]]
         resident = Resident(admission, rows, tokens=admission.tokens, resets=self.resets)
         self._borrow(resident, admission.prefix)
@@ -274,6 +287,8 @@ class Workers:
         for number in message.drops:
             self._drop(number)
         self._check_emptied()
+        self._move_blocks(output)
+        self._check_adapters(output)
         trimmed: list[Resident] = []
         asked: dict[str, Question] = {}
         reports = []
@@ -353,7 +368,7 @@ class Workers:
                 for rank, kept in enumerate(resident.kept):
                     passing[rank] += self.pages(kept)
         # The step's pages are all taken before anything is freed by its evictions.
-        for rank, pages in enumerate(self.setup.pages):
+        for rank, pages in enumerate(self._room()):
             held = self.held(rank) + passing[rank]
             assert held <= pages, f"rank {rank} would hold {held} of {pages} pages"
             most = message.most_pages
@@ -376,6 +391,35 @@ class Workers:
             held, most = by_rank[rank].physical_pages, message.most_pages[rank]
             assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
         return WorkerMessages(by_rank)
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Blocks become pages and back: what remains has room for what is held, and other layers get none of it."""
+        message = output.kv_connector_metadata
+        assert self.blocks.isdisjoint(message.new_blocks) and self.blocks.issuperset(message.lost_blocks)
+        self.blocks = self.blocks.union(message.new_blocks).difference(message.lost_blocks)
+        if not self.setup.has_other_layers:
+            return
+        for rank, room in enumerate(self._room()):
+            assert self.held(rank) <= room, f"rank {rank} holds {self.held(rank)} pages, but has {room}"
+        tables = [new.block_ids for new in output.scheduled_new_reqs]
+        tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
+        given = {block for table in tables for ids in table for block in ids}
+        assert self.blocks.isdisjoint(given), "other layers got blocks that are pages"
+
+    def _room(self) -> list[int]:
+        """Pages of each rank that there are."""
+        if not self.setup.has_other_layers:
+            return list(self.setup.pages)
+        return [len(self.blocks) * rank.rows for rank in self.ranks]
+
+    def _check_adapters(self, output: SchedulerOutput) -> None:
+        """A step computes no more adapters than there is room for."""
+        message = output.kv_connector_metadata
+        rows = message.probes | {repeat.row_name: name for name, repeat in message.repeats.items()}
+        used = {self.belongs[rows.get(name, name)][1] for name in output.num_scheduled_tokens} - {0}
+        assert len(used) <= self.setup.adapters, (
+            f"a step uses adapters {used}, and may use {self.setup.adapters}"
+        )
 
     def _take_back_drafts(self, output: SchedulerOutput) -> None:
         """Forget the rejected draft tokens of requests that go on."""
@@ -588,6 +632,9 @@ class Simulation:
     def add(self, request: Request) -> None:
         self.outputs[request.request_id] = 0
         self.preemptions[request.request_id] = 0
+        if self.workers is not None:
+            adapter = request.lora_request.lora_int_id if request.lora_request else 0
+            self.workers.belongs[request.request_id] = (request.cache_salt, adapter)
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:

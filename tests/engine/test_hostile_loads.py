@@ -15,7 +15,8 @@ from tests.engine import hostile_loads
 from tests.engine.choices import Choices
 from tests.engine.hostile_loads import WINDOW, crowded, hostile, load_of, play, play_many, summary
 from tests.engine.loads import Ask, Load
-from tests.engine.servers import PAGE, Setup, capacities
+from tests.engine.overtaking import MOST_OVERTAKEN
+from tests.engine.servers import PAGE, Setup, capacities, stages
 from tests.engine.simulation import Workers
 from vllm_kvevict.engine.scheduler.admission import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -136,6 +137,20 @@ def stop_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("priority", "seats", "says"),
     [
         (False, 64, "long .* preempted 21 times.* was preempted more than 20 times"),
+        (True, 64, "long .* preempted 21 times.* was preempted more than 20 times"),
+    ],
+)
+def test_a_request_that_is_preempted_again_and_again_is_found(
+    priority: bool, seats: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_growing(monkeypatch)
+    failure = play(small_load(priority=priority, max_num_seqs=seats)).failure or ""
+    assert re.search(says, failure)
+
+
+@pytest.mark.parametrize(
+    ("priority", "seats", "says"),
+    [
         (True, 1, "small .* waits for 2[0-9][0-9] steps, in 201 of which nobody got further; .*long"),
         (True, 64, "nobody got further in 601 steps: long"),
     ],
@@ -144,6 +159,7 @@ def test_a_request_that_never_gets_further_is_found(
     priority: bool, seats: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_growing(monkeypatch)
+    monkeypatch.setattr(hostile_loads, "MOST_PREEMPTIONS", 10**6)
     outcome = play(small_load(priority=priority, max_num_seqs=seats))
     assert outcome.failure
     assert re.search(says, outcome.failure)
@@ -154,6 +170,39 @@ def test_a_request_that_nobody_admits_is_found(monkeypatch: pytest.MonkeyPatch) 
     load = small_load()
     load.asks[1] = dataclasses.replace(load.asks[1], arrival=1)
     assert "hang: nothing is scheduled or in flight, 1 requests wait" in (play(load).failure or "")
+
+
+def behind_a_patient_one(**changes: Any) -> Load:
+    """A request, and small ones that come later, one in every step."""
+    load = small_load(**changes)
+    stream = [Ask(step, f"other{step}", 20, 2, {}, 0) for step in range(1, 300)]
+    return dataclasses.replace(load, asks=[Ask(0, "patient", 60, 5, {}, 0), *stream])
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_a_request_that_is_always_put_off_is_found(priority: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = behind_a_patient_one(priority=priority)
+    outcome = play(load)
+    assert not outcome.failure and outcome.overtaken == 0
+    monkeypatch.setattr(PageLedger, "is_awaited", lambda self, request: request.request_id == "patient")
+    failure = play(load).failure or ""
+    says = rf"patient .* waits, and {MOST_OVERTAKEN + 1} steps admitted others behind it"
+    assert re.search(says, failure), failure
+
+
+def test_more_urgent_requests_may_overtake() -> None:
+    load = behind_a_patient_one(priority=True, max_num_seqs=1)
+    asks = [dataclasses.replace(ask, priority=int(ask.name == "patient")) for ask in load.asks]
+    outcome = play(dataclasses.replace(load, asks=asks))
+    assert not outcome.failure and outcome.overtaken == 0
+
+
+def test_who_lacks_a_place_for_its_adapter_is_skipped_by_vllm() -> None:
+    load = behind_a_patient_one(adapters=1)
+    asks = [dataclasses.replace(ask, adapter=1 + (ask.name == "patient")) for ask in load.asks]
+    first = dataclasses.replace(asks[-1], arrival=0, name="first", output=250)
+    outcome = play(dataclasses.replace(load, asks=[first, *asks]))
+    assert not outcome.failure and outcome.overtaken == 0 and outcome.reasons == {"length": 301}
 
 
 # The gate.
@@ -175,6 +224,50 @@ def test_hostile_loads(kinds: tuple[str, ...]) -> None:
     started = time.perf_counter()
     outcomes = play_many(2000, steps=5000, servers=100, kinds=kinds)
     assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("streams",),
+        ("salts",),
+        ("adapters",),
+        ("layers",),
+        ("streams", "pauses", "resets", "salts", "adapters"),
+        ("streams", "pauses", "adapters", "layers"),
+    ],
+    ids=" ".join,
+)
+def test_hostile_loads_of_further_kinds(kinds: tuple[str, ...]) -> None:
+    """1500 steps of each; the command plays more."""
+    started = time.perf_counter()
+    outcomes = play_many(2000, steps=1500, servers=100, kinds=kinds)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_loads_have_what_their_kinds_say(seed: int) -> None:
+    load = load_of(seed, ["salts", "adapters"])
+    assert any(ask.adapter for ask in load.asks) and load.setup.adapters in (1, 2)
+    assert load.setup.prefix_caching and len({(ask.document, ask.salt) for ask in load.asks}) > 1
+    assert load_of(seed, ["layers"]).setup.has_other_layers
+    assert load.setup.depth == len(stages(load.setup)) + load.setup.asynchronous
+
+
+def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: prompts that begin alike count as the same, whatever their salt is."""
+    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
+    assert not any(failures)
+    plain = hostile_loads.make_request
+
+    def unsalted(*args: Any) -> Any:
+        request = plain(*args[:6])
+        request.cache_salt = args[6]
+        return request
+
+    monkeypatch.setattr(hostile_loads, "make_request", unsalted)
+    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
+    assert any(failure and "begins with what was read for" in failure for failure in failures), failures
 
 
 def test_crowds() -> None:

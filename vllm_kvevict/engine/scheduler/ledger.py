@@ -66,17 +66,20 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
         blocks_kept: int = 0,
         fewest_read: int = 1,
+        most_adapters: int = 0,
         **kwargs: Any,
     ):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
         heads of a rank, by what a request finds a cached prefix, blocks that are kept for layers that are not
-        evicted (0 where all are), and the tokens that a waiting request computes at least in its first step."""
+        evicted (0 where all are), the tokens that a waiting request computes at least in its first step, and the LoRA
+        adapters that a step may use at most."""
         super().__init__(*args, **kwargs)
         self.blocks = SharedBlocks(self.block_pool, blocks_kept) if blocks_kept else None
         self.options = options
         self.control = control
         self.prefix_key = prefix_key
         self.fewest_read = fewest_read
+        self.most_adapters = most_adapters
         self.has_w_o = self.has_rotary = True
         self.head_dims = head_dims
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -362,6 +365,17 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if self.reserve.find(needed) is None:
             self._reserve_is_closed = True
         return self._reserve_is_closed
+
+    def awaits_adapter(self, request: "Request") -> bool:
+        """Whether a waiting request must be passed over until requests in flight leave a place for its LoRA adapter.
+
+        vLLM looks only at requests that the step computes. Ours may be left out of a step, until their evictions are
+        reported or while others pause, and need their adapters in a later one.
+        """
+        if request.lora_request is None:
+            return False
+        in_use = {other.lora_request.lora_int_id for other in self.requests.values() if other.lora_request}
+        return len(in_use) >= self.most_adapters and request.lora_request.lora_int_id not in in_use
 
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.

@@ -68,6 +68,7 @@ class _EvictionMixin:
             # A waiting request with one token left would be padded with placeholders for drafts, as rows that must not
             # follow an eviction.
             fewest_read=2 if self.num_spec_tokens else 1,  # type: ignore[attr-defined]
+            most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
             blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),  # type: ignore[attr-defined]
             prefix_key=partial(
                 prefix_key,
@@ -269,7 +270,9 @@ class _EvictionMixin:
         request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
             return None
-        if ledger.is_awaited(request) or ledger.get_computed_blocks(request)[1]:
+        if ledger.awaits_adapter(request) or ledger.is_awaited(request):
+            return None
+        if ledger.get_computed_blocks(request)[1]:
             return None
         whole_step = ledger.plan(request).evict_at or request.num_tokens
         return request.request_id if ledger.would_admit(request, whole_step) else None
