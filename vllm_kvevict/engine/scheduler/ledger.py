@@ -8,6 +8,7 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
         self._until_read: dict[str, tuple[int, list[int]]] = {}
+        self._adapters: Counter[int] = Counter()
+        """How many requests in flight use a LoRA adapter, by its number."""
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
@@ -247,6 +250,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Open the request's account for good; the workers hear of it with this step."""
         name = request.request_id
         self.accounts[name], self.requests[name] = account, request
+        self._count_adapter(request, 1)
         if self.coming is not None:
             self.coming.remove(name)
         prefix = account.prefix
@@ -374,8 +378,15 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """
         if request.lora_request is None:
             return False
-        in_use = {other.lora_request.lora_int_id for other in self.requests.values() if other.lora_request}
-        return len(in_use) >= self.most_adapters and request.lora_request.lora_int_id not in in_use
+        is_full = len(self._adapters) >= self.most_adapters
+        return is_full and request.lora_request.lora_int_id not in self._adapters
+
+    def _count_adapter(self, request: "Request", more: int) -> None:
+        if request.lora_request is not None:
+            number = request.lora_request.lora_int_id
+            self._adapters[number] += more
+            if not self._adapters[number]:
+                del self._adapters[number]
 
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
@@ -699,7 +710,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._keys.pop(name, None)
             self._until_read.pop(name, None)
             self._awaited_by.pop(name, None)
-        self.requests.pop(name, None)
+        if self.requests.pop(name, None) is not None:
+            self._count_adapter(request, -1)
         account = self.accounts.pop(name, None)
         if account is not None:
             self.leave_prefix(name, account)

@@ -41,7 +41,7 @@ class UncompressedPrefixes(LedgerState):
     def _units_to_find(self, request: "Request") -> int:
         """The most units that a waiting request may begin with."""
         most = self.plan(request).most_cached(request.num_tokens)
-        return self._units(request, min(most, request.num_tokens - self.fewest_read))
+        return self._units(request, max(0, min(most, request.num_tokens - self.fewest_read)))
 
     def _keys_of(self, request: "Request") -> Keys:
         return keys_of(request.block_hashes, self.unit // self.block)
