@@ -17,6 +17,7 @@ from benchmarks.harness.models import make_model
 from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+VOCAB = 700
 DOCUMENT = "The harbour of Rotterdam moved 467 million tonnes in 2022.\n\nIt is the largest port of Europe. "
 QUESTION = "Which port is the largest?"
 
@@ -71,23 +72,28 @@ def ask(question: object = QUESTION) -> dict:
     return {"role": "user", "content": question}
 
 
-@contextlib.contextmanager
-def byte_renderers(path: Path) -> Iterator[Callable[..., BaseRenderer]]:
-    """Makes renderers of a byte-level BPE tokenizer that was trained on this file; ``get(scope="prefix")``."""
-    make_model(path, layers=1, vocab=700)
+def save_byte_tokenizer(path: Path, further: str = "") -> None:
+    """Write a byte-level BPE tokenizer that was trained on this file, and on further text, beside a model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train([__file__], trainer)
+    tokenizer.train_from_iterator([Path(__file__).read_text(), further], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHATML
     )
     fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
     fast.save_pretrained(path)
+
+
+@contextlib.contextmanager
+def byte_renderers(path: Path) -> Iterator[Callable[..., BaseRenderer]]:
+    """Makes renderers of a byte-level tokenizer; ``get(scope="prefix")``."""
+    make_model(path, layers=1, vocab=VOCAB)
+    save_byte_tokenizer(path)
     made: list[BaseRenderer] = []
 
     def get(**options: Any) -> BaseRenderer:

@@ -39,6 +39,14 @@ def eventually(condition, patience=30.0):
     return result
 
 
+def evictions(server, count, start):
+    """What the server wrote of so many evictions after the first ``start``."""
+    eventually(lambda: len(server.evictions) >= start + count)
+    lines = server.evictions[start:]
+    assert len(lines) == count
+    return lines
+
+
 def idle(server) -> bool:
     """Whether the server holds nothing but cached prefixes."""
     numbers = server.metrics()

@@ -73,6 +73,8 @@ def _evictions_beside(log: Path) -> Path:
 class Server:
     """A ``vllm serve`` process with its log; use as a context manager."""
 
+    COMMAND: tuple[str, ...] = ("serve",)
+
     def __init__(self, model: Path, log: Path, *flags: str, env: Mapping[str, str] | None = None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -80,7 +82,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = str(model)
         self.log_path = log
-        self.arguments = [VLLM, "serve", self.model, "--port", str(self.port), "--host", "127.0.0.1", *flags]
+        address = ["--port", str(self.port), "--host", "127.0.0.1"]
+        self.arguments = [VLLM, *self.COMMAND, self.model, *address, *flags]
         self.environment = ENVIRONMENT | dict(env or {})
 
     def __enter__(self) -> "Server":
@@ -150,3 +153,9 @@ class Server:
                 ]
                 found[name + ("{" + ",".join(kept) + "}" if kept else "")] = float(value)
         return found
+
+
+class RenderServer(Server):
+    """A server without an engine, which only renders."""
+
+    COMMAND = ("launch", "render")

@@ -41,6 +41,7 @@ from vllm_kvevict.engine.config import REPEAT_ROWS, Options
 from vllm_kvevict.engine.frontend import repeats, requests
 from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
+from vllm_kvevict.engine.frontend.requests import passed_on_fields
 from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
 
 
@@ -400,26 +401,55 @@ def test_only_who_evicts_keeps_chats(renderers):
         assert CHAT not in render(renderers(**options), [*TURN, ask()])[0]
 
 
-UNKNOWN = r"^kv_repeat_rows is unknown \(valid: kv_eviction, kv_budget, kv_params, kv_prefix_len\)"
+WRITTEN = r"^kv_repeat_rows must be what a render route wrote, three lists of token ids below \d+ that add at most 128"
 
 
-def test_clients_cannot_send_them(renderers):
-    for policy in ("kvzip", "snapkv", "full"):
-        renderer = renderers(policy=policy)
-        prompt, _ = render(renderer, [*TURN, ask()])
-        for value in ([[1], [2], [3]], [1], "x", None):
-            with pytest.raises(VLLMValidationError, match=UNKNOWN) as error:
-                process(renderer, prompt, **{REPEAT_ROWS: value})
+def test_rendered_requests_bring_their_own(renderers):
+    """They are not found once more, and fields of a client are those of a chat only if they look like it."""
+    renderer = renderers(policy="kvzip", policies="all")
+    tokens = {"prompt_token_ids": [7] * 100}
+    longest = [[1] * MOST_EXTRA_ROWS, [2], [3]]
+    for rows in ([[1], [2], [3]], [[], [], []], longest):
+        assert process(renderer, tokens, kv_repeat_rows=rows)[REPEAT_ROWS] == rows
+    vocab = renderer.config.model_config.get_vocab_size()
+    wrong = [[1], "x", None, {}, [[1], [2]], [[1], [2], 3], [[True], [], []], [[-1], [], []], [[1.0], [], []]]
+    wrong += [[[vocab], [], []], [[1] * (MOST_EXTRA_ROWS + 1), [], []], [[], [1] * 64, [1] * 60]]
+    for rows in wrong:
+        for policy in ("kvzip", "snapkv", "full"):
+            with pytest.raises(VLLMValidationError, match=WRITTEN) as error:
+                process(renderer, tokens, kv_eviction=policy, kv_repeat_rows=rows)
             assert error.value.parameter == REPEAT_ROWS
-            with pytest.raises(VLLMValidationError, match=UNKNOWN):
-                engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
-                requests._check_generate(engine, prompt, SamplingParams(extra_args={REPEAT_ROWS: value}))
+        with pytest.raises(VLLMValidationError, match=WRITTEN):
+            engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
+            requests._check_generate(engine, tokens, SamplingParams(extra_args={REPEAT_ROWS: rows}))
 
 
-def test_a_check_that_the_scheduler_makes_too_would_let_them_through(renderers, monkeypatch):
-    monkeypatch.setattr(requests, "check_names", lambda names: None)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_clients_cannot_send_them(renderers)
+@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+@pytest.mark.parametrize("policy", ["kvzip", "snapkv"])
+def test_a_rendered_chat_is_evicted_as_the_chat_is(policy, scope, renderers):
+    renderer = renderers(policy=policy, scope=scope)
+    for messages in ([*TURN, ask()], [ask()]):
+        prompt, _ = render(renderer, messages)
+        params = SamplingParams(max_tokens=4)
+        fields = passed_on_fields(renderer.config, renderer, prompt, params) or {}
+        assert params.extra_args is None
+        tokens = {"prompt_token_ids": prompt["prompt_token_ids"]}
+        assert process(renderer, tokens, **fields) == process(renderer, prompt)
+
+
+def test_what_the_chat_is_refused_for_its_rendering_is_refused_for(renderers):
+    renderer = renderers(policy="kvzip", scope="prefix")
+    prompt, _ = render(renderer, [*TURN, ask()], BLIND)
+    for fields in ({}, {"kv_budget": 2.5}, {"kv_repeats": 1}):
+        sentences = []
+        for check in (
+            lambda params: passed_on_fields(renderer.config, renderer, prompt, params),
+            lambda params: process(renderer, prompt, **(params.extra_args or {})),
+        ):
+            with pytest.raises(VLLMValidationError) as error:
+                check(SamplingParams(extra_args=fields))
+            sentences.append(str(error.value))
+        assert sentences[0] == sentences[1]
 
 
 def test_embeddings_cannot_be_repeated(renderers):

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.clients import complete, eventually, words
+from tests.engine.clients import complete, evictions, words
 from tests.engine.running import decided, evicting_engine
 from tests.engine.serving import Server, log_evictions
 
@@ -146,14 +146,6 @@ def ask_chat_in_parts(server, messages, stream, fields=None):
 
 
 ENDPOINTS = [ask_chat, ask_chat_in_parts, ask_responses, ask_messages]
-
-
-def evictions(server, count, start):
-    """What the server wrote of so many evictions after the first ``start``."""
-    eventually(lambda: len(server.evictions) >= start + count)
-    lines = server.evictions[start:]
-    assert len(lines) == count
-    return lines
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -7,7 +7,7 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,14 @@ REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len")
 REPEAT_ROWS = "kv_repeat_rows"
 """The field for :meth:`RepeatPrompts.to_lists`, which depends on tokenizer and chat template."""
 
-INTERNAL_FIELDS = (REPEAT_ROWS,)
-"""Fields that the front-end adds to those of a request; it refuses requests that come with them."""
+KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS)
+"""Fields of ours that requests come with; :data:`REPEAT_ROWS` if they were rendered before."""
+
+NOT_RENDERED = (
+    "the server has not rendered this prompt as a chat, so it cannot find the question (if another process has, that "
+    "one needs the same --kv-eviction flags)"
+)
+"""Why nobody knows where the question of a prompt begins."""
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
@@ -222,7 +228,7 @@ class Options:
             KVEvictionError: one sentence naming the field.
         """
         fields = extra_args or {}
-        check_names(fields, (*REQUEST_FIELDS, *INTERNAL_FIELDS))
+        check_names(fields)
         policy = fields.get("kv_eviction", self.policy)
         self._check_allowed(policy)
         budget = read.budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
@@ -307,7 +313,7 @@ class Options:
         if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
             return extra_args
         if chat_prefix_len is None and most_output != 1:
-            reason = no_prefix or "this prompt is not a chat whose question the server can find"
+            reason = no_prefix or NOT_RENDERED
             raise KVEvictionError(
                 f"kv_prefix_len is required with --kv-eviction-config.scope prefix: {reason}", "kv_prefix_len"
             )
@@ -318,14 +324,14 @@ class Options:
         return {name: value for name, value in fields.items() if name != FIELD} | {"kv_eviction": "full"}
 
 
-def check_names(fields: Iterable[str], known: Sequence[str] = REQUEST_FIELDS) -> None:
+def check_names(fields: Iterable[str]) -> None:
     """Refuse fields of ``vllm_xargs`` that begin like ours and are not.
 
     Raises:
         KVEvictionError: one sentence naming the field.
     """
     for name in fields:
-        if name.startswith("kv_") and name not in (*known, *OTHERS_FIELDS):
+        if name.startswith("kv_") and name not in (*KNOWN_FIELDS, *OTHERS_FIELDS):
             raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ CHANGES = "kv_prefix_changes"
 
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
+
+WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
+"""Gets the rendered prompts of a task that sets it, for routes that answer with tokens only, without these entries."""
 
 MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
@@ -174,6 +178,8 @@ def note_chat(chat: Chat, prompt: Any) -> bool:
     if options is None or not _may_be_evicted(chat.renderer, prompt):
         return False
     prompt[CHAT] = chat
+    if (watched := WATCHED.get()) is not None:
+        watched.append(prompt)
     return options.scope == "prefix"
 
 

@@ -69,6 +69,7 @@ def register() -> None:
             known = engine_args.additional_config or {}
             args.additional_config = engine_args.additional_config = {**known, KEY: options.to_dict()}
             _check_bodies(args)
+            _follow_in_render_server(args)
         return engine_args
 
     @functools.wraps(create_engine_config)
@@ -109,6 +110,14 @@ def _check_bodies(args: argparse.Namespace) -> None:
     if others is not None and BodyCheck.PATH not in others:
         # A new list: vLLM's parser gives all servers of a process the same empty one.
         args.middleware = [BodyCheck.PATH, *others]
+
+
+def _follow_in_render_server(args: argparse.Namespace) -> None:
+    """Let a server that only renders (``vllm launch render``) find questions: it makes its own configuration."""
+    if getattr(args, "launch_component", None) == "render":
+        from vllm_kvevict.engine.frontend import rendering
+
+        rendering.install_in_render_server()
 
 
 def requested_options(args: Any) -> Options | None:

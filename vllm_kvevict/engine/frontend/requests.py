@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
@@ -26,7 +26,7 @@ from vllm_kvevict.engine.config import (
 from vllm_kvevict.engine.frontend import chat, media
 from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
 from vllm_kvevict.engine.frontend.plugin import errors_in_one_line
-from vllm_kvevict.engine.frontend.repeats import repeat_prompts
+from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -64,8 +64,7 @@ def install() -> None:
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
-                    rows = noted or find()
-                    own.extra_args = {**(own.extra_args or {}), REPEAT_ROWS: rows.to_lists()}
+                    own.extra_args = _with_rows(own.extra_args, noted or find())
         return request
 
     InputProcessor.process_inputs = checked  # type: ignore[method-assign]
@@ -87,9 +86,10 @@ def install_in_server() -> None:
     """
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-    from vllm_kvevict.engine.frontend import harmony
+    from vllm_kvevict.engine.frontend import harmony, rendering
 
     harmony.install()
+    rendering.install()
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
@@ -166,10 +166,41 @@ def _check_responses(self: Any, *args: Any, engine_input: Any, sampling_params: 
     _check_generate(self.engine_client, engine_input, sampling_params)
 
 
+def passed_on_fields(vllm_config: Any, renderer: Any, prompt: Any, params: Any) -> dict[str, Any] | None:
+    """The fields with which an engine makes of a chat's tokens what it would make of the chat.
+
+    Whether the chat fits that engine is checked there.
+
+    Args:
+        prompt: the chat as it was rendered here.
+        params: the request's SamplingParams, left as they are.
+
+    Raises:
+        VLLMValidationError: one sentence naming the field.
+    """
+    tokens = prompt["prompt_token_ids"], None
+    with _refusing(params):
+        fields = _fields_in_scope(
+            require_options(vllm_config), len(prompt["prompt_token_ids"]), prompt, params
+        )
+    find = _finder_of_rows(vllm_config, renderer, prompt, params, *tokens)
+    return fields if find is None else _with_rows(fields, find())
+
+
+def _with_rows(fields: Mapping[str, Any] | None, rows: RepeatPrompts) -> dict[str, Any]:
+    return {**(fields or {}), REPEAT_ROWS: rows.to_lists()}
+
+
 def _finder_of_rows(
     vllm_config: Any, renderer: Any, prompt: Any, params: Any, token_ids: Any, embeds: Any
 ) -> Callable[[], RepeatPrompts] | None:
-    """What finds how the model is asked to repeat what is evicted of this request; None if it is not, or refused."""
+    """What finds how the model is asked to repeat what is evicted of this request.
+
+    Returns:
+        None if it is not asked, or the request is refused, or says so itself since it was rendered before.
+    """
+    if REPEAT_ROWS in (getattr(params, "extra_args", None) or ()):
+        return None
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
@@ -225,8 +256,9 @@ def _checked_fields(
     """The fields that scheduler and workers will follow; what they could not follow, or not hold, is refused."""
     options = require_options(vllm_config)
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
-    try:
+    with _refusing(params):
         check_names(params.extra_args or ())
+        check_rows(params.extra_args or {}, vllm_config.model_config.get_vocab_size())
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
         # A chat that mixes text with embeddings or images has token ids too, but only placeholders where these stand.
@@ -242,6 +274,13 @@ def _checked_fields(
         # vLLM may cut a prompt with media into several steps, as the memory of its encoders allows.
         check_fits(vllm_config, options, plan, length, params.min_tokens, in_one_step=not with_media)
         return fields
+
+
+@contextlib.contextmanager
+def _refusing(params: SamplingParams) -> Iterator[None]:
+    """Let servers answer with HTTP 400, and name the field."""
+    try:
+        yield
     except KVEvictionError as error:
         given = {"min_tokens": params.min_tokens, **(params.extra_args or {})}
         value = given.get(error.field_name)
