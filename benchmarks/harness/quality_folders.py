@@ -103,6 +103,10 @@ def part_section(part: Part) -> list[str]:
     hard = too_hard(full)
     scores = Scores([result for result in results if result.task not in hard])
     rows = [row(scores, fidelity, column) for column in _ordered(scores)]
+    for column, cells in zip(_ordered(scores), rows, strict=True):
+        tasks = {result.task for result in results if result.column == column}
+        if not tasks.issuperset(full.keys() - set(hard)):
+            cells[0] += f" ({', '.join(sorted(task.removeprefix('text/') for task in tasks))} only)"
     counting = [
         f"{task.removeprefix('text/')} {score:.2f}" for task, score in full.items() if task not in hard
     ]

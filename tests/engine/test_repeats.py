@@ -376,10 +376,11 @@ def test_requests_of_such_a_policy_have_them(server, scope, renderers):
 
 
 def test_others_have_none(renderers):
-    renderer = renderers(policy="kvzip", scope="prefix", min_prompt=20)
+    short, _ = render(renderers(policy="kvzip", scope="prefix"), [ask()])
+    length = len(short["prompt_token_ids"])
+    renderer = renderers(policy="kvzip", scope="prefix", min_prompt=length)
     prompt, _ = render(renderer, [*TURN, ask()])
-    short, _ = render(renderer, [ask()])
-    assert REPEAT_ROWS in process(renderer, prompt) and len(short["prompt_token_ids"]) == 20
+    assert REPEAT_ROWS in process(renderer, prompt)
     for fields in (
         {"kv_eviction": "full"},
         {"kv_eviction": "snapkv"},
@@ -388,10 +389,9 @@ def test_others_have_none(renderers):
     ):
         assert REPEAT_ROWS not in process(renderer, prompt, **fields)
     # That one has nothing before its question, and its prefix would be too short.
-    assert REPEAT_ROWS not in process(renderer, short) and REPEAT_ROWS not in process(
-        renderer, short, kv_prefix_len=19
-    )
-    assert REPEAT_ROWS in process(renderer, short, kv_prefix_len=20)
+    assert REPEAT_ROWS not in process(renderer, short)
+    assert REPEAT_ROWS not in process(renderer, short, kv_prefix_len=length - 1)
+    assert REPEAT_ROWS in process(renderer, short, kv_prefix_len=length)
 
 
 def test_only_who_evicts_keeps_chats(renderers):
