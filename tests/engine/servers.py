@@ -218,9 +218,11 @@ def make_scheduler(setup: Setup) -> Scheduler:
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
     groups = _groups(setup)
-    # What is kept for the other layers comes on top.
-    blocks = config.cache_config.num_gpu_blocks + blocks_kept(groups, config)
-    config.cache_config.num_gpu_blocks = blocks
+    blocks = config.cache_config.num_gpu_blocks
+    if setup.has_other_layers:
+        # What is kept for the other layers comes on top.
+        blocks += blocks_kept(groups, config)
+        config.cache_config.num_gpu_blocks = blocks
     kv_cache = KVCacheConfig(blocks, [], groups)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
     scheduler = kind(
