@@ -103,16 +103,8 @@ def part_section(part: Part) -> list[str]:
     hard = too_hard(full)
     scores = Scores([result for result in results if result.task not in hard])
     rows = [row(scores, fidelity, column) for column in _ordered(scores)]
-    for column, cells in zip(_ordered(scores), rows, strict=True):
-        tasks = {result.task for result in results if result.column == column}
-        if not tasks.issuperset(full.keys() - set(hard)):
-            cells[0] += f" ({', '.join(sorted(task.removeprefix('text/') for task in tasks))} only)"
-    counting = [
-        f"{task.removeprefix('text/')} {score:.2f}" for task, score in full.items() if task not in hard
-    ]
-    unable = (
-        f" The model cannot do: {', '.join(task.removeprefix('text/') for task in hard)}." if hard else ""
-    )
+    counting = [f"{_short(task)} {score:.2f}" for task, score in full.items() if task not in hard]
+    unable = f" The model cannot do: {', '.join(map(_short, hard))}." if hard else ""
     return [
         f"## {part.tokens:,} tokens, scope {part.scope}",
         "",
@@ -126,12 +118,24 @@ def part_section(part: Part) -> list[str]:
 def row(scores: Scores[Result], fidelity: Measures | None, column: Column) -> list[str]:
     """Cells of one policy and budget; a dash where nothing was measured."""
     share = scores.ratio(column, scores.full) if scores.full else None
-    cells: list[str] = [column.policy, budget_name(column.budget or 0), _cell(share)]
+    cells: list[str] = [_name(scores, column), budget_name(column.budget or 0), _cell(share)]
     if fidelity is None or not fidelity.of(column):
         return [*cells, "-", "-", "-"]
     extra = cost(fidelity.measures, column)
     found = (fidelity.agreement.mean(column), fidelity.divergence.mean(column))
     return [*cells, *map(_cell, found), "-" if extra is None else f"{extra:+.0%}"]
+
+
+def _name(scores: Scores[Result], column: Column) -> str:
+    """The policy, and which tasks it had if those were not all that count."""
+    had = {result.task for result in scores.results if result.column == column}
+    if had.issuperset(scores.tasks):
+        return column.policy
+    return f"{column.policy} ({', '.join(_short(task) for task in scores.tasks if task in had)} only)"
+
+
+def _short(task: str) -> str:
+    return task.removeprefix("text/")
 
 
 def cost(measures: Sequence[Fidelity], column: Column) -> float | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks import real_model
 from benchmarks.harness.quality_columns import own_columns, split
-from benchmarks.harness.quality_folders import cost, locked, pack, unpack
+from benchmarks.harness.quality_folders import cost, locked, pack, row, unpack
 from benchmarks.harness.quality_hours import missing
 from benchmarks.harness.server import ServerError
 from benchmarks.real_model import parse_arguments, parts
@@ -19,6 +19,7 @@ from tests.quality.test_fidelity import FakeScorer
 from vllm_kvevict.quality.__main__ import main as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Fidelity
 from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, read
+from vllm_kvevict.quality.scores import Scores
 
 TUNED = "snapkv:kernel=31"
 
@@ -220,3 +221,18 @@ def test_the_table_keeps_what_earlier_runs_measured(tmp_path, monkeypatch):
         page = (tmp_path / "real" / "table.md").read_text()
     assert titles(tmp_path) == ["## 300 tokens, scope prompt", "## 600 tokens, scope prompt"]
     assert page.count("| snapkv | 0.2 |") == 2 and "\n\n\n" not in page
+
+
+def test_a_policy_that_had_some_of_the_tasks_says_so():
+    def result(task, policy, budget=None):
+        values = dict.fromkeys(Result.__dataclass_fields__) | {
+            "task": task,
+            "policy": policy,
+            "budget": budget,
+        }
+        return Result(**values | {"length": 300, "index": 0, "score": 1.0})
+
+    results = [result(task, "full") for task in ("text/number", "text/json")]
+    results += [result("text/json", "kvzip", 0.2), *(result(r.task, "snapkv", 0.2) for r in results)]
+    names = [row(Scores(results), None, Column(policy, 0.2))[0] for policy in ("kvzip", "snapkv")]
+    assert names == ["kvzip (json only)", "snapkv"]

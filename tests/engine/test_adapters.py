@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.servers import Setup, make_request
 from tests.engine.simulation import Simulation
-from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "check": True}
 
@@ -27,7 +27,7 @@ def test_a_request_that_waits_for_its_reports_keeps_its_place(adapters: int) -> 
 
 
 def test_without_that_vllm_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageLedger, "awaits_adapter", lambda self, request: False)
+    monkeypatch.setattr(AdapterPlaces, "has_place", lambda self, request: True)
     with pytest.raises(AssertionError):
         simulation().run(2000)
 

@@ -1,7 +1,6 @@
 """Every route of vLLM that lets an engine answer, over HTTP and in both scopes: it is served, or refused by name."""
 
 import asyncio
-import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -120,11 +119,6 @@ def post(server: Server, path: str, body: Body, status: int = 200) -> Any:
     return answer.json() if status == 200 else answer.text
 
 
-def skip_if_missing(path: str) -> None:
-    if path.startswith(COHERE) and importlib.util.find_spec("cohere") is None:
-        pytest.skip("vLLM has this route only where the package cohere is installed")
-
-
 def test_every_route_is_asked() -> None:
     asked = {*CHATS, *PROMPTS, "/generative_scoring", *(f"{path}/render" for path in RENDERED)}
     assert asked | OF_OTHER_MODELS == {*GENERATES, *RENDERS} - {"/v1/decisions"}
@@ -132,7 +126,6 @@ def test_every_route_is_asked() -> None:
 
 @pytest.mark.parametrize("path", CHATS)
 def test_chats(path, scope, server, ids_of):
-    skip_if_missing(path)
     start = len(server.evictions)
     answer = post(server, path, CHATS[path](chat(path)))
     text = document(path)
@@ -154,7 +147,6 @@ def test_chats(path, scope, server, ids_of):
 @pytest.mark.parametrize("path", RENDERED)
 def test_a_chat_may_be_rendered_first(path, scope, server):
     """The documents are compressed once: all that tells a prefix apart arrives, the words of the repeat as well."""
-    skip_if_missing(path)
     body, start = CHATS[path](chat(f"{path} twice")), len(server.evictions)
     direct = RENDERED[path](post(server, path, body))
     rendered = post(server, f"{path}/render", body)
@@ -173,10 +165,9 @@ def test_a_chat_whose_question_is_not_found_is_not_rendered(scope, server):
         assert status == 200 or SENTENCE + "the chat may have been cut" in answer
 
 
+@pytest.mark.parametrize("scope", ["prefix"], indirect=True)
 def test_a_server_that_only_renders(scope, server, model, tmp_path):
     """It has the same flags, and no engine."""
-    if scope == "prompt":
-        pytest.skip("one such server is enough")
     body, start = CHATS["/v1/chat/completions"](chat("another server")), len(server.evictions)
     with RenderServer(model, tmp_path / "log", *FLAGS, scope) as renders:
         rendered = post(renders, "/v1/chat/completions/render", body)

@@ -116,7 +116,11 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         # None makes vLLM look again in the next step, and go on with other requests.
         ledger = self.scheduler.ledger
-        waits = ledger.awaits_adapter(request) or ledger.is_awaited(request) or ledger.awaits_reserve(request)
+        waits = (
+            not ledger.adapters.has_place(request)
+            or ledger.is_awaited(request)
+            or ledger.awaits_reserve(request)
+        )
         return (None if waits else 0), False
 
     def update_state_after_alloc(

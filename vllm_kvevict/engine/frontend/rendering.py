@@ -12,7 +12,7 @@ from typing import Any
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from vllm_kvevict.engine.config import KEY, options_of
+from vllm_kvevict.engine.config import KEY
 from vllm_kvevict.engine.frontend import chat
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
 
@@ -59,7 +59,6 @@ def install_in_render_server() -> None:
     @functools.wraps(init_state)
     async def init_state_with_options(vllm_config: Any, state: Any, args: Any) -> None:
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: args.additional_config[KEY]}
-        assert options_of(vllm_config)
         await init_state(vllm_config, state, args)
 
     entry.init_render_app_state = init_state_with_options

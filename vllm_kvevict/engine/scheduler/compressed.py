@@ -58,7 +58,7 @@ class CompressedPrefixes(LedgerState):
             return
         copies = [capacity.rows for capacity in self.capacities]
         while not self._can_store(copies):
-            if len(self.prefixes.all_stored) < self.prefixes.most and self.segments.drop_oldest():
+            if not self.prefixes.is_full and self.segments.drop_oldest():
                 continue
             unused = next(self.prefixes.droppable(set(self.admitted)), None)
             if unused is None or unused.is_borrowed:
@@ -72,7 +72,7 @@ class CompressedPrefixes(LedgerState):
         self.prefixes.store(prefix, copies)
 
     def _can_store(self, pages: Sequence[int]) -> bool:
-        if len(self.prefixes.all_stored) >= self.prefixes.most:
+        if self.prefixes.is_full:
             return False
         cached = self.cached_pages
         return all(

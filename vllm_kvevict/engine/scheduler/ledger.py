@@ -8,7 +8,6 @@ eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cac
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,13 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
+from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
-from vllm_kvevict.engine.scheduler.coming import Coming
 from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
+from vllm_kvevict.engine.scheduler.queue_head import QueueHead
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache
 from vllm_kvevict.engine.scheduler.uncompressed import UncompressedPrefixes
@@ -80,7 +80,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.control = control
         self.prefix_key = prefix_key
         self.fewest_read = fewest_read
-        self.most_adapters = most_adapters
+        self.adapters = AdapterPlaces(most_adapters)
         self.has_w_o = self.has_rotary = True
         self.head_dims = head_dims
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -104,12 +104,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self._make_caches([])
         self.waiting_requests: Callable[[], Iterable[Request]] = tuple
         """Those that are not admitted and that there are seats for, in their order; the scheduler says which."""
-        self.coming: Coming | None = None
+        self.queue_head: QueueHead | None = None
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
         self._until_read: dict[str, tuple[int, list[int]]] = {}
-        self._adapters: Counter[int] = Counter()
-        """How many requests in flight use a LoRA adapter, by its number."""
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
@@ -158,7 +156,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         super().new_step_starts()
         self.segments.new_step_starts()
         self._reserve_is_closed = False
-        self.coming = None
+        self.queue_head = None
         self._awaited.clear()
         for name in list(self.reserve.spans):
             if not self.accounts[name].reserved(self.head_dims):
@@ -250,9 +248,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Open the request's account for good; the workers hear of it with this step."""
         name = request.request_id
         self.accounts[name], self.requests[name] = account, request
-        self._count_adapter(request, 1)
-        if self.coming is not None:
-            self.coming.remove(name)
+        self.adapters.take(request)
+        if self.queue_head is not None:
+            self.queue_head.remove(name)
         prefix = account.prefix
         self.admitted[name] = Admission(
             name,
@@ -370,24 +368,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._reserve_is_closed = True
         return self._reserve_is_closed
 
-    def awaits_adapter(self, request: "Request") -> bool:
-        """Whether a waiting request must be passed over until requests in flight leave a place for its LoRA adapter.
-
-        vLLM looks only at requests that the step computes. Ours may be left out of a step, until their evictions are
-        reported or while others pause, and need their adapters in a later one.
-        """
-        if request.lora_request is None:
-            return False
-        is_full = len(self._adapters) >= self.most_adapters
-        return is_full and request.lora_request.lora_int_id not in self._adapters
-
-    def _count_adapter(self, request: "Request", more: int) -> None:
-        if request.lora_request is not None:
-            number = request.lora_request.lora_int_id
-            self._adapters[number] += more
-            if not self._adapters[number]:
-                del self._adapters[number]
-
     def _limit_answer(self, name: str, account: Account) -> None:
         """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
 
@@ -426,14 +406,21 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.segments.drop_columns(self._columns_for(self._lacking_pages(account, need)), kept)
         if self._fits(account, need):
             return need
-        for prefix in list(self.prefixes.droppable(set(self.admitted))):
-            if self._fits(account, account.need_at(tokens)):
-                break
-            goes = is_enough or not prefix.is_borrowed
-            if goes and prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
-                self.drop_prefix(prefix)
-        need = account.need_at(tokens)
-        return need if self._fits(account, need) else None
+        while (prefix := self._next_to_drop(untouchable, is_enough)) is not None:
+            self.drop_prefix(prefix)
+            need = account.need_at(tokens)
+            if self._fits(account, need):
+                return need
+        return None
+
+    def _next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
+        """The cached prefix that goes next to make room, but for one; it frees something."""
+        for prefix in self.prefixes.droppable(set(self.admitted)):
+            if prefix.is_borrowed and not even_borrowed:
+                return None  # those that nobody borrows came before
+            if prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
+                return prefix
+        return None
 
     def _droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
         """Pages of each rank that cached prefixes and segments would free, apart from one."""
@@ -711,7 +698,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._until_read.pop(name, None)
             self._awaited_by.pop(name, None)
         if self.requests.pop(name, None) is not None:
-            self._count_adapter(request, -1)
+            self.adapters.give_back(request)
         account = self.accounts.pop(name, None)
         if account is not None:
             self.leave_prefix(name, account)

@@ -143,6 +143,11 @@ class PrefixCache:
         return [prefix for prefix in self._by_producer.values() if prefix.is_storing]
 
     @property
+    def is_full(self) -> bool:
+        """Whether there may be no further one."""
+        return len(self._stored) >= self.most
+
+    @property
     def all_stored(self) -> list[Prefix]:
         """Those that are storing or ready."""
         return list(self._stored.values())

@@ -270,7 +270,7 @@ class _EvictionMixin:
         request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
             return None
-        if ledger.awaits_adapter(request) or ledger.is_awaited(request):
+        if not ledger.adapters.has_place(request) or ledger.is_awaited(request):
             return None
         if ledger.get_computed_blocks(request)[1]:
             return None

@@ -8,8 +8,8 @@ from vllm.logger import init_logger
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
-from vllm_kvevict.engine.scheduler.coming import Coming
 from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
+from vllm_kvevict.engine.scheduler.queue_head import QueueHead
 from vllm_kvevict.engine.scheduler.segments import SegmentCache
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
@@ -38,7 +38,7 @@ class LedgerState:
         prefix_key: by what a request finds a compressed prefix.
         waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
             which.
-        coming: the first of them, as they were when this step began; None until somebody asks.
+        queue_head: the first of them, as they were when this step began; None until somebody asks.
         fewest_read: tokens that a waiting request computes at least in its first step.
         block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
     """
@@ -61,7 +61,7 @@ class LedgerState:
     segments: SegmentCache
     prefix_key: Callable[["Request", Plan], Hashable | None]
     waiting_requests: Callable[[], Iterable["Request"]]
-    coming: Coming | None
+    queue_head: QueueHead | None
     fewest_read: int
     block: int
     unit: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.scheduler.admission import STEPS_AHEAD, Account, Need
-from vllm_kvevict.engine.scheduler.coming import Coming, Waiting
+from vllm_kvevict.engine.scheduler.queue_head import QueueHead, Waiting
 from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
@@ -154,7 +154,7 @@ class UncompressedPrefixes(LedgerState):
         """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
         that begin have been read."""
         units = self._units(request, account.plan.leaves(request.num_tokens))
-        unread, pages = self._coming().besides(request.request_id, self._keys_of(request), units)
+        unread, pages = self._head_of_queue().besides(request.request_id, self._keys_of(request), units)
         unread += sum(
             other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading
         )
@@ -166,11 +166,11 @@ class UncompressedPrefixes(LedgerState):
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
 
-    def _coming(self) -> Coming:
+    def _head_of_queue(self) -> QueueHead:
         """Waiting requests that this step and the next ones have tokens for."""
-        if self.coming is None:
-            self.coming = Coming(self._first_waiting(), len(self.ranks))
-        return self.coming
+        if self.queue_head is None:
+            self.queue_head = QueueHead(self._first_waiting(), len(self.ranks))
+        return self.queue_head
 
     def _first_waiting(self) -> Iterator[Waiting]:
         left = (1 + STEPS_AHEAD) * self.control.step_tokens

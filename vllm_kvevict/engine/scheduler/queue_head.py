@@ -33,8 +33,8 @@ class Waiting:
         return shared > 0 and self.keys(shared) == keys(shared)
 
 
-class Coming:
-    """Waiting requests, as they were when the step began, without those that it admitted since."""
+class QueueHead:
+    """The first waiting requests, as they were when the step began, without those that it admitted since."""
 
     def __init__(self, waiting: Iterable[Waiting], num_ranks: int):
         self.tokens = 0
