@@ -107,8 +107,7 @@ def test_gauges_show_what_a_running_request_holds(server, client):
         for _ in itertools.islice(stream, 5):
             pass
         # The server counts a step after it has sent the step's tokens.
-        assert eventually(lambda: server.metrics()['logical_kv_tokens{rank="0"}'] > 0)
-        numbers = server.metrics()
+        numbers = eventually(lambda: (read := server.metrics())['logical_kv_tokens{rank="0"}'] > 0 and read)
     names = ("logical_kv_tokens", "physical_pages", "cached_pages", "cached_uncompressed_pages")
     entries, pages, *cached = (numbers[f'{name}{{rank="0"}}'] for name in names)
     assert entries % ROWS == 0 and entries / ROWS >= 60 + 4

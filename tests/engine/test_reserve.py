@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.lora.request import LoRARequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
@@ -153,16 +152,11 @@ def test_who_found_a_place_but_no_pages_keeps_its_turn() -> None:
 
 def test_who_vllm_passes_over_blocks_nobody() -> None:
     """All slots for adapters are taken by one that answers at length; those without an adapter go on."""
-    simulation = Simulation(setup("all", max_num_batched_tokens=512))
-    simulation.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    simulation = Simulation(setup("all", max_num_batched_tokens=512, adapters=1))
     compactor = {"kv_eviction": "compactor"}
     simulation.add(make_request("holds the reserve", LONGEST - 300, 2, compactor))
-    with_adapter = make_request("with an adapter", LONGEST - 300, 2, compactor)
-    with_adapter.lora_request = LoRARequest("second", 2, "second")
-    simulation.add(with_adapter)
-    answers = make_request("answers", 20, 400, {"kv_eviction": "full"})
-    answers.lora_request = LoRARequest("first", 1, "first")
-    simulation.add(answers)
+    simulation.add(make_request("with an adapter", LONGEST - 300, 2, compactor, adapter=2))
+    simulation.add(make_request("answers", 20, 400, {"kv_eviction": "full"}, adapter=1))
     for index in range(10):
         simulation.add(make_request(f"r{index}", 400, 2, compactor))
     for _ in range(200):
