@@ -459,13 +459,20 @@ class Workers:
         )
 
     def _check_reserve(self, output: SchedulerOutput) -> None:
-        """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring."""
-        spans = sorted(
-            (resident.admission.reserved_at, resident.plan.reserved(DIMS))
-            for name, resident in self.live.items()
-            if name in output.num_scheduled_tokens or resident.tokens
-            if resident.plan.reserved(DIMS) and resident.needs_sums
-        )
+        """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring; but
+        not who is read and evicted in this one step."""
+        spans = []
+        for name, resident in self.live.items():
+            count = output.num_scheduled_tokens.get(name, 0)
+            if not (count or resident.tokens) or not resident.plan.reserved(DIMS) or not resident.needs_sums:
+                continue
+            in_one_step = not resident.tokens and count == resident.plan.evict_at
+            if in_one_step and not resident.plan.schedule.repeats_prompt:
+                assert resident.admission.reserved_at is None
+                continue
+            assert resident.admission.reserved_at is not None, f"{name} has no place for its sums"
+            spans.append((resident.admission.reserved_at, resident.plan.reserved(DIMS)))
+        spans.sort()
         end = 0
         for start, size in spans:
             assert start >= end, "two requests write to one place of the reserve"

@@ -1,6 +1,7 @@
 """What the page of ``inspect`` shows of a prompt is what the engine keeps of it."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine
+POLICIES = ["ada-snapkv", "kvzip", "snapkv", "take"]
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +120,38 @@ def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path
     parameters = ["--kv-eviction-config.window", "16", "--kv-eviction-config.kernel", "31"]
     alone = shown("--policy", "snapkv", *parameters)["snapkv"]
     assert several[wide] == alone != several["snapkv"]
+
+
+def test_the_engine_takes_the_memory_that_it_needs(llm, models, tmp_path):
+    """Not nearly all of the machine's; the page is the same."""
+    prompt, data = tmp_path / "prompt.txt", tmp_path / "data.json"
+    prompt.write_text(TEXT)
+    flags = ["--budget", str(BUDGET), "--compare", *POLICIES[1:], "--output", tmp_path / "page.html"]
+    engine = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
+    inspect = [sys.executable, "-m", "vllm_kvevict.inspect", models("llama"), "--prompt", prompt]
+    unset = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE"]
+    done = command(*unset, *inspect, *flags, "--json", data, *engine, VLLM_LOGGING_LEVEL="INFO")
+    assert done.returncode == 0, done.stderr
+    gibibytes = re.search(r"Explicitly set \(([\d.]+)/", done.stdout + done.stderr)
+    assert gibibytes is not None and float(gibibytes[1]) < 0.1
+    assert json.loads(data.read_text())["policies"] == page_of(llm, POLICIES)["policies"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "space", "gets"),
+    [
+        # Pages of all 512 tokens and of those that kvzip repeats, in 4 layers of 2 KV heads.
+        ({}, None, {"kv_cache_memory_bytes": 288 * 32 * 2 * 32 * 4}),
+        ({}, "1", {}),
+        ({"kv_cache_memory_bytes": 1 << 26}, None, {}),
+        ({"gpu_memory_utilization": 0.1}, None, {}),
+    ],
+)
+def test_the_user_may_choose_the_memory(chosen, space, gets, models, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if space is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    config = {"min_prompt": 0, "scope": "prompt", "policies": POLICIES[1:]}
+    ours = {"kv_eviction": POLICIES[0], "kv_budget": BUDGET, "kv_eviction_config": config}
+    settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, **ours, **chosen}
+    assert inspection._kv_memory(str(models("llama")), POLICIES, BUDGET, None, settings) == gets

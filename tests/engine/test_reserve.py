@@ -59,6 +59,8 @@ def test_what_is_held_of_a_prompt() -> None:
         plan = options.plan(LONGEST)
         assert plan.reserved(DIMS) == options.reserve_size(LONGEST, DIMS) == expected
         assert options.plan(100).reserved(DIMS) == 0
+        in_one_step = options.plan(LONGEST).reserved(DIMS, in_one_step=True)
+        assert in_one_step == (expected if policy == "kvzip" else 0)
     kvzip = Options.parse({"policy": "kvzip", "budget": 0.2})
     assert kvzip.reserve_size(1001, HeadDims(HEAD_SIZE, 4)) == 251
 
@@ -66,9 +68,8 @@ def test_what_is_held_of_a_prompt() -> None:
 def test_prompts_of_few_sums_are_read_side_by_side() -> None:
     """The place of one longest prompt of compactor is room for several of expected-attention."""
     longest = 8 * LONGEST
-    simulation = Simulation(
-        replace(setup(max_num_batched_tokens=longest, policies="all"), max_model_len=longest)
-    )
+    in_parts = setup(max_num_batched_tokens=longest, long_prefill=LONGEST // 2, policies="all")
+    simulation = Simulation(replace(in_parts, max_model_len=longest))
     for index in range(8):
         simulation.add(make_request(f"r{index}", LONGEST - 50, 20, {"kv_eviction": "expected-attention"}))
     simulation.step()
@@ -79,8 +80,8 @@ def test_prompts_of_few_sums_are_read_side_by_side() -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_requests_in_flight_share_the_reserve(depth: int) -> None:
-    """Memory for ten prompts' KV, and long ones are read side by side; their sums never exceed one longest prompt."""
-    simulation = Simulation(setup(max_num_batched_tokens=4 * LONGEST, depth=depth))
+    """Memory for ten prompts' KV, read in parts side by side; their sums never exceed one longest prompt."""
+    simulation = Simulation(setup(max_num_batched_tokens=4 * LONGEST, long_prefill=300, depth=depth))
     for index in range(8):
         simulation.add(make_request(f"r{index}", LONGEST - 50, 20))
     for index in range(8):
@@ -89,6 +90,28 @@ def test_requests_in_flight_share_the_reserve(depth: int) -> None:
     assert simulation.workers.most_reserved == 5 * 400
     assert set(simulation.outputs.values()) == {20}
     assert not simulation.ledger.reserve.spans
+
+
+def steps_to_read(policy: str, tokens: int, **settings: Any) -> int:
+    """In which 200 prompts of 300 tokens are answered, where a step has room for so many tokens."""
+    simulation = Simulation(setup("all", max_num_batched_tokens=tokens, **settings))
+    for index in range(200):
+        simulation.add(make_request(f"r{index}", 300, 2, {"kv_eviction": policy}))
+    simulation.run(1000)
+    return simulation.steps
+
+
+@pytest.mark.parametrize("policy", ["h2o", "compactor", "expected-attention"])
+@pytest.mark.parametrize(("tokens", "most"), [(512, 1.5), (2048, 1.2), (8192, 1.2)])
+def test_short_prompts_are_read_side_by_side(policy: str, tokens: int, most: float) -> None:
+    """What one step reads whole needs no place in the reserve, which has room for one of them."""
+    assert steps_to_read(policy, tokens) <= most * steps_to_read("snapkv", tokens)
+
+
+def test_what_is_read_in_parts_has_a_place() -> None:
+    """The control: the workers of the simulation check that, and steps that cut all prompts take more of them."""
+    assert steps_to_read("compactor", 8192, long_prefill=256) > 100
+    assert steps_to_read("snapkv", 8192, long_prefill=256) < 50
 
 
 def test_who_needs_none_does_not_wait() -> None:

@@ -7,14 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
 from vllm_kvevict.engine.config import ENGINE_MEANINGS, KVEvictionError, require_options
 from vllm_kvevict.engine.errors import in_one_line
+from vllm_kvevict.engine.memory import bytes_for
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
 from vllm_kvevict.inspect.text import tokenize
@@ -26,6 +30,9 @@ QUIET = {
     "use_tqdm_on_load": False,
 }
 """How the engine runs unless its arguments say otherwise."""
+
+MEMORY_ARGUMENTS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
+"""Arguments of vLLM's with which users choose the KV memory."""
 
 ANSWER_LENGTH = 2
 """With one token the request could end before it is evicted: before a second one it waits for that."""
@@ -95,7 +102,7 @@ def _inspected(
     """What an engine shows whose own policy is the first."""
     names = [entry.policy for entry in entries]
     tell(f"starting vLLM with {model}" + (f" for {entries[0]}" if entries[0].texts else ""))
-    with _engine(model, names, budget, arguments) as llm:
+    with _engine(model, names, budget, prefix_len, arguments) as llm:
         return read(llm, model, text, names, budget, prefix_len, tell)
 
 
@@ -129,7 +136,7 @@ def read(
 
 @contextlib.contextmanager
 def _engine(
-    model: str, policies: Sequence[str], budget: float, arguments: Mapping[str, Any]
+    model: str, policies: Sequence[str], budget: float, prefix_len: int | None, arguments: Mapping[str, Any]
 ) -> Iterator[LLM]:
     """An engine that evicts with the first policy and lets requests name the others, however short they are."""
     config = {
@@ -139,8 +146,9 @@ def _engine(
         "policies": list(dict.fromkeys(policies[1:])),
     }
     ours = {"kv_eviction": policies[0], "kv_budget": budget, "kv_eviction_config": config}
+    settings = {**QUIET, **arguments, **ours}
     try:
-        llm = LLM(model, **{**QUIET, **arguments, **ours})
+        llm = LLM(model, **settings, **_kv_memory(model, policies, budget, prefix_len, settings))
     except KVEvictionError:
         raise
     except Exception as error:
@@ -154,6 +162,29 @@ def _engine(
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()  # engines refer to themselves, and another one may follow
+
+
+def _kv_memory(
+    model: str, policies: Sequence[str], budget: float, prefix_len: int | None, settings: Mapping[str, Any]
+) -> dict[str, int]:
+    """On a CPU, the KV memory that one prompt of the longest length needs with any of the policies.
+
+    By itself vLLM would take nearly all memory of the machine. Nothing where the user has chosen; where there is less
+    than is needed, so that vLLM refuses in terms of its own flags; and on GPUs, where it measures first what is free.
+    """
+    if any(settings.get(name) is not None for name in MEMORY_ARGUMENTS) or not current_platform.is_cpu():
+        return {}
+    config = EngineArgs(model=model, **settings).create_engine_config(UsageContext.LLM_CLASS)
+    if config.cache_config.kv_cache_memory_bytes is not None:  # by vLLM's environment variable
+        return {}
+    options, tokens = require_options(config), config.model_config.max_model_len
+    asked: list[dict[str, Any]] = [{"kv_eviction": policy, "kv_budget": budget} for policy in policies]
+    if prefix_len is not None and prefix_len <= tokens:
+        asked += [{**fields, "kv_prefix_len": prefix_len} for fields in asked]
+    # vLLM's check at start-up asks for the longest prompt with the engine's own policy.
+    plans = [options.plan(tokens), *(options.plan(tokens, fields) for fields in asked)]
+    needed = bytes_for(config, plans, tokens)
+    return {"kv_cache_memory_bytes": needed} if needed and needed < psutil.virtual_memory().available else {}
 
 
 def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:

@@ -66,6 +66,28 @@ def engines_of_front_end(parallel_config: Any) -> int:
     return int(parallel_config.data_parallel_size)
 
 
+def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int | None:
+    """Bytes of KV memory that the fullest rank needs for one request of ``tokens`` tokens, whichever plan it has.
+
+    None where the configuration alone does not tell, before layers exist: with layers that are not evicted vLLM may
+    make blocks larger, and some types of KV entries have scales beside them.
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    groups, bounds = layer_groups(vllm_config), bounds_of(vllm_config)
+    if groups.others or cache.cache_dtype != "auto":
+        return None
+    heads = model.get_num_kv_heads(parallel)
+    entry = 2 * model.get_head_size() * model.dtype.itemsize
+    most = 0
+    for plan in plans:
+        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
+        for pages, stage in zip(peaks, stages_of(vllm_config), strict=True):
+            place = cache.block_size * heads
+            blocks = cdiv(pages * bounds.page_size, place * groups.places(stage))
+            most = max(most, blocks * place * groups.places(stage) * entry)
+    return most
+
+
 def head_dims(vllm_config: Any) -> HeadDims:
     """The heads of a rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -34,9 +34,16 @@ class Plan:
         """The way in which the policy evicts."""
         return schedule_of(self.config)
 
-    def reserved(self, dims: sums.HeadDims) -> int:
-        """What it takes of the workers' reserve until its eviction: numbers for each layer and query head."""
-        return 0 if self.evict_at is None else sums.size(self.config.needs, self.evict_at, dims)
+    def reserved(self, dims: sums.HeadDims, in_one_step: bool = False) -> int:
+        """What it takes of the workers' reserve until its eviction: numbers for each layer and query head.
+
+        Args:
+            in_one_step: whether one step reads all up to its eviction: each layer's sums are then soon used up.
+        """
+        needs = self.config.needs
+        if self.evict_at is None or (in_one_step and sums.REPEATED not in needs):
+            return 0
+        return sums.size(needs, self.evict_at, dims)
 
     def next_eviction(self, tokens: int) -> int | None:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""
@@ -100,7 +107,7 @@ class Admission:
         epoch: 1 for the first admission, +1 after each preemption.
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
-        reserved_at: where in the workers' reserve its place begins, if the policy needs one.
+        reserved_at: where in the workers' reserve its place begins; None if it needs none.
         prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
         segments: number of each segment that it begins with, which are not, and how many columns of it.
         cached: tokens in them.
@@ -110,7 +117,7 @@ class Admission:
     epoch: int
     plan: Plan
     by_layer: bool = False
-    reserved_at: int = 0
+    reserved_at: int | None = None
     prefix: int | None = None
     segments: tuple[tuple[int, int], ...] = ()
     cached: int = 0

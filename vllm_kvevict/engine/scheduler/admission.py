@@ -50,7 +50,8 @@ class Account:
         undecided: whether it is still to be decided, over all stages, what it keeps.
         to_repeat: chunks of the prompt that steps must repeat before it is evicted, (start, stop) each.
         arbiter: by which that is decided, once the ranks have claimed something.
-        reserved_at: where its place in the reserve begins.
+        in_one_step: whether its first step reads all up to its eviction.
+        reserved_at: where its place in the reserve begins; None if it needs none.
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         prefix: the cached prefix that it borrows pages of.
         segment: the last of the segments that it borrows pages of.
@@ -81,7 +82,8 @@ class Account:
     undecided: bool = False
     to_repeat: list[tuple[int, int]] = field(default_factory=list)
     arbiter: Arbiter | None = None
-    reserved_at: int = 0
+    in_one_step: bool = False
+    reserved_at: int | None = None
     beside: tuple[int, int] = (0, 0)
     is_stale: bool = False
 
@@ -98,7 +100,7 @@ class Account:
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
         is_over = self.tokens >= (self.plan.evict_at or 0) and not self.to_repeat
-        return 0 if is_over else self.plan.reserved(dims)
+        return 0 if is_over else self.plan.reserved(dims, self.in_one_step)
 
     @property
     def is_reading(self) -> bool:
@@ -222,6 +224,7 @@ class AdmissionControl:
             held=[0] * len(ranks),
             promise=[0] * len(ranks),
             lent=[0] * len(ranks),
+            in_one_step=first_step == plan.evict_at,
         )
 
     def open_with(

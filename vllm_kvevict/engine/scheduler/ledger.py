@@ -104,6 +104,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self._make_caches([])
         self.waiting_requests: Callable[[], Iterable[Request]] = tuple
         """Those that are not admitted and that there are seats for, in their order; the scheduler says which."""
+        self.tokens_left: Callable[[], int] = lambda: 0
+        """Tokens of the step that is being scheduled that nobody takes so far; the scheduler says how many."""
         self.queue_head: QueueHead | None = None
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
@@ -262,7 +264,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             account.segment.parts(self.columns_of(account)) if account.segment else (),
             account.tokens if account.segment else 0,
         )
-        self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
+        if account.reserved_at is not None:
+            self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
         self._limit_answer(name, account)
         if prefix is not None:
             self.prefixes.borrow(prefix, name)
@@ -336,10 +339,10 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _has_room_for(self, request: "Request", new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
-        place = self.reserve.find(new.reserved(self.head_dims))
-        if place is None:
-            return False
-        new.reserved_at = place
+        if reserved := new.reserved(self.head_dims):
+            new.reserved_at = self.reserve.find(reserved)
+            if new.reserved_at is None:
+                return False
         new.beside = self.blocks_beside(request)
         prefixes = self.prefixes.pinned(new.prefix)
         reading, answering = self.with_others_later(prefixes, self.accounts.values(), new)
@@ -356,12 +359,13 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
     def awaits_reserve(self, request: "Request") -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
 
-        One that begins with a compressed prefix needs none.
+        One that begins with a compressed prefix needs none, nor do most that this step can read whole.
 
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
         """
-        needed = self.plan(request).reserved(self.head_dims)
+        plan, most = self.plan(request), min(self.tokens_left(), self.bounds.longest_step)
+        needed = plan.reserved(self.head_dims, plan.evict_at is not None and plan.evict_at <= most)
         if not needed or self.cached_prefix(request) is not None:
             return False
         if self.reserve.find(needed) is None:

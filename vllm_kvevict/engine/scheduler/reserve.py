@@ -29,9 +29,8 @@ class Reserve:
         return start if start + size <= self.size else None
 
     def take(self, request_id: str, place: int, size: int) -> None:
-        """Give a request its place, if it needs one."""
-        if size:
-            self.spans[request_id] = range(place, place + size)
+        """Give a request its place."""
+        self.spans[request_id] = range(place, place + size)
 
     def give_back(self, request_id: str) -> None:
         """A request was evicted, finished, aborted or preempted."""

@@ -50,6 +50,8 @@ class _EvictionMixin:
         """How often a prompt that no step had room for was put off."""
         self._taken: dict[str, int] = {}
         """Tokens of the requests that run in the step that is being scheduled, so far."""
+        self._tokens_left = 0
+        """Tokens of that step that nobody takes so far."""
         self._room_for_drafts: list[int] = []
         """Pages of each rank that the drafts of the step that is being scheduled may still take."""
         self._ended: list[Request] = []
@@ -83,6 +85,7 @@ class _EvictionMixin:
             ),
         )
         self.kv_cache_manager.waiting_requests = self._waiting_requests
+        self.kv_cache_manager.tokens_left = lambda: self._tokens_left
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
 
     def _waiting_requests(self) -> Iterable[Request]:
@@ -99,6 +102,7 @@ class _EvictionMixin:
         self._pausing_for = self._next_in_line()
         self._queue_waits = False
         self._taken = {request.request_id: 0 for request in self.running}
+        self._tokens_left = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
         if self.num_spec_tokens:  # type: ignore[attr-defined]
             self._room_for_drafts = self.kv_cache_manager.room_for_drafts()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -191,6 +195,7 @@ class _EvictionMixin:
             left = self._cut_drafts(request, left)
         if not is_running and num_new_tokens > 0 and left == 0:
             self._queue_waits = True
+        self._tokens_left -= left - self._taken.get(request.request_id, 0)
         self._taken[request.request_id] = left
         return left
 
