@@ -285,7 +285,8 @@ async def _stream(client: httpx.AsyncClient, ask: Ask) -> Outcome:
     """Read a stream to its end, or until the client loses interest."""
     headers = {"Content-Type": "application/json"}
     ends: list[str] = []
-    text, usage, last, events = "", {}, "", 0
+    usage: Mapping[str, Any] = {}
+    text, last, events = "", "", 0
     async with client.stream("POST", ask.path, content=ask.content, headers=headers) as answer:
         if answer.status_code != 200:
             await answer.aread()

@@ -6,7 +6,7 @@ Nothing here needs a server.
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome, random_words
@@ -16,8 +16,13 @@ BLOCK = 32
 DOCUMENTS = (75, 110, 150, 205, 260, 330)
 """Words of each."""
 CHATS, TURNS = 3, 3
-SPANNED, ABORTED, STALE = "in flight across an update", "aborted by a pause", "not as with nothing cached"
-"""What becomes of a request, on top of what traffic knows."""
+STALE, ABORTED = "not as with nothing cached", "aborted by a pause"
+MIXABLE, WHOLE, MIXED = (
+    "changed on the way",
+    "paused, of one set of weights",
+    "paused, of several sets of weights",
+)
+"""What becomes of a request, on top of what traffic knows. Those that run on with other weights are not compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,30 +170,44 @@ def in_turns(updates: Sequence[Update], seed: int) -> Iterator[Update]:
         yield from choose.sample(updates, len(updates))
 
 
-@dataclass
 class Timeline:
-    """Which weights must answer a request that is sent now.
+    """Which weights may answer a request; a moment is a number.
+
+    At even moments requests meet one set of weights only. At odd ones an update has begun: they may meet the old
+    weights, the new ones or both.
 
     Attributes:
-        weights: a number for the weights that requests meet which are sent now.
-        moment: one more for each update that has begun, and for each after which requests meet the new weights only.
-        aborting: moments at which a pause may have aborted requests.
+        met: for each moment until now, the weights that a request may meet which is sent then.
+        paused: the server takes requests, and answers them after its pause.
     """
 
-    weights: int = 0
-    moment: int = 0
-    aborting: set[int] = field(default_factory=set)
+    def __init__(self, weights: int = 0):
+        self.met = [weights]
+        self.paused = False
+        self._aborting: list[int] = []
+        self._mixing: list[int] = []
+
+    @property
+    def moment(self) -> int:
+        """Now."""
+        return len(self.met) - 1
+
+    @property
+    def weights(self) -> int:
+        """That requests meet which are sent now."""
+        return self.met[-1]
 
     def begin(self, update: Update) -> None:
-        """From now on requests may meet old weights, new ones or both."""
-        self.moment += 1
+        """An update begins."""
+        self.met.append(self.weights)
         if update.pause == "abort":
-            self.aborting.add(self.moment)
+            self._aborting.append(self.moment)
+        if update.pause in (None, "keep"):
+            self._mixing.append(self.moment)
 
     def settle(self, weights: int) -> None:
-        """From now on they meet only these."""
-        self.moment += 1
-        self.weights = weights
+        """From now on requests meet only these."""
+        self.met.append(weights)
 
     def is_settled(self, sent: int) -> bool:
         """Whether a request that was sent at this moment has met the weights of now, and no others."""
@@ -196,7 +215,11 @@ class Timeline:
 
     def may_be_aborted(self, sent: int) -> bool:
         """Whether a pause since this moment may have aborted a request."""
-        return any(sent <= moment for moment in self.aborting)
+        return any(sent <= moment for moment in self._aborting)
+
+    def may_be_mixed(self, sent: int) -> bool:
+        """Whether an update since this moment lets requests run on with other weights."""
+        return any(sent <= moment for moment in self._mixing)
 
 
 def judge(timeline: Timeline, sent: int, outcome: Outcome, expected: Sequence[str]) -> str:
@@ -211,19 +234,23 @@ def judge(timeline: Timeline, sent: int, outcome: Outcome, expected: Sequence[st
     Returns:
         What traffic says, unless the answer has to be compared, or an update explains what is missing of it.
     """
-    ends = outcome.answer.ends if outcome.answer else None
-    if outcome.result == WRONG and ends == ["abort"] and timeline.may_be_aborted(sent):
+    # A stream that is aborted before its first token has no choice at all.
+    aborted = outcome.answer is not None and outcome.answer.ends in (["abort"], [])
+    if outcome.result == WRONG and aborted and timeline.may_be_aborted(sent):
         return ABORTED
     if outcome.result != EXPECTED or outcome.answer is None:
         return outcome.result
-    if not timeline.is_settled(sent):
-        return SPANNED
-    return EXPECTED if outcome.answer.text == expected[timeline.weights] else STALE
+    if timeline.is_settled(sent):
+        return EXPECTED if outcome.answer.text == expected[timeline.weights] else STALE
+    if timeline.may_be_mixed(sent):
+        return MIXABLE
+    # A pause lets all that run end, or aborts it; the others begin after it.
+    return WHOLE if outcome.answer.text in {expected[weights] for weights in timeline.met[sent:]} else MIXED
 
 
 def is_good(result: str) -> bool:
     """Whether this may become of a request."""
-    return result in (EXPECTED, LEFT, SPANNED, ABORTED)
+    return result in (EXPECTED, LEFT, MIXABLE, WHOLE, ABORTED)
 
 
 def found_in(cached: int) -> str:
