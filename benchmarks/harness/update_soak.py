@@ -254,22 +254,16 @@ class UpdateSoak:
             empty: and when its cache was then emptied.
             tracebacks: in its log.
         """
-        compared = max(1, sum(self.compared.values()))
 
-        def count(*results: str) -> int:
-            return sum(times for (_, result), times in self.tally.items() if result in results)
-
-        def hits(where: str) -> float:
-            return sum(times for (found, _), times in self.compared.items() if found == where) / compared
+        def count(wanted: str) -> int:
+            return sum(times for (_, result), times in self.tally.items() if result == wanted)
 
         alike = sum(len(set(answers)) < WEIGHTS for answers in self.table.values())
         self.requirements = [
             Requirement("answers that were not as with nothing cached", count(STALE)),
             Requirement("answers of several sets of weights after a pause", count(MIXED)),
-            *(
-                Requirement(f"share of compared answers with hits in {kind}es", hits(kind), HITS, False)
-                for kind in ("compressed prefix", "uncompressed prefix")
-            ),
+            self._hits("compressed prefix"),
+            self._hits("uncompressed prefix"),
             Requirement(
                 "updates of the rarest kind", min(self.updates[str(way)] for way in self.ways), 1, False
             ),
@@ -283,6 +277,12 @@ class UpdateSoak:
             Requirement("pages held when idle", idle.request_pages),
             Requirement("pages held after a last reset", empty.physical_pages or 0),
         ]
+
+    def _hits(self, where: str) -> Requirement:
+        """How many of the compared answers began in one of the caches."""
+        found = sum(times for (kind, _), times in self.compared.items() if kind == where)
+        share = found / max(1, self.compared.total())
+        return Requirement(f"share of compared answers with hits in {where}es", share, HITS, at_most=False)
 
     def show(self, seconds: float) -> Table:
         """Tally and requirements."""
