@@ -48,18 +48,21 @@ MAX_LEN, WEIGHTS = 512, 3
 FLAGS = (
     *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "64", "--kv-eviction-config.policies", "all"),
     *("--kv-eviction-config.min_prompt", "32", "--dtype", "float32"),
-    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "256"),
+    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "96"),
     *("--block-size", str(BLOCK), "--num-gpu-blocks-override", "96", "--enforce-eager"),
     *("--served-model-name", "model", "--enable-prompt-tokens-details"),
 )  # fmt: skip
-"""Memory for six requests of MAX_LEN: prefixes stay cached, but not all of them, and not for long."""
+"""Memory for six requests of MAX_LEN: prefixes stay cached, but not all of them, and not for long.
+
+Documents are read in several steps, so that weights change in between."""
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
 """GiB that vLLM may take; and what makes it offer to change weights and to reset its cache."""
 CONCURRENCY = 12
 BETWEEN = 0.5, 4.0
 """Seconds from one update to the next, at least and at most."""
-LONGEST_PAUSE, SENT_WHILE_PAUSED = 0.3, 4
-"""Seconds before weights change, or between that and a reset without a pause; and requests, on top of the others."""
+LONGEST_PAUSE, SENT_AGAIN = 0.3, 6
+"""Seconds before weights change, or between that and a reset without a pause; and how many of the requests that are in
+flight are sent again at once, on top of the others."""
 PATIENCE = 180.0
 """Seconds that a pause may wait for requests, and the server for the last of them to leave."""
 HITS = 0.1
@@ -84,6 +87,7 @@ class UpdateSoak:
         self.console = Console(width=110)
         self.models: list[Path] = []
         self.table: dict[Question, list[str]] = {}
+        self.in_flight: list[Question] = []
         self.timeline = Timeline()
         self.updates: Counter[str] = Counter()
         self.tally: Counter[tuple[str, str]] = Counter()
@@ -162,7 +166,7 @@ class UpdateSoak:
         async def ask_on(choose: random.Random) -> None:
             for _ in numbers:
                 server.check()
-                await self._ask(client, choose)
+                await self._ask(client, choose, choose.choice(list(self.table)))
 
         async def ask_all() -> None:
             seeds = range(self.arguments.seed, self.arguments.seed + CONCURRENCY)
@@ -183,13 +187,20 @@ class UpdateSoak:
             lambda _: minutes is None or time.monotonic() - start < 60 * minutes, numbers
         )
 
-    async def _ask(self, client: httpx.AsyncClient, choose: random.Random) -> None:
-        question, stream = choose.choice(list(self.table)), choose.random() < 0.5
+    async def _ask(self, client: httpx.AsyncClient, choose: random.Random, question: Question) -> None:
+        stream = choose.random() < 0.5
         leave = choose.choice((0, 1, 3) if stream else (0.02, 0.1)) if choose.random() < 0.05 else None
         sent = self.timeline.moment
         self.sent_while_paused += self.timeline.paused
+        self.in_flight.append(question)
         outcome = await send(client, question.ask("model", stream=stream, leave=leave))
+        self.in_flight.remove(question)
         self.note(question, sent, outcome, stream)
+
+    def _ask_again(self, asking: asyncio.TaskGroup, client: httpx.AsyncClient, choose: random.Random) -> None:
+        """Ask some of what was asked before the update: who begins alike must not begin with what those read."""
+        for question in choose.sample(self.in_flight, min(SENT_AGAIN, len(self.in_flight))):
+            asking.create_task(self._ask(client, choose, question))
 
     async def _update_until(self, over: asyncio.Event, client: httpx.AsyncClient) -> None:
         choose = random.Random(self.arguments.seed)
@@ -212,13 +223,13 @@ class UpdateSoak:
                 # Whoever comes now is read after the pause, so with the new weights only.
                 self.timeline.settle(weights)
                 self.timeline.paused = True
-                for _ in range(SENT_WHILE_PAUSED):
-                    asking.create_task(self._ask(client, choose))
+                self._ask_again(asking, client, choose)
                 await asyncio.sleep(choose.uniform(0, LONGEST_PAUSE))
             await self._set_weights(client, weights)
             await self._end(client, update, choose)
             if not update.pause:
                 self.timeline.settle(weights)
+                self._ask_again(asking, client, choose)
         self.updates[str(update)] += 1
 
     async def _end(self, client: httpx.AsyncClient, update: Update, choose: random.Random) -> None:

@@ -203,7 +203,6 @@ SOFT, HARD = (f"/reset_prefix_cache?reset_running_requests={hard}" for hard in (
     ids=str,
 )
 def test_an_update(update, expected, monkeypatch):
-    monkeypatch.setattr(update_soak, "SENT_WHILE_PAUSED", 0)
     monkeypatch.setattr(update_soak, "LONGEST_PAUSE", 0.0)
     assert calls(update) == expected
 
