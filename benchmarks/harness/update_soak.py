@@ -27,6 +27,7 @@ from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, WRONG, Outcome, s
 from benchmarks.harness.updates import (
     BLOCK,
     CHATS,
+    MIXABLE,
     MIXED,
     STALE,
     TURNS,
@@ -166,7 +167,10 @@ class UpdateSoak:
         async def ask_on(choose: random.Random) -> None:
             for _ in numbers:
                 server.check()
-                await self._ask(client, choose, choose.choice(list(self.table)))
+                question = choose.choice(list(self.table))
+                # Whoever went on with other weights must leave nothing, which the next one would find.
+                while await self._ask(client, choose, question) == MIXABLE:
+                    pass
 
         async def ask_all() -> None:
             seeds = range(self.arguments.seed, self.arguments.seed + CONCURRENCY)
@@ -187,7 +191,8 @@ class UpdateSoak:
             lambda _: minutes is None or time.monotonic() - start < 60 * minutes, numbers
         )
 
-    async def _ask(self, client: httpx.AsyncClient, choose: random.Random, question: Question) -> None:
+    async def _ask(self, client: httpx.AsyncClient, choose: random.Random, question: Question) -> str:
+        """Ask, and note what becomes of it."""
         stream = choose.random() < 0.5
         leave = choose.choice((0, 1, 3) if stream else (0.02, 0.1)) if choose.random() < 0.05 else None
         sent = self.timeline.moment
@@ -195,10 +200,12 @@ class UpdateSoak:
         self.in_flight.append(question)
         outcome = await send(client, question.ask("model", stream=stream, leave=leave))
         self.in_flight.remove(question)
-        self.note(question, sent, outcome, stream)
+        return self.note(question, sent, outcome, stream)
 
     def _ask_again(self, asking: asyncio.TaskGroup, client: httpx.AsyncClient, choose: random.Random) -> None:
         """Ask some of what was asked before the update: who begins alike must not begin with what those read."""
+        if choose.random() < 0.5:  # else those leave something first, if they do
+            return
         for question in choose.sample(self.in_flight, min(SENT_AGAIN, len(self.in_flight))):
             asking.create_task(self._ask(client, choose, question))
 
@@ -244,7 +251,7 @@ class UpdateSoak:
 
     # What was seen.
 
-    def note(self, question: Question, sent: int, outcome: Outcome, stream: bool = False) -> None:
+    def note(self, question: Question, sent: int, outcome: Outcome, stream: bool = False) -> str:
         """Count what became of a request that was sent at a moment of the timeline and has just ended."""
         expected = self.table[question]
         result = judge(self.timeline, sent, outcome, expected)
@@ -256,6 +263,7 @@ class UpdateSoak:
             asked = {"kind": question.kind, **question.fields, "moment": sent}
             seen = {**asdict(outcome), "result": result, "expected": expected[self.timeline.weights]}
             self.failures.append({**asked, "weights": self.timeline.weights, **seen})
+        return result
 
     def judge(self, idle: Snapshot, empty: Snapshot, tracebacks: int) -> None:
         """Hold everything against what is required.
