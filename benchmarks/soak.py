@@ -3,6 +3,9 @@
 Starts ``vllm serve`` with much less KV memory than the load needs. All policies, completions and chats, streamed or
 not, several answers, log-probabilities, repeated documents, clients that disconnect, bursts and malformed requests
 come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a requirement is missed.
+
+With --updates, clients ask about documents and chat while the server's weights are changed and its caches are reset in
+all of vLLM's ways; nobody may be answered from KV that was read with earlier weights.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from rich.table import Table
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
 from benchmarks.harness.options import add_start_patience, positive, whole
+from benchmarks.harness.requirements import Requirement, tracebacks
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.traffic import (
     BROKEN,
@@ -39,6 +43,7 @@ from benchmarks.harness.traffic import (
     ask_probes,
     send,
 )
+from benchmarks.harness.update_soak import UpdateSoak
 from vllm_kvevict.policies import available
 
 SCRATCH = Path(__file__).parent / "out" / "soak"
@@ -92,32 +97,6 @@ class Sample:
     def rss(self) -> float:
         """MiB over all processes."""
         return sum(self.rss_mib.values())
-
-
-def tracebacks(log: str) -> int:
-    """How many a server's log has, apart from those of bodies that FastAPI refuses.
-
-    A server that offers to reset its cache logs these, though it answers them as any other does.
-    """
-    parts = log.split("Traceback (most recent call last)")[1:]
-    return sum("JSONDecodeError" not in part and "RequestValidationError" not in part for part in parts)
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A figure and the bound that it must not exceed."""
-
-    name: str
-    value: float
-    bound: float = 0
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.bound
-
-    def as_record(self) -> dict[str, Any]:
-        """As the other benchmarks record their targets."""
-        return asdict(self) | {"at_most": True, "met": self.met}
 
 
 class Soak:
@@ -400,16 +379,30 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="the server compares page counts with pages after every step"
     )
+    parser.add_argument(
+        "--updates", action="store_true", help="change the weights under load, and reset the cache"
+    )
+    parser.add_argument(
+        "--without-reset",
+        action="store_true",
+        help="with --updates: leave the cache as it is, as a control that must fail",
+    )
     add_start_patience(parser)
     parser.add_argument(
         "--name", help=f"write the record to {SCRATCH}/NAME.json, not to the project's results"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.without_reset and not arguments.updates:
+        parser.error("--without-reset needs --updates")
+    if arguments.model and arguments.updates:
+        parser.error("--updates makes models of its own, so it takes no --model")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak; the exit code."""
-    soak = Soak(parse_arguments(argv))
+    arguments = parse_arguments(argv)
+    soak = UpdateSoak(arguments, SCRATCH) if arguments.updates else Soak(arguments)
     return run_benchmark(soak.run()) or int(not soak.passed)
 
 

@@ -69,12 +69,36 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a server answered.
+
+    Attributes:
+        ends: why each choice ended.
+        tokens: of all choices together.
+        text: of the first choice.
+        cached: tokens of the prompt that were found in the prefix cache, if the server says so.
+    """
+
+    ends: list[str]
+    tokens: int
+    text: str
+    cached: int = 0
+
+    @classmethod
+    def of(cls, ends: list[str], text: str, usage: Mapping[str, Any]) -> "Answer":
+        """With what the server says of its tokens."""
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(ends, usage.get("completion_tokens", 0), text, details.get("cached_tokens") or 0)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What became of a request: one of the constants above, and details where something is wrong."""
+    """What became of a request: one of the constants above, details where something is wrong, and a whole answer."""
 
     result: str
     status: int | None = None
     details: str = ""
+    answer: Answer | None = None
 
 
 class Traffic:
@@ -254,15 +278,15 @@ def _judge(ask: Ask, answer: httpx.Response) -> Outcome:
         return Outcome(WRONG, status, answer.text[:300])
     body = answer.json()
     ends = [choice["finish_reason"] for choice in body["choices"]]
-    text = body["choices"][0].get("text") if ask.text is not None else None
-    return _complete(ask, ends, body["usage"]["completion_tokens"], text)
+    return _complete(ask, Answer.of(ends, _text(body["choices"][0], "message"), body["usage"]))
 
 
 async def _stream(client: httpx.AsyncClient, ask: Ask) -> Outcome:
     """Read a stream to its end, or until the client loses interest."""
     headers = {"Content-Type": "application/json"}
     ends: list[str] = []
-    tokens, last, events = 0, "", 0
+    usage: Mapping[str, Any] = {}
+    text, last, events = "", "", 0
     async with client.stream("POST", ask.path, content=ask.content, headers=headers) as answer:
         if answer.status_code != 200:
             await answer.aread()
@@ -279,20 +303,27 @@ async def _stream(client: httpx.AsyncClient, ask: Ask) -> Outcome:
             if "error" in event:
                 return Outcome(WRONG, event["error"].get("code"), last[:300])
             ends += [choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"]]
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            text += "".join(_text(choice, "delta") for choice in event["choices"] if not choice.get("index"))
+            usage = event.get("usage") or usage
     if last != "[DONE]":
         return Outcome(BROKEN, 200, "the stream ended without [DONE]")
-    return _complete(ask, ends, tokens, None)
+    return _complete(ask, Answer.of(ends, text, usage))
 
 
-def _complete(ask: Ask, ends: list[str], tokens: int, text: str | None) -> Outcome:
+def _text(choice: Mapping[str, Any], part: str) -> str:
+    """What a choice of a completion says, or of a chat, where it is in a part of the choice."""
+    return choice.get("text") or (choice.get(part) or {}).get("content") or ""
+
+
+def _complete(ask: Ask, answer: Answer) -> Outcome:
     """Whether a whole answer has the choices, the length and the text that it must have."""
+    ends, tokens = answer.ends, answer.tokens
     if len(ends) != ask.choices or set(ends) != {"length"} or tokens != ask.tokens:
         wanted = f"{ask.choices} answers with {ask.tokens} tokens"
-        return Outcome(WRONG, 200, f"{wanted} were asked for, {ends} with {tokens} came")
-    if text != ask.text:
-        return Outcome(WRONG, 200, f"{ask.text!r} was answered before, {text!r} now")
-    return Outcome(EXPECTED, 200)
+        return Outcome(WRONG, 200, f"{wanted} were asked for, {ends} with {tokens} came", answer)
+    if ask.text is not None and answer.text != ask.text:
+        return Outcome(WRONG, 200, f"{ask.text!r} was answered before, {answer.text!r} now", answer)
+    return Outcome(EXPECTED, 200, answer=answer)
 
 
 def _json(body: Any) -> bytes:

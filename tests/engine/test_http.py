@@ -206,6 +206,39 @@ def test_usage_tells_what_was_cached_and_a_reset_empties_it(server, client):
     assert server.metrics()["cached_entries"] == server.metrics()['cached_pages{rank="0"}'] == 0
 
 
+@pytest.fixture
+def change_weights(server, models):
+    """Gives the server the weights of another seed; it has its own again afterwards."""
+
+    def change(seed: int | None) -> None:
+        path = models("llama") if seed is None else models("llama", seed=seed)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        httpx.post(f"{server.url}/collective_rpc", json=body).raise_for_status()
+
+    yield change
+    change(None)
+    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("fields", [{"kv_prefix_len": 250}, {}, {"kv_eviction": "full"}], ids=str)
+def test_new_weights_answer_nobody_from_what_was_cached(server, client, change_weights, mode, fields):
+    def ask(salt: str) -> tuple[str, bool]:
+        """The answer, and whether the prompt's beginning was cached."""
+        answer = complete(client, words(300, seed=6), fields=fields, extra_body={"cache_salt": salt})
+        return answer.choices[0].text, bool(answer.usage.prompt_tokens_details.cached_tokens)
+
+    before = [ask(mode) for _ in range(2)]
+    httpx.post(f"{server.url}/pause", params={"mode": mode}).raise_for_status()
+    change_weights(1)
+    for path in ("reset_prefix_cache", "resume"):
+        httpx.post(f"{server.url}/{path}").raise_for_status()
+    after = [ask(mode) for _ in range(2)]
+    alone, _ = ask(f"{mode} alone")
+    assert alone != before[0][0] == before[1][0]
+    assert after == [(alone, False), (alone, True)] and before[1][1]
+
+
 BAD = [
     ({"kv_eviction": "nope"}, "kv_eviction"),
     ({"kv_eviction": 3}, "kv_eviction"),
