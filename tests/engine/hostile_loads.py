@@ -126,8 +126,13 @@ def hostile(seed: int) -> Load:
 
 
 def with_drafts(load: Load, seed: int) -> Load:
-    """The same load on a server with speculative decoding, which cannot be scheduled ahead."""
+    """The same load on a server with speculative decoding, which cannot be scheduled ahead.
+
+    With as many drafts as a step may read of a prompt, vLLM itself fails; such a server is refused.
+    """
     drafts = random.Random(f"drafts {seed}").choice((1, 3, 5, 40))
+    if load.setup.long_prefill:
+        drafts = min(drafts, load.setup.long_prefill - 1)
     setup = dataclasses.replace(load.setup, drafts=drafts, asynchronous=False)
     return dataclasses.replace(load, setup=sized(setup, 1) if not starts(setup) else setup)
 
@@ -192,7 +197,9 @@ def with_adapters(load: Load, seed: int) -> Load:
     asks = [dataclasses.replace(ask, adapter=choose.choice((0, 1, 2, 3))) for ask in load.asks]
     load = dataclasses.replace(load, setup=setup, asks=asks)
     if not starts(setup):  # such a policy cannot be served with LoRA
-        options = {**(setup.options or {}), "policy": "full"}
+        options = setup.options or {}
+        own = parameters(options["policy"])
+        options = {name: value for name, value in options.items() if name not in own} | {"policy": "full"}
         load = dataclasses.replace(load, setup=sized(dataclasses.replace(setup, options=options), 1))
     return load
 

@@ -510,6 +510,19 @@ def test_speculative_decoding_on_pipeline_stages(model):
     assert "so set --pipeline-parallel-size to 1" in sentence
 
 
+@pytest.mark.parametrize(("threshold", "refused"), [(4, True), (5, True), (6, False), (0, False)])
+def test_speculative_decoding_in_steps_with_less_room_than_drafts(model, threshold, refused):
+    """vLLM stops when a prompt of one token comes, which it pads with drafts."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 5}
+    settings = {"speculative_config": ngram, "long_prefill_token_threshold": threshold}
+    if refused:
+        assert f"5 draft tokens and --long-prefill-token-threshold {threshold}: " in refusal(
+            model, **settings
+        )
+    else:
+        EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
+
+
 def test_speculative_decoding_on_models_with_states(models):
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
     sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)

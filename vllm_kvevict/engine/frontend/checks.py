@@ -200,7 +200,7 @@ def _check_mixed_layers(vllm_config: Any) -> None:
 
 
 def _check_speculation(vllm_config: Any) -> None:
-    """Refuse draft tokens of other origin than the prompt, and stages and models that cannot deal with them."""
+    """Refuse draft tokens of other origin than the prompt, and stages, models and steps that cannot deal with them."""
     method = vllm_config.speculative_config.method
     if method != "ngram":
         raise KVEvictionError(
@@ -216,6 +216,14 @@ def _check_speculation(vllm_config: Any) -> None:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with speculative decoding on models with states (Mamba, linear "
             "attention): rejected draft tokens cannot be removed from a state, so remove one of the two"
+        )
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
+    if 0 < threshold <= drafts:
+        raise KVEvictionError(
+            f"--kv-eviction cannot be combined with {drafts} draft tokens and --long-prefill-token-threshold "
+            f"{threshold}: vLLM reads the last token of a prompt together with its drafts, and stops if that is more "
+            "than the threshold, so set a higher threshold, or fewer draft tokens"
         )
 
 

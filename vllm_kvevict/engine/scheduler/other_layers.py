@@ -75,7 +75,7 @@ class OtherLayers(LedgerState, KVCacheManager):
         if self.blocks is None:
             return 0, 0
         end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return self.blocks_to_begin(request), self._blocks_of_others(end, end - 1)
+        return self.blocks_to_begin(request), self._blocks_while_answering(end)
 
     def _covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""
@@ -118,8 +118,14 @@ class OtherLayers(LedgerState, KVCacheManager):
         """Pages of each rank in the blocks that other layers hold of a request that has read so many tokens."""
         if self.blocks is None:
             return [0] * len(self.ranks)
-        blocks = self._blocks_of_others(tokens, tokens - 1)
+        blocks = self._blocks_while_answering(tokens)
         return [blocks * pages for pages in self._pages_per_block]
+
+    def _blocks_while_answering(self, end: int) -> int:
+        """The most blocks for the other layers of a request that is read, until it has ``end`` tokens."""
+        # A window lies over the most blocks when it has just begun its last one.
+        last = (end - 1) // self.block * self.block
+        return self._blocks_of_others(last + 1, last)
 
     def _blocks_of_others(self, tokens: int, computed: int) -> int:
         """Blocks for the other layers of a request that goes from ``computed`` to ``tokens`` tokens."""
@@ -133,7 +139,9 @@ class OtherLayers(LedgerState, KVCacheManager):
             total_computed_tokens=computed,
             num_local_computed_tokens=computed,
             num_tokens_main_model=tokens,
-            apply_admission_cap=True,
+            # What a request may hold is capped for windows; behind a beginning that is skipped the cap would count
+            # from the prompt's first token, and nothing would be left.
+            apply_admission_cap=computed == 0,
             prefill_end=tokens,
         )
 
