@@ -1,7 +1,7 @@
 """Runs vLLM's own tests of its scheduler with this package and without it: every test must end alike.
 
-No test asks for eviction: what is compared is vLLM with the package installed and not used. Exit codes: 1 if tests ended
-differently or too few ran, 3 if vLLM's tests cannot be had.
+No test asks for eviction: what is compared is vLLM with the package installed and not used. Exit codes: 1 if tests
+ended differently or too few ran, 3 if vLLM's tests cannot be had.
 """
 
 import argparse
@@ -56,7 +56,18 @@ def run(folder: Path, tests: Path, paths: Sequence[str], redirections: Path, pac
     """
     out = folder / f"{'with' if package else 'without'}.jsonl"
     settings = ["-c", "pyproject.toml", "-p", "kvevict_witness", "-p", "no:cacheprovider"]
-    words = [sys.executable, "-m", "pytest", *paths, *settings, "-q", "--no-header", "--tb=line", "-W", "ignore"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *paths,
+        *settings,
+        "-q",
+        "--no-header",
+        "--tb=line",
+        "-W",
+        "ignore",
+    ]
     env = environment(folder, tests, redirections, package) | {"KVEVICT_WITNESS": str(out)}
     subprocess.run(words, cwd=tests, env=env)
     return read(out)
@@ -64,7 +75,9 @@ def run(folder: Path, tests: Path, paths: Sequence[str], redirections: Path, pac
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("paths", nargs="*", default=PATHS, help=f"tests below vLLM's sources, else {PATHS[0]}")
+    parser.add_argument(
+        "paths", nargs="*", default=PATHS, help=f"tests below vLLM's sources, else {PATHS[0]}"
+    )
     parser.add_argument("--least", type=int, default=LEAST, help="as many must pass without the package")
     args = parser.parse_args(argv)
     if (found := metadata.version("vllm").partition("+")[0]) != VERSION:

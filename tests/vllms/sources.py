@@ -1,4 +1,4 @@
-"""vLLM's own tests, from its source distribution: fetched once, and kept in the cache beside the other fetched files."""
+"""vLLM's own tests, from its source distribution: fetched once, and kept beside the other fetched files."""
 
 import json
 import re
@@ -84,8 +84,8 @@ def address_of(index: str) -> str:
     page = f"{index.rstrip('/')}/vllm/"
     request = urllib.request.Request(page, headers={"Accept": JSON})
     with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        files = json.load(answer)["files"]
-    for file in files:
+        page_content = json.load(answer)
+    for file in page_content.get("files", ()):
         if file["filename"] == FILE:
             return urljoin(page, file["url"])
     raise ValueError(f"{page} does not list it")
@@ -103,6 +103,14 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def _install(folder: Path) -> None:
-    words = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder), NEEDED]
+    words = [
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--target",
+        str(folder),
+        NEEDED,
+    ]
     if subprocess.run([sys.executable, "-m", "pip", *words]).returncode:
         raise SourceError(f"{NEEDED}, which vLLM's tests import, cannot be had from the package index")

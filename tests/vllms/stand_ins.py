@@ -1,4 +1,4 @@
-"""Models made here in place of those that vLLM's tests fetch by name from Hugging Face: most need a configuration only."""
+"""Models made here in place of those that vLLM's tests fetch by name: most tests need a configuration only."""
 
 import json
 from pathlib import Path
