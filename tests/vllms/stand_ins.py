@@ -13,7 +13,7 @@ from tests.engine.multimodal import make_multimodal_model
 def make_stand_ins(folder: Path) -> Path:
     """Write the models; the file by which vLLM finds them (its `VLLM_MODEL_REDIRECT_PATH`).
 
-    The two OPT models are as large as published, where a test computes with that; the others are small.
+    Where tests compute with it, they are as large, or read prompts as long, as the published ones; else they are small.
     """
     logging.disable_progress_bar()
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "ffn_dim": 4096, "num_attention_heads": 16}
@@ -21,7 +21,7 @@ def make_stand_ins(folder: Path) -> Path:
         "facebook/opt-125m": _configuration(folder / "opt-125m", OPTConfig(), "OPTForCausalLM"),
         "facebook/opt-350m": _configuration(folder / "opt-350m", OPTConfig(**large), "OPTForCausalLM"),
         "Qwen/Qwen1.5-7B": _configuration(folder / "qwen1.5", Qwen2Config(), "Qwen2ForCausalLM"),
-        "Qwen/Qwen3-0.6B": make_model(folder / "qwen3", "qwen3"),
+        "Qwen/Qwen3-0.6B": make_model(folder / "qwen3", "qwen3", max_len=40960),
         "hmellor/tiny-random-LlamaForCausalLM": make_model(folder / "llama"),
         "llava-hf/llava-1.5-7b-hf": make_multimodal_model(folder, "llava"),
         "Qwen/Qwen2.5-VL-3B-Instruct": make_multimodal_model(folder, "qwen2_5_vl"),

@@ -13,6 +13,7 @@ import pytest
 
 OUT = "KVEVICT_WITNESS"
 """The environment variable that names the file: JSON, a line for each thing."""
+_unfreeze = gc.unfreeze
 
 
 def _tell(**what: Any) -> None:
@@ -37,9 +38,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # vLLM's fixtures collect garbage after each test, which takes longer than most of the tests.
+    # vLLM's fixtures collect garbage after each test. To look through all that was imported takes longer than most of
+    # the tests, so it is left out, and stays so: the fixtures would undo that.
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: None
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze = _unfreeze
+    gc.unfreeze()  # libraries that are unloaded count what is left of theirs
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
