@@ -22,7 +22,6 @@ def make_stand_ins(folder: Path) -> Path:
         "facebook/opt-350m": _configuration(folder / "opt-350m", OPTConfig(**large), "OPTForCausalLM"),
         "Qwen/Qwen1.5-7B": _configuration(folder / "qwen1.5", Qwen2Config(), "Qwen2ForCausalLM"),
         "Qwen/Qwen3-0.6B": make_model(folder / "qwen3", "qwen3", max_len=40960),
-        "hmellor/tiny-random-LlamaForCausalLM": make_model(folder / "llama"),
         "llava-hf/llava-1.5-7b-hf": make_multimodal_model(folder, "llava"),
         "Qwen/Qwen2.5-VL-3B-Instruct": make_multimodal_model(folder, "qwen2_5_vl"),
     }
