@@ -49,17 +49,21 @@ class OtherLayers(LedgerState, KVCacheManager):
     ) -> tuple[list[int], list[int]]:
         """As `with_others`, at two moments: while `new` is read beside these accounts, and when all answers end.
 
-        Windows that will grow while answers are written count only where somebody was preempted too often: to leave
-        room for all of them costs more than a rare preemption.
+        What answers hold of windows counts only where somebody was preempted too often: to leave room for all of them
+        costs more than a rare preemption.
         """
         if self.blocks is None:
             return list(pages), list(pages)
         while_read, at_end = PADDING + new.beside[0], PADDING + new.beside[1]
+        is_patient = any(account.preemptions >= PATIENCE for account in (*accounts, new))
         for account in accounts:
-            while_read += account.beside[0] if account.is_reading else account.beside[1]
+            if account.is_reading:
+                while_read += account.beside[0]
+            elif is_patient:
+                while_read += account.beside[1]
             at_end += account.beside[1]
         now = self.blocks.of_others
-        if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
+        if not is_patient:
             at_end = now
         # Blocks behind a window are given back a step late.
         return self._with_blocks(pages, max(while_read, now)), self._with_blocks(pages, at_end)
