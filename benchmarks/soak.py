@@ -18,18 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
 from benchmarks.harness.options import add_start_patience, positive, whole
-from benchmarks.harness.requirements import Requirement, tracebacks
+from benchmarks.harness.requirements import Requirement, SoakRun, tracebacks
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.traffic import (
     BROKEN,
@@ -99,30 +97,14 @@ class Sample:
         return sum(self.rss_mib.values())
 
 
-class Soak:
+class Soak(SoakRun):
     """One run: the load, what was seen, and the verdict."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self.arguments = arguments
-        tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
-        self.ranks = tensor * stages
-        self.flags = [*FLAGS, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
+        super().__init__(arguments, FLAGS)
         self.policies = list(available())
-        self.console = Console(width=110)
-        self.tally: Counter[tuple[str, str]] = Counter()
-        self.failures: list[dict[str, Any]] = []
-        self.server_errors = 0
         self.samples: list[Sample] = []
         self.missed_samples = 0
-        self.requirements: list[Requirement] = []
-
-    @property
-    def answered(self) -> int:
-        return sum(self.tally.values())
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
 
     async def run(self) -> None:
         """Everything: start, load, verdict, table, record."""

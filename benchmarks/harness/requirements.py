@@ -1,7 +1,12 @@
-"""What a server must not do under any load, as figures with bounds."""
+"""What a server must not do under any load, as figures with bounds, and what every soak counts for them."""
 
+import argparse
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rich.console import Console
 
 
 def tracebacks(log: str) -> int:
@@ -29,3 +34,38 @@ class Requirement:
     def as_record(self) -> dict[str, Any]:
         """As the other benchmarks record their targets."""
         return asdict(self) | {"met": self.met}
+
+
+class SoakRun:
+    """One run of a load against a server, held against requirements.
+
+    Args:
+        arguments: of the soak.
+        flags: of the server, but for its ranks.
+
+    Attributes:
+        ranks: of the server.
+        tally: how often what became of a request of which kind.
+        failures: details of the first requests that went wrong.
+        server_errors: answers 5xx.
+        requirements: known at the end.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, flags: Sequence[str]):
+        self.arguments = arguments
+        tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+        self.ranks: int = tensor * stages
+        self.flags = [*flags, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
+        self.console = Console(width=110)
+        self.tally: Counter[tuple[str, str]] = Counter()
+        self.failures: list[dict[str, Any]] = []
+        self.server_errors = 0
+        self.requirements: list[Requirement] = []
+
+    @property
+    def answered(self) -> int:
+        return sum(self.tally.values())
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.requirements) and all(requirement.met for requirement in self.requirements)

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
-from benchmarks.harness.requirements import Requirement, tracebacks
+from benchmarks.harness.requirements import Requirement, SoakRun, tracebacks
 from benchmarks.harness.server import Server, Snapshot, cpu_environment
 from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, WRONG, Outcome, send
 from benchmarks.harness.updates import (
@@ -71,7 +70,7 @@ HITS = 0.1
 KEPT_FAILURES = 20
 
 
-class UpdateSoak:
+class UpdateSoak(SoakRun):
     """One run: the load, what was seen, and the verdict.
 
     Args:
@@ -80,30 +79,16 @@ class UpdateSoak:
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path):
-        self.arguments, self.folder = arguments, folder
-        tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
-        self.ranks = tensor * stages
-        self.flags = [*FLAGS, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
+        super().__init__(arguments, FLAGS)
+        self.folder = folder
         self.ways: Sequence[Update] = WITHOUT_RESET if arguments.without_reset else UPDATES
-        self.console = Console(width=110)
         self.models: list[Path] = []
         self.table: dict[Question, list[str]] = {}
         self.in_flight: list[Question] = []
         self.timeline = Timeline()
         self.updates: Counter[str] = Counter()
-        self.tally: Counter[tuple[str, str]] = Counter()
         self.compared: Counter[tuple[str, str]] = Counter()
-        self.sent_while_paused = self.server_errors = 0
-        self.failures: list[dict[str, Any]] = []
-        self.requirements: list[Requirement] = []
-
-    @property
-    def answered(self) -> int:
-        return sum(self.tally.values())
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
+        self.sent_while_paused = 0
 
     async def run(self) -> None:
         """Everything: start, questions with nothing cached, load, verdict, record."""

@@ -29,7 +29,7 @@ def read(n: int, cuts: list[int], sinks: int) -> PromptSums:
     """The sums of a prompt that is read up to each of the cuts in turn, in memory that others have used."""
     queries, keys, rotary = prompt(n)
     place = torch.full((size(NEEDS, n, DIMS) + 5, LAYERS * HEADS), torch.nan)
-    sums = PromptSums(NEEDS, n, place, range(LAYERS), HEADS, KV_HEADS, DIM)
+    sums = PromptSums(NEEDS, n, place, LAYERS, HEADS, KV_HEADS, DIM)
     for start, stop in itertools.pairwise([0, *cuts, n]):
         for layer in range(LAYERS):
             step, fields = queries[layer, start:stop].transpose(0, 1), sums.of(layer)
@@ -90,7 +90,7 @@ def test_what_repeats_say_has_a_number_for_each_kv_head(n: int) -> None:
     numbers = size(needs, n, DIMS)
     assert numbers == -(-n // 2)
     place = torch.full((numbers + 5, LAYERS * HEADS), torch.nan)
-    sums = PromptSums(needs, n, place, range(LAYERS), HEADS, KV_HEADS, DIM)
+    sums = PromptSums(needs, n, place, LAYERS, HEADS, KV_HEADS, DIM)
     assert [sums.of(layer)[REPEATED].shape for layer in range(LAYERS)] == [(KV_HEADS, n)] * LAYERS
     assert not sums.of(1)[REPEATED].any() and bool(place[-5:].isnan().all())
 

@@ -26,7 +26,7 @@ from vllm_kvevict.policies.attention import add_column_sums
 from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.policies.tiles import add_query_moments, add_tile_sums
 from vllm_kvevict.schedules.reports import Answer, Claim, LayerWeights, RankTally, Repeat, Report
-from vllm_kvevict.schedules.sums import SUMMED_AS_READ, HeadDims, PromptSums, size
+from vllm_kvevict.schedules.sums import SUMMED_AS_READ, PromptSums
 
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
@@ -46,7 +46,7 @@ class ResidentRequest:
         tokens: tokens stored so far, the running step's included.
         window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
             step has all of them, or a later one chooses by them.
-        sums: what its prompt adds up to so far, in the rank's reserve; of the running layer if one step reads it.
+        sums: what its prompt adds up to so far, in the rank's reserve; not if one step reads it all.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
         probe: by local layer the queries of the request's probe, averaged over chunks, fp32 [Hq, probe, d].
@@ -103,6 +103,12 @@ class QueryRows:
     def count(self) -> int:
         """How many there are, without the probe's."""
         return self.rows.stop - self.rows.start
+
+    @property
+    def must_be_summed_up(self) -> bool:
+        """Whether the policy scores by the queries of all tokens, and these are a part of them."""
+        plan = self.resident.plan
+        return self.count != plan.evict_at and not plan.config.needs.isdisjoint(SUMMED_AS_READ)
 
 
 @dataclass(frozen=True)
@@ -289,6 +295,8 @@ class Evictor:
             logit_softcap=step.softcap or None,
             w_o=self.output_projection(layer) if "w_o" in config.needs else None,
             rotary=self.rotary() if "rotary" in config.needs else None,
+            # Where a step has the queries of all tokens, nothing was summed up.
+            q_all=step.query[rows.rows].transpose(0, 1) if rows.count == n else None,
             **received,
             **({} if resident.sums is None else resident.sums.of(layer)),
         )
@@ -398,7 +406,7 @@ class Evictor:
         needs, window = rows.resident.plan.config.needs, None
         if "q_window" in needs and rows.target.stop > rows.target.start:
             window = self._collect_window(step, rows, n)
-        if not needs.isdisjoint(SUMMED_AS_READ):
+        if rows.must_be_summed_up:
             self._sum_up(step, rows)
         return window
 
@@ -415,41 +423,22 @@ class Evictor:
         return resident.window[step.layer, : rows.window]
 
     def sums_of(self, resident: ResidentRequest, query: Tensor) -> PromptSums:
-        """What a request's prompt adds up to so far, in its place in the reserve.
+        """What a request's prompt adds up to so far.
 
         Args:
             query: [Hq, rows, d], of any step.
         """
         if resident.sums is None:
-            place = resident.admission.reserved_at
-            assert self.reserve is not None and place is not None
-            layers = range(self.cache.num_layers)
-            resident.sums = self._new_sums(resident, query, self.reserve[place:], layers)
+            n, cache = resident.plan.evict_at, self.cache
+            assert self.reserve is not None and n is not None
+            place, needs = self.reserve[resident.admission.reserved_at :], resident.plan.config.needs
+            heads, _, size = query.shape
+            resident.sums = PromptSums(needs, n, place, cache.num_layers, heads, cache.num_kv_heads, size)
         return resident.sums
-
-    def _new_sums(self, resident: ResidentRequest, query: Tensor, place: Tensor, layers: range) -> PromptSums:
-        n, needs = resident.plan.evict_at, resident.plan.config.needs
-        assert n is not None
-        heads, _, head_size = query.shape
-        return PromptSums(needs, n, place, layers, heads, self.cache.num_kv_heads, head_size)
-
-    def _sums_of_layer(self, resident: ResidentRequest, layer: int, query: Tensor) -> PromptSums:
-        """Nothing summed up yet, for one layer alone, in memory that is free again once it is scored.
-
-        Args:
-            query: [Hq, rows, d], of all tokens up to the eviction.
-        """
-        heads, n, head_size = query.shape
-        assert n == resident.plan.evict_at
-        dims = HeadDims(head_size, heads // self.cache.num_kv_heads)
-        place = query.new_empty(size(resident.plan.config.needs, n, dims) * heads, dtype=torch.float32)
-        return self._new_sums(resident, query, place, range(layer, layer + 1))
 
     def _sum_up(self, step: LayerStep, rows: QueryRows) -> None:
         """Add a step's queries to what the request's prompt adds up to."""
         resident, queries = rows.resident, step.query[rows.rows].transpose(0, 1)
-        if resident.admission.reserved_at is None:
-            resident.sums = self._sums_of_layer(resident, step.layer, queries)
         sums = self.sums_of(resident, queries)
         if "col_sums" in resident.plan.config.needs:
             keys = self.cache.read_keys(resident.request_slot, step.layer, resident.tokens)

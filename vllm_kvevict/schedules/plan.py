@@ -38,7 +38,7 @@ class Plan:
         """What it takes of the workers' reserve until its eviction: numbers for each layer and query head.
 
         Args:
-            in_one_step: whether one step reads all up to its eviction: each layer's sums are then soon used up.
+            in_one_step: whether one step reads all up to its eviction: it scores by the queries themselves.
         """
         needs = self.config.needs
         if self.evict_at is None or (in_one_step and sums.REPEATED not in needs):

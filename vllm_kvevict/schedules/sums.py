@@ -57,32 +57,29 @@ class PromptSums:
     Args:
         needs, n: as of :func:`shapes`.
         place: fp32, the request's part of the rank's reserve; as many numbers as are needed, or more.
-        layers: of the rank, those whose sums these are.
-        heads, kv_heads, head_size: of the rank; its query heads and its KV heads.
+        layers, heads, kv_heads, head_size: of the rank; its query heads and its KV heads.
 
     Attributes:
         fields: of LayerInputs, [layers, Hq, ...]; what repeats say is [layers, Hkv, n].
     """
 
     def __init__(
-        self, needs: Set[str], n: int, place: Tensor, layers: range, heads: int, kv_heads: int, head_size: int
+        self, needs: Set[str], n: int, place: Tensor, layers: int, heads: int, kv_heads: int, head_size: int
     ):
         self.n = n
-        self.layers = layers
         self.fields: dict[str, Tensor] = {}
         rest = place.flatten()
         for name, shape in shapes(needs, n, head_size).items():
-            count = len(layers) * heads * math.prod(shape)
-            self.fields[name] = rest[:count].view(len(layers), heads, *shape).zero_()
+            count = layers * heads * math.prod(shape)
+            self.fields[name] = rest[:count].view(layers, heads, *shape).zero_()
             rest = rest[count:]
         if REPEATED in needs:
-            count = len(layers) * kv_heads * n
-            self.fields[REPEATED] = rest[:count].view(len(layers), kv_heads, n).zero_()
+            self.fields[REPEATED] = rest[: layers * kv_heads * n].view(layers, kv_heads, n).zero_()
         self.unfinished = self.fields.pop("unfinished", None)
 
     def of(self, layer: int) -> dict[str, Tensor]:
         """The fields of a layer."""
-        return {name: sums[self.layers.index(layer)] for name, sums in self.fields.items()}
+        return {name: sums[layer] for name, sums in self.fields.items()}
 
     def finished_tiles(self, layer: int, query: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Tiles that a step finishes: the first token of each, and its queries [Hq, r, d].
@@ -91,13 +88,13 @@ class PromptSums:
             query: [Hq, rows, d] of a step's tokens, from ``start`` on. Those of an unfinished tile are kept.
         """
         assert self.unfinished is not None
-        unfinished, stop = self.unfinished[self.layers.index(layer)], start + query.shape[1]
+        stop = start + query.shape[1]
         for tile in range(start // TILE * TILE, stop, TILE):
             end = min(tile + TILE, self.n)
             rows = query[:, max(tile - start, 0) : end - start]
             if tile < start:
-                rows = torch.cat((unfinished[:, : start - tile], rows), 1)
+                rows = torch.cat((self.unfinished[layer, :, : start - tile], rows), 1)
             if end <= stop:
                 yield tile, rows
             else:
-                unfinished[:, : rows.shape[1]] = rows
+                self.unfinished[layer, :, : rows.shape[1]] = rows

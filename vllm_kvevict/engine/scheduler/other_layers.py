@@ -49,21 +49,17 @@ class OtherLayers(LedgerState, KVCacheManager):
     ) -> tuple[list[int], list[int]]:
         """As `with_others`, at two moments: while `new` is read beside these accounts, and when all answers end.
 
-        What answers hold of windows counts only where somebody was preempted too often: to leave room for all of them
-        costs more than a rare preemption.
+        Windows that will grow while answers are written count only where somebody was preempted too often: to leave
+        room for all of them costs more than a rare preemption.
         """
         if self.blocks is None:
             return list(pages), list(pages)
         while_read, at_end = PADDING + new.beside[0], PADDING + new.beside[1]
-        is_patient = any(account.preemptions >= PATIENCE for account in (*accounts, new))
         for account in accounts:
-            if account.is_reading:
-                while_read += account.beside[0]
-            elif is_patient:
-                while_read += account.beside[1]
+            while_read += account.beside[0] if account.is_reading else account.beside[1]
             at_end += account.beside[1]
         now = self.blocks.of_others
-        if not is_patient:
+        if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
             at_end = now
         # Blocks behind a window are given back a step late.
         return self._with_blocks(pages, max(while_read, now)), self._with_blocks(pages, at_end)
@@ -79,7 +75,7 @@ class OtherLayers(LedgerState, KVCacheManager):
         if self.blocks is None:
             return 0, 0
         end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return self.blocks_to_begin(request), self._blocks_while_answering(end)
+        return self.blocks_to_begin(request), self._blocks_of_others(end, end - 1)
 
     def _covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""
@@ -122,14 +118,8 @@ class OtherLayers(LedgerState, KVCacheManager):
         """Pages of each rank in the blocks that other layers hold of a request that has read so many tokens."""
         if self.blocks is None:
             return [0] * len(self.ranks)
-        blocks = self._blocks_while_answering(tokens)
+        blocks = self._blocks_of_others(tokens, tokens - 1)
         return [blocks * pages for pages in self._pages_per_block]
-
-    def _blocks_while_answering(self, end: int) -> int:
-        """The most blocks for the other layers of a request that is read, until it has ``end`` tokens."""
-        # A window lies over the most blocks when it has just begun its last one.
-        last = (end - 1) // self.block * self.block
-        return self._blocks_of_others(last + 1, last)
 
     def _blocks_of_others(self, tokens: int, computed: int) -> int:
         """Blocks for the other layers of a request that goes from ``computed`` to ``tokens`` tokens."""
