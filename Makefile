@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python >=3.11,<3.15 and git: both build .venv first.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-fast test-next test-vllm docs lint types format clean
+.PHONY: help install demo test test-fast test-next test-vllm record docs lint types format clean
 
 BIN := .venv/bin
 # Two processes; each runs whole files, so that the tests of a file share their engines and servers. In the order of the
@@ -32,6 +32,9 @@ test-next: $(INSTALLED)  ## the tests that use vLLM, on vLLM 0.33 (NEXT="paths" 
 
 test-vllm: $(INSTALLED)  ## vLLM's own scheduler tests, with this package and without: they must end alike
 	$(BIN)/python -m tests.vllms $(ARGS)
+
+record: $(INSTALLED)  ## compare what the scheduler and engines do, step by step, with the record of it
+	$(BIN)/python -m tests.record $(ARGS)
 
 docs: $(INSTALLED)  ## the documents as a site in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

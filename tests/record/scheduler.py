@@ -1,0 +1,182 @@
+"""vLLM's real scheduler with the ledger, against simulated workers: a line for each step."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.engine import hostile_loads, loads
+from tests.engine.loads import Load
+from tests.engine.simulation import Simulation
+from tests.engine.test_scheduler import with_room_for_repeats
+from vllm_kvevict.schedules.plan import Admission
+
+SEEDS = 16
+TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
+
+Record = dict[str, list[str]]
+"""By run, its lines."""
+
+
+# Loads.
+
+
+def taking(seed: int) -> Load:
+    """A mixed load whose prompts are evicted chunk by chunk."""
+    load = loads.mixed(seed)
+    options = {**(load.setup.options or {}), "policy": "take", "budget": (48, 0.3)[seed % 2], **TAKE}
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+
+
+def repeating(seed: int) -> Load:
+    """A load whose prompts are repeated."""
+    load = with_room_for_repeats((loads.mixed, loads.staged, loads.tight)[seed % 3](seed))
+    params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
+    options = {**(load.setup.options or {}), "policy": "kvzip", "budget": 64, **params}
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+
+
+def simulated(load: Load, seed: int) -> None:
+    """Play a load of :mod:`tests.engine.loads`."""
+    is_repeated = (load.setup.options or {}).get("policy") == "kvzip"
+    loads.play(load, seed, repeats=is_repeated)
+
+
+def hostile(*kinds: str) -> Callable[[int], Load]:
+    """Hostile loads of some kinds."""
+    return lambda seed: hostile_loads.load_of(seed, kinds)
+
+
+def play_hostile(load: Load, seed: int) -> None:
+    """Play a load of :mod:`tests.engine.hostile_loads`."""
+    outcome = hostile_loads.play(load, seed)
+    assert outcome.failure is None, outcome.failure
+
+
+Play = Callable[[Load, int], None]
+MIXES: dict[str, tuple[Callable[[int], Load], Play]] = {
+    "mixed": (loads.mixed, simulated),
+    "staged": (loads.staged, simulated),
+    "tight": (loads.tight, simulated),
+    "take": (taking, simulated),
+    "repeats": (repeating, simulated),
+    "prefixes": (hostile("resets"), play_hostile),
+    "salts": (hostile("salts"), play_hostile),
+    "drafts": (hostile("drafts"), play_hostile),
+    "layers": (hostile("layers"), play_hostile),
+    "adapters": (hostile("adapters"), play_hostile),
+    "pauses": (hostile("pauses"), play_hostile),
+    "crowd": (lambda seed: hostile_loads.load_of(seed, crowd=True), play_hostile),
+}
+"""What is played, by name: how a seed becomes a load, and how that is played."""
+
+
+# Lines.
+
+
+class Numbers:
+    """Numbers of what is cached, in the order in which workers hear of them: how they are given is no behaviour."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self._segments: set[int] = set()
+
+    def of(self, number: int | None) -> int | None:
+        """The same for the same."""
+        return None if number is None else self._known.setdefault(number, len(self._known))
+
+    def of_segment(self, number: int) -> int | None:
+        """Likewise, of a segment."""
+        self._segments.add(number)
+        return self.of(number)
+
+    def by_kind(self, numbers: Sequence[int]) -> list[list[int | None]]:
+        """Those of compressed prefixes, and those of segments: each in its order, which is none between the two."""
+        return [
+            [self.of(number) for number in numbers if (number in self._segments) == is_segment]
+            for is_segment in (False, True)
+        ]
+
+
+def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, evicted: int) -> str:
+    """A step as JSON: what the scheduler decided, what workers were told and did, what is held afterwards.
+
+    Args:
+        evicted: how many evictions there were before it.
+    """
+    message, workers, ledger = output.kv_connector_metadata, simulation.workers, simulation.ledger
+    assert workers is not None
+    step: dict[str, Any] = {
+        "gone": sorted(output.finished_req_ids),
+        "preempted": sorted(output.preempted_req_ids or ()),
+        "drops": numbers.by_kind(message.drops),
+        "blocks": [message.new_blocks, message.lost_blocks],
+        "answers": {name: repr(answer) for name, answer in message.answers.items()},
+        "admitted": [_admission(admission, numbers) for admission in message.admissions],
+        "stores": {name: numbers.of(number) for name, number in message.stores.items()},
+        "freezes": {
+            name: [[numbers.of_segment(number), columns] for number, columns in segments]
+            for name, segments in message.freezes.items()
+        },
+        "scheduled": _scheduled(output),
+        "evicted": workers.evictions[evicted:],
+        "most": message.most_pages,
+        "held": [workers.held(rank) for rank in range(len(simulation.setup.shapes))],
+        "ledger": [ledger.used, ledger.promised, ledger.held_pages],
+    }
+    return json.dumps({name: value for name, value in step.items() if value})
+
+
+def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
+    plan = admission.plan
+    segments = [[numbers.of(number), columns] for number, columns in admission.segments]
+    how = [admission.by_layer, admission.reserved_at, numbers.of(admission.prefix), segments]
+    return [admission.request_id, admission.epoch, plan.config.label, plan.evict_at, *how, admission.tokens]
+
+
+def _scheduled(output: SchedulerOutput) -> list[list[Any]]:
+    """Requests and their tokens, in the order of the batch; those beside a prompt by the request they are of."""
+    message = output.kv_connector_metadata
+    beside = {name: [request, "probe"] for name, request in message.probes.items()}
+    for request, repeat in message.repeats.items():
+        beside[repeat.row_name] = [request, "repeat", repeat.start, repeat.stop, repeat.is_last]
+    drafts = output.scheduled_spec_decode_tokens
+    return [
+        [*beside.get(name, [name]), count, len(drafts.get(name, ()))]
+        for name, count in output.num_scheduled_tokens.items()
+    ]
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The steps of all simulations meanwhile, as they come."""
+    lines: list[str] = []
+    numbers, step = Numbers(), Simulation.step
+
+    def recording(simulation: Simulation) -> SchedulerOutput:
+        assert simulation.workers is not None
+        evicted = len(simulation.workers.evictions)
+        output = step(simulation)
+        lines.append(line_of(simulation, output, numbers, evicted))
+        return output
+
+    with mock.patch.object(Simulation, "step", recording):
+        yield lines
+
+
+def run(mix: str, seed: int) -> list[str]:
+    """The lines of a load."""
+    make, play = MIXES[mix]
+    with recorded() as lines:
+        play(make(seed), seed)
+    return lines
+
+
+def everything(folder: Path, seeds: int = SEEDS) -> Record:
+    """All mixes, so many seeds of each."""
+    return {f"{mix} {seed}": run(mix, seed) for mix in MIXES for seed in range(seeds)}

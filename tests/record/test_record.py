@@ -1,0 +1,66 @@
+"""The record of behaviour: a sample of it holds, and each part sees a change."""
+
+import dataclasses
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.record import engines, scheduler
+from tests.record.__main__ import recorded
+from tests.record.lines import differences, digests
+from vllm_kvevict.engine.scheduler import admission
+from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
+from vllm_kvevict.policies import attention
+
+SEEDS = 2
+
+
+def found(part: str) -> dict[str, tuple[int, str]]:
+    return recorded(part)["runs"]
+
+
+def test_every_run_of_the_scheduler_is_recorded() -> None:
+    names = {f"{mix} {seed}" for mix in scheduler.MIXES for seed in range(scheduler.SEEDS)}
+    assert found("scheduler").keys() == names
+
+
+def test_every_scenario_of_engines_is_recorded() -> None:
+    assert found("engines").keys() == engines.SCENARIOS.keys()
+
+
+@pytest.mark.parametrize("mix", scheduler.MIXES)
+def test_the_scheduler_does_what_it_did(mix: str) -> None:
+    runs = {f"{mix} {seed}": scheduler.run(mix, seed) for seed in range(SEEDS)}
+    expected = {name: found("scheduler")[name] for name in runs}
+    assert differences(expected, digests(runs)) == []
+
+
+def is_as_before(mix: str, seeds: range) -> bool:
+    """Whether all these runs are as the record says."""
+    runs = {f"{mix} {seed}": scheduler.run(mix, seed) for seed in seeds}
+    return not differences({name: found("scheduler")[name] for name in runs}, digests(runs))
+
+
+def test_a_change_of_the_scheduler_is_seen() -> None:
+    """Each line changes one thing that the record is of: whom admission lets in, and which prefix goes first."""
+    with mock.patch.object(admission, "PATIENCE", 1):
+        assert not is_as_before("tight", range(8))
+    with mock.patch.object(PrefixCache, "find", lambda cache, key: cache._by_key.get(key)):
+        assert not is_as_before("salts", range(8))
+
+
+@pytest.mark.engine
+def test_a_change_of_what_engines_keep_is_seen(tmp_path: Path) -> None:
+    """On any processor: two runs are alike, and one that pools no scores is not."""
+    scenario = dataclasses.replace(engines.SCENARIOS["chunked"], asks=engines.every_policy(4)[:6])
+    first, again = engines.run(scenario, tmp_path), engines.run(scenario, tmp_path)
+    assert first == again
+    with mock.patch.object(attention, "pool", lambda scores, *_, **__: scores):
+        assert engines.run(scenario, tmp_path) != first
+
+
+def test_what_is_not_as_it_was_is_named() -> None:
+    before, now = {"a": (3, "x"), "b": (2, "y")}, {"a": (3, "x"), "c": (1, "z")}
+    assert differences(before, now) == ["b was not run", "c is not in the record"]
+    assert differences({"a": (3, "x")}, {"a": (4, "z")}) == ["a differs: 3 lines before, 4 now"]
