@@ -86,7 +86,7 @@ def make_ledger(
         else:
             seconds += _read(ledger, request, choose)
         request.num_computed_tokens = PROMPT
-    ledger.admitted.clear()
+    ledger.next_message({})
     _leave_no_room(ledger, plenty, longest)
     return ledger, statistics.median(seconds)
 
@@ -94,7 +94,7 @@ def make_ledger(
 def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[float]:
     """Let a request read its prefix and every rank report what it keeps; the seconds of each report."""
     assert ledger.allocate_slots(request, PROMPT) is not None
-    ledger.admitted.clear()
+    ledger.next_message({})
     seconds = []
     for rank, capacity in enumerate(ledger.capacities):
         residues, pages = [0] * PAGE, 0

@@ -30,10 +30,10 @@ from vllm_kvevict.schedules.reports import (
     Claim,
     Cut,
     CutQuestion,
+    ExtraTokens,
     LayerBudgets,
     LayerWeights,
     RankTally,
-    Repeat,
     Report,
 )
 
@@ -274,9 +274,7 @@ class Workers:
             What every rank reports of it.
         """
         message = output.kv_connector_metadata
-        probes = message.probes
-        repeats = {repeat.row_name: (name, repeat) for name, repeat in message.repeats.items()}
-        assert len(probes) + len(repeats) <= 1, "a step has room for one probe or one repeat"
+        extra: ExtraTokens | None = message.extra
         freezes = dict(message.freezes)
         for name in output.finished_req_ids:
             if name in self.live:
@@ -323,19 +321,11 @@ class Workers:
         # Pages that are held for a part of the step only.
         passing = [0] * len(self.ranks)
         for name, count in output.num_scheduled_tokens.items():
-            if name in probes:
-                resident = self.live[probes[name]]
-                assert resident.tokens in resident.plan.positions[:-1]
-                assert count == resident.plan.extra_tokens(resident.tokens) > 0
-                for rank, rows in enumerate(resident.kv_len):
-                    passing[rank] += self.pages(rows + count) - self.pages(rows)
-                continue
-            if name in repeats:
-                resident, repeat = self.live[repeats[name][0]], repeats[name][1]
-                self._repeat(resident, repeat, count)
-                for rank, pages in enumerate(self._repeat_pages(resident, repeat, count)):
+            if extra is not None and name == extra.name:
+                resident = self.live[extra.request_id]
+                for rank, pages in enumerate(self._pages_of_extra(resident, extra, count)):
                     passing[rank] += pages
-                if repeat.is_last:
+                if resident.plan.schedule.repeats_prompt and extra.stop == resident.plan.evict_at:
                     leaving.append(resident)
                 continue
             resident = self.live[name]
@@ -354,7 +344,8 @@ class Workers:
                 resident.waits = True
             elif resident.tokens == position:
                 leaving.append(resident)
-                assert (resident.plan.extra_tokens(position) > 0) == (name in probes.values())
+                is_probed = extra is not None and extra.request_id == name
+                assert (resident.plan.extra_tokens(position) > 0) == is_probed
             if resident.admission.by_layer:
                 assert (before, resident.tokens) == (0, position) == (0, resident.plan.evict_at)
                 resident.kept = self._choose(resident)
@@ -415,7 +406,7 @@ class Workers:
     def _check_adapters(self, output: SchedulerOutput) -> None:
         """A step computes no more adapters than there is room for."""
         message = output.kv_connector_metadata
-        rows = message.probes | {repeat.row_name: name for name, repeat in message.repeats.items()}
+        rows = {message.extra.name: message.extra.request_id} if message.extra else {}
         used = {self.belongs[rows.get(name, name)][1] for name in output.num_scheduled_tokens} - {0}
         assert len(used) <= self.setup.adapters, (
             f"a step uses adapters {used}, and may use {self.setup.adapters}"
@@ -480,23 +471,28 @@ class Workers:
         assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS), "it is too small"
         self.most_reserved = max(self.most_reserved, end)
 
-    def _repeat(self, resident: Resident, repeat: Repeat, count: int) -> None:
-        """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
-        n, config = resident.plan.evict_at, resident.plan.config
-        assert resident.waits and resident.tokens == n
-        assert repeat.start == resident.repeated and repeat.is_last == (repeat.stop == n)
-        assert repeat.stop - repeat.start <= count <= resident.plan.schedule.most_extra_rows(config.params)
-        assert n + count < self.setup.max_model_len
-        resident.repeated = repeat.stop
-        resident.waits = not repeat.is_last
-
-    def _repeat_pages(self, resident: Resident, repeat: Repeat, count: int) -> list[int]:
-        """Pages of each rank that a repeat of so many rows holds for the step."""
+    def _pages_of_extra(self, resident: Resident, extra: ExtraTokens, count: int) -> list[int]:
+        """Pages of each rank that so many extra tokens hold for the step: of a probe, or of a repeat."""
+        if not resident.plan.schedule.repeats_prompt:
+            assert resident.tokens in resident.plan.positions[:-1]
+            assert count == extra.stop - extra.start == resident.plan.extra_tokens(resident.tokens) > 0
+            return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
+        self._repeat(resident, extra, count)
         params = resident.plan.config.params
         if params["kvzip_sees"] == "all":
             return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
-        copies = min(params["sinks"], repeat.start) + repeat.stop - repeat.start
+        copies = min(params["sinks"], extra.start) + extra.stop - extra.start
         return [self.pages(np.full_like(rows, copies + count)) for rows in resident.kv_len]
+
+    def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
+        """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
+        n, config = resident.plan.evict_at, resident.plan.config
+        assert resident.waits and resident.tokens == n
+        assert chunk.start == resident.repeated < chunk.stop <= n
+        assert chunk.stop - chunk.start <= count <= resident.plan.schedule.most_extra_rows(config.params)
+        assert n + count < self.setup.max_model_len
+        resident.repeated = chunk.stop
+        resident.waits = chunk.stop < n
 
     def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:
         """What a rank says of an eviction that it cannot decide alone."""

@@ -10,6 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.worker.blocks import BlockPages
 
 BLOCKS, RESERVE = 20, 5
@@ -18,7 +19,8 @@ BLOCKS, RESERVE = 20, 5
 @given(st.lists(st.tuples(st.sampled_from(["grow", "shrink", "take", "give", "step"]), st.integers(0, 12))))
 def test_workers_know_which_blocks_are_pages(moves):
     pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=16)
-    shared = SharedBlocks(pool, RESERVE)
+    outbox = Outbox()
+    shared = SharedBlocks(pool, RESERVE, outbox)
     assert (shared.most, shared.beyond_reserve(shared.of_others)) == (BLOCKS - RESERVE, 0)
     others, known = [], set()
     for move, count in [*moves, ("step", 0)]:
@@ -35,7 +37,8 @@ def test_workers_know_which_blocks_are_pages(moves):
             pool.free_blocks(others[:count])
             others = others[count:]
         else:
-            new, lost = shared.take_changes()
+            message = outbox.take(None, None)
+            new, lost = message.new_blocks, message.lost_blocks
             assert known.isdisjoint(new) and known.issuperset(lost)
             known = (known | set(new)) - set(lost)
             assert known == {block.block_id for block in shared.as_pages}
@@ -49,7 +52,7 @@ def test_workers_know_which_blocks_are_pages(moves):
 
 def test_growing_takes_no_more_than_is_free():
     pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=16)
-    shared = SharedBlocks(pool, RESERVE)
+    shared = SharedBlocks(pool, RESERVE, Outbox())
     pool.get_new_blocks(15)
     with pytest.raises(ValueError):
         shared.grow(5)

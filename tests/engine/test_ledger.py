@@ -60,7 +60,7 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
     assert (ledger.used, ledger.promised) == ([4 * 4], [4 * 20 - 4 * 4])
     assert grow(ledger, request, 540)
     assert (ledger.used, ledger.promised) == ([4 * 20], [0])
-    assert list(ledger.admitted) == ["r"]
+    assert list(ledger.outbox.admitted) == ["r"]
 
 
 @pytest.mark.parametrize("policy", ["criticalkv", "defensivekv", "lava"])
@@ -181,7 +181,7 @@ def test_who_must_wait_leaves_no_trace() -> None:
     assert not grow(ledger, make_request("second", 640, 10), 100)
     assert (ledger.used, ledger.promised) == (used, promised)
     assert list(ledger.accounts) == ["first"]
-    assert list(ledger.admitted) == ["first"]
+    assert list(ledger.outbox.admitted) == ["first"]
 
 
 def test_free_returns_everything_and_withdraws_the_plan() -> None:
@@ -189,7 +189,7 @@ def test_free_returns_everything_and_withdraws_the_plan() -> None:
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 100)
     ledger.free(request)
-    assert (ledger.used, ledger.promised, ledger.accounts, ledger.admitted) == ([0], [0], {}, {})
+    assert (ledger.used, ledger.promised, ledger.accounts, ledger.outbox.admitted) == ([0], [0], {}, {})
     ledger.free(request)
     assert ledger.used == [0]
 
@@ -199,12 +199,12 @@ def test_a_request_keeps_its_plan_from_one_admission_to_the_next() -> None:
     request = make_request("r", 640, 10)
     plan = ledger.plan(request)
     assert grow(ledger, request, 100)
-    first = ledger.admitted["r"]
+    first = ledger.outbox.admitted["r"]
     assert (first.epoch, first.plan) == (1, plan)
     ledger.free(request)
     request.num_computed_tokens, request.num_preemptions = 0, 1
     assert grow(ledger, request, 100)
-    second = ledger.admitted["r"]
+    second = ledger.outbox.admitted["r"]
     assert second.epoch == 2 and second.plan is plan and plan.evict_at == 640
 
 

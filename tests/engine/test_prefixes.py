@@ -72,8 +72,7 @@ def check_exact(simulation: Simulation) -> None:
     workers, ledger = simulation.workers, simulation.ledger
     assert workers is not None
     # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
-    untold = ledger.prefixes.drops or ledger.segments.drops or ledger.segments.freezes
-    told = not untold and set(workers.live) <= set(ledger.accounts)
+    told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
     if told and not ledger.awaits_reports:
         assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.held_pages
     for prefix in ledger.prefixes.all_stored:
@@ -424,7 +423,7 @@ def test_nothing_is_dropped_for_a_request_that_has_to_wait_all_the_same() -> Non
         simulation.step()
         waits = len(simulation.scheduler.running) == 1
         waited += waits
-        assert not (waits and simulation.ledger.prefixes.drops), pages
+        assert not (waits and simulation.ledger.outbox.has_drops), pages
         assert not (waits and simulation.workers.dropped), pages
         finish(simulation)
         check_end(simulation)

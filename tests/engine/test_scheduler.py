@@ -80,7 +80,7 @@ def test_decisions_across_stages(first: int, monkeypatch) -> None:
         simulation = play(load, seed)
         check_end(load, simulation)
         assert max(simulation.preemptions.values()) <= 4
-        assert not simulation.ledger.answers
+        assert not simulation.ledger.outbox.answered
         rounds = max(rounds, simulation.workers.most_rounds)
     assert rounds >= 3
 
@@ -238,11 +238,11 @@ def test_a_request_that_leaves_while_it_is_decided_about(
         for _ in range(steps):
             simulation.step()
         ledger, evictions = simulation.ledger, simulation.workers.evictions
-        is_decided = not ledger.accounts["r2"].undecided and "r2" not in ledger.answers
+        is_decided = not ledger.accounts["r2"].undecided and "r2" not in ledger.outbox.answered
         leave(simulation, "r2", leaves)
         simulation.run(100)
         assert ("r2", 1, 2048) not in evictions or is_decided
-        assert not ledger.answers and not ledger.accounts and ledger.used == [0, 0]
+        assert not ledger.outbox.answered and not ledger.accounts and ledger.used == [0, 0]
         assert [tokens for _, _, tokens in evictions] == [2048] * len(evictions)
         if leaves == "preempted":
             assert simulation.outputs["r2"] == 16 and evictions[-1][1] == 2
@@ -445,9 +445,9 @@ def test_chunks_end_in_steps_of_their_own_with_a_probe(chunk: int, flight: dict[
     probes = []
     while simulation.scheduler.has_requests():
         output = simulation.step()
-        now = output.kv_connector_metadata.probes
-        assert len(now) <= 1 and output.total_num_scheduled_tokens <= chunk + 32
-        probes += now.values()
+        extra = output.kv_connector_metadata.extra
+        assert output.total_num_scheduled_tokens <= chunk + 32
+        probes += [extra.request_id] if extra else []
     while simulation.in_flight:
         simulation.deliver()
     assert sorted(probes) == sorted(3 * [f"r{index}" for index in range(6)])
@@ -512,10 +512,10 @@ def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
     repeated: dict[str, list[tuple[int, int]]] = {}
     while simulation.scheduler.has_requests():
         output = simulation.step()
-        repeats = output.kv_connector_metadata.repeats
-        assert len(repeats) <= 1 and output.total_num_scheduled_tokens <= 300 + 128 + 8
-        for name, repeat in repeats.items():
-            repeated.setdefault(name, []).append((repeat.start, repeat.stop))
+        extra = output.kv_connector_metadata.extra
+        assert output.total_num_scheduled_tokens <= 300 + 128 + 8
+        if extra:
+            repeated.setdefault(extra.request_id, []).append((extra.start, extra.stop))
     while simulation.in_flight:
         simulation.deliver()
     assert repeated == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
@@ -531,8 +531,8 @@ def test_chunks_shrink_where_a_request_has_no_room_for_more() -> None:
     simulation.add(make_request("r", 2304 - 128 - 1 - 100, 4))
     sizes = []
     while simulation.scheduler.has_requests():
-        repeats = simulation.step().kv_connector_metadata.repeats
-        sizes += [repeat.stop - repeat.start for repeat in repeats.values()]
+        extra = simulation.step().kv_connector_metadata.extra
+        sizes += [extra.stop - extra.start] if extra else []
     assert set(sizes[:-1]) == {100} and sum(sizes) == 2075
     assert simulation.outputs == {"r": 4}
 
@@ -558,11 +558,11 @@ def test_nothing_is_repeated_while_all_are_paused() -> None:
     simulation = Simulation(repeating())
     simulation.add(make_request("r", 500, 8))
     simulation.step()
-    assert simulation.step().kv_connector_metadata.repeats
+    assert simulation.step().kv_connector_metadata.extra
     simulation.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(3):
         output = simulation.step()
-        assert not output.kv_connector_metadata.repeats and not output.total_num_scheduled_tokens
+        assert not output.kv_connector_metadata.extra and not output.total_num_scheduled_tokens
     simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
     simulation.run(60)
     assert simulation.workers.evictions == [("r", 1, 500)] and simulation.outputs == {"r": 8}
@@ -577,8 +577,8 @@ def test_probes_and_repeats_take_turns() -> None:
         simulation.add(make_request(f"r{index}", 1500, 4, {"kv_eviction": "kvzip"}))
     kinds = ""
     while simulation.scheduler.has_requests():
-        message = simulation.step().kv_connector_metadata
-        kinds += "p" * len(message.probes) + "r" * len(message.repeats)
+        extra = simulation.step().kv_connector_metadata.extra
+        kinds += extra.request_id[0] if extra else ""
     assert kinds.count("p") == 4 * 5 and kinds.count("r") == 4 * 3
     first, last = kinds.index("r"), kinds.rindex("r")
     assert "pp" not in kinds[first:last] and "rr" not in kinds[first:last]

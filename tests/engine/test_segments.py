@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache, keys_of
 
 UNIT = 4
@@ -12,7 +13,7 @@ UNIT = 4
 
 
 def make(longest: int = 2, most: int = 100) -> SegmentCache:
-    return SegmentCache(UNIT, longest * UNIT, most, itertools.count(1).__next__)
+    return SegmentCache(UNIT, longest * UNIT, most, itertools.count(1).__next__, Outbox())
 
 
 def keys(prompt: str):
@@ -25,7 +26,7 @@ def store(cache: SegmentCache, prompt: str, name: str = "a", users: int = 0) -> 
     found = cache.find(keys(prompt), len(prompt))
     parent, start = found or (None, 0)
     last = cache.store(name, parent, keys(prompt), start, len(prompt) * UNIT, users, 0)
-    cache.freezes.clear()
+    cache.outbox.take_back(name)
     cache.new_step_starts()
     return last
 
@@ -84,7 +85,7 @@ def test_the_least_recently_used_goes_first_and_none_before_its_followers():
         gone.append([found(cache, "ab"), found(cache, "xy")])
     # To ask counts as to use: whoever was asked last stays.
     assert gone[0] == [2, 1] and gone[-1] == [0, 0] and not cache.columns
-    assert len(cache.drops) == 4
+    assert len(cache.outbox.take(None, None).drops) == 4
 
 
 def test_what_is_used_and_what_will_be_is_not_dropped():
@@ -128,10 +129,10 @@ def test_what_will_not_be_made_is_taken_back():
     store(cache, "ab")
     parent, _ = cache.find(keys("ab"), 2)
     cache.store("b", parent, keys("abcdef"), 2 * UNIT, 6 * UNIT, 1, 1)
-    undone = cache.cancel("b")
-    assert [x.columns for x in undone] == [2 * UNIT] * 2 and undone[0].parent is parent
+    untold = cache.outbox.take_back("b")
+    assert len(untold.segments) == 2 and cache.cancel(untold.segments) is parent
     check(cache)
-    assert cache.cancel("b") == [] and not cache.drops
+    assert cache.outbox.is_empty
 
 
 def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
@@ -145,7 +146,7 @@ def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
     # What follows it could be found, and it could not.
     assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT, 0, 0) is used
     cache.give_back(used, lasting=False)
-    assert not len(cache) and sorted(cache.drops) == [1, 2, 3]
+    assert not len(cache) and sorted(cache.outbox.take(None, None).drops) == [1, 2, 3]
     check(cache)
 
 

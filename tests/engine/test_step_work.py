@@ -15,6 +15,7 @@ from tests.engine.servers import Setup, make_request
 from tests.engine.simulation import Simulation
 from tests.engine.test_prefixes import document
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.segments import SegmentCache
 
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
@@ -150,7 +151,7 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
 
 def test_twice_the_segments_are_dropped_with_twice_the_work():
     def work(count: int) -> int:
-        cache = SegmentCache(1, 4, count, iter(range(1, count + 1)).__next__)
+        cache = SegmentCache(1, 4, count, iter(range(1, count + 1)).__next__, Outbox())
         for prompt in range(count // 4):  # a chain of three segments, and one by itself that is used later
             for name, units in ((f"long{prompt}", 12), (f"short{prompt}", 4)):
                 cache.store(name, None, lambda count, name=name: (name, count), 0, units, users=0, lasting=0)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from tests.engine import hostile_loads, loads
 from tests.engine.loads import Load
 from tests.engine.simulation import Simulation
 from tests.engine.test_scheduler import with_room_for_repeats
-from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.plan import Admission, Plan
 
 SEEDS = 16
 TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
@@ -123,7 +123,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
             name: [[numbers.of_segment(number), columns] for number, columns in segments]
             for name, segments in message.freezes.items()
         },
-        "scheduled": _scheduled(output),
+        "scheduled": _scheduled(output, {name: resident.plan for name, resident in workers.live.items()}),
         "evicted": workers.evictions[evicted:],
         "most": message.most_pages,
         "held": [workers.held(rank) for rank in range(len(simulation.setup.shapes))],
@@ -139,12 +139,13 @@ def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
     return [admission.request_id, admission.epoch, plan.config.label, plan.evict_at, *how, admission.tokens]
 
 
-def _scheduled(output: SchedulerOutput) -> list[list[Any]]:
+def _scheduled(output: SchedulerOutput, plans: Mapping[str, Plan]) -> list[list[Any]]:
     """Requests and their tokens, in the order of the batch; those beside a prompt by the request they are of."""
-    message = output.kv_connector_metadata
-    beside = {name: [request, "probe"] for name, request in message.probes.items()}
-    for request, repeat in message.repeats.items():
-        beside[repeat.row_name] = [request, "repeat", repeat.start, repeat.stop, repeat.is_last]
+    extra, beside = output.kv_connector_metadata.extra, {}
+    if extra is not None:
+        plan = plans[extra.request_id]
+        chunk = ["repeat", extra.start, extra.stop, extra.stop == plan.evict_at]
+        beside[extra.name] = [extra.request_id, *(chunk if plan.schedule.repeats_prompt else ["probe"])]
     drafts = output.scheduled_spec_decode_tokens
     return [
         [*beside.get(name, [name]), count, len(drafts.get(name, ()))]

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import Answer, Claim, Repeat, Report
+from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens, Report
 
 
 @dataclass
@@ -45,9 +45,7 @@ class StepMessage(KVConnectorMetadata):
             taken its pages, or before it ends if it has finished.
         new_blocks, lost_blocks: of vLLM's blocks, those that become pages before it, and those that stop to be.
         drops: numbers of the cached prefixes and segments that are dropped before it.
-        probes: of the rows in the batch that are a request's probe, the name that vLLM knows them by, and the
-            request.
-        repeats: of the step, by the id of the request whose prompt is repeated.
+        extra: tokens that it computes besides, None for none.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
     """
 
@@ -58,8 +56,7 @@ class StepMessage(KVConnectorMetadata):
     drops: list[int] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
     lost_blocks: list[int] = field(default_factory=list)
-    probes: dict[str, str] = field(default_factory=dict)
-    repeats: dict[str, Repeat] = field(default_factory=dict)
+    extra: ExtraTokens | None = None
     most_pages: dict[int, int] | None = None
 
 

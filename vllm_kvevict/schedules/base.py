@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_kvevict.policies import EvictionConfig, most_candidates
 from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
-from vllm_kvevict.schedules.reports import Answer, Claim, Repeat
+from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens
 
 MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
@@ -226,13 +226,13 @@ class Schedule(ABC):
             window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
         """
 
-    def begin_repeat(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> int:
-        """Make ready for a step that repeats a chunk of a request's prompt.
+    def begin_extra(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> int:
+        """Make ready for a step that computes extra tokens of a request.
 
         Returns:
-            The request slot which the step's rows join.
+            The request slot which they join.
         """
-        raise NotImplementedError(f"{type(self).__name__} repeats no prompt")
+        return resident.request_slot
 
     def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
         """Go on with a request's eviction once its arbiter has answered.

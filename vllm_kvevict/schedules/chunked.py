@@ -77,7 +77,7 @@ class Chunked(Schedule):
         leader = take.warmup_layers(config, evictor.num_model_layers) - 1
         if index < leader or not rows.evicts:
             return
-        now = step.query[rows.probe] if rows.probe else window
+        now = step.query[rows.extra.rows] if rows.extra else window
         assert now is not None
         # A chunk's own last tokens are others in each chunk.
         before = resident.probe.get(step.layer) if self.probe(config, n) else None

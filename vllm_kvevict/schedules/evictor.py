@@ -25,7 +25,7 @@ from vllm_kvevict.policies import (
 from vllm_kvevict.policies.attention import add_column_sums
 from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.policies.tiles import add_query_moments, add_tile_sums
-from vllm_kvevict.schedules.reports import Answer, Claim, LayerWeights, RankTally, Repeat, Report
+from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens, LayerWeights, RankTally, Report
 from vllm_kvevict.schedules.sums import SUMMED_AS_READ, PromptSums
 
 if TYPE_CHECKING:
@@ -78,17 +78,29 @@ class ResidentRequest:
         return self.admission.by_layer and not self.tokens
 
 
+@dataclass(frozen=True)
+class ExtraRows:
+    """Extra tokens of a request, and their rows in the batch."""
+
+    tokens: ExtraTokens
+    rows: slice
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.rows.stop - self.rows.start
+
+
 @dataclass
 class QueryRows:
     """Rows of a request that is not evicted yet, in a step.
 
     Attributes:
-        rows: its rows in the batch.
+        rows: its rows in the batch, none while its prompt is repeated.
         target: where the last of them, which belong to the window, go in :attr:`ResidentRequest.window`.
         window: how many rows the window has.
         evicts: whether the step ends at an eviction position, or with the last repeat.
-        probe: rows in the batch of the request's probe, which come with the end of a chunk that is not the last.
-        repeat: what the rows repeat, if they are none of the prompt's own.
+        extra: what the step computes besides: a probe with the end of a chunk that is not the last, or a repeat.
     """
 
     resident: ResidentRequest
@@ -96,12 +108,11 @@ class QueryRows:
     target: slice
     window: int
     evicts: bool
-    probe: slice | None
-    repeat: Repeat | None = None
+    extra: ExtraRows | None
 
     @property
     def count(self) -> int:
-        """How many there are, without the probe's."""
+        """How many there are, without the extra ones."""
         return self.rows.stop - self.rows.start
 
     @property
@@ -127,11 +138,11 @@ class LayerStep:
     softcap: float
 
 
-def query_rows(resident: ResidentRequest, rows: slice, probe: slice | None) -> QueryRows | None:
+def query_rows(resident: ResidentRequest, rows: slice, extra: ExtraRows | None) -> QueryRows | None:
     """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``resident.tokens``.
 
     Args:
-        rows, probe: of the batch.
+        rows: of the batch.
     """
     before, resident.tokens = resident.tokens, resident.tokens + rows.stop - rows.start
     position = resident.plan.next_eviction(before)
@@ -142,16 +153,13 @@ def query_rows(resident: ResidentRequest, rows: slice, probe: slice | None) -> Q
     first = window.start
     target = slice(max(before, first) - first, max(resident.tokens, first) - first)
     evicts = resident.tokens == position and not resident.plan.schedule.repeats_prompt
-    return QueryRows(resident, rows, target, window.stop - first, evicts, probe)
+    return QueryRows(resident, rows, target, window.stop - first, evicts, extra)
 
 
-def repeat_rows(resident: ResidentRequest, rows: slice, repeat: Repeat) -> QueryRows:
-    """What a step's rows that repeat a chunk of a request's prompt mean for its eviction.
-
-    Args:
-        rows: of the batch.
-    """
-    return QueryRows(resident, rows, slice(0, 0), 0, repeat.is_last, None, repeat)
+def repeat_rows(resident: ResidentRequest, extra: ExtraRows) -> QueryRows:
+    """What a step that repeats a chunk of a request's prompt means for its eviction."""
+    is_last = extra.tokens.stop == resident.plan.evict_at
+    return QueryRows(resident, slice(0, 0), slice(0, 0), 0, is_last, extra)
 
 
 class Observer(Protocol):

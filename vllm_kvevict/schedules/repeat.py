@@ -19,9 +19,9 @@ from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.cuts import Question
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.evictor import Evictor, ExtraRows, LayerStep, QueryRows, ResidentRequest
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
-from vllm_kvevict.schedules.reports import Repeat
+from vllm_kvevict.schedules.reports import ExtraTokens
 from vllm_kvevict.schedules.shared import ByScore
 from vllm_kvevict.schedules.sums import REPEATED
 
@@ -59,16 +59,16 @@ class ByRepeat(ByScore):
     def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         return rank.rows * pages_for(n + self.extra_entries(config, n, page_size), page_size)
 
-    def begin_repeat(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> int:
+    def begin_extra(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> int:
         if resident.plan.config.params["kvzip_sees"] == "all":
             return resident.request_slot
-        return evictor.open_scratch(resident, self._seen(evictor, resident, repeat))
+        return evictor.open_scratch(resident, self._seen(evictor, resident, extra))
 
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        if rows.repeat is None:
+        if rows.extra is None:
             return
         resident, last = rows.resident, evictor.is_last(step.layer)
-        self._note(evictor, step, rows, rows.repeat)
+        self._note(evictor, step, resident, rows.extra)
         if rows.evicts:
             asked = resident.window
             evictor.score(step, rows, None if asked is None else asked[step.layer])
@@ -80,27 +80,27 @@ class ByRepeat(ByScore):
         elif rows.evicts:
             evictor.send_tally(resident, Question())
 
-    def _seen(self, evictor: Evictor, resident: ResidentRequest, repeat: Repeat) -> Tensor:
-        """The tokens over which a chunk's scores are taken, beside the repeat's rows: int64, ascending."""
-        sinks = min(resident.plan.config.params["sinks"], repeat.start)
+    def _seen(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> Tensor:
+        """The tokens over which a chunk's scores are taken, beside the repeat's own: int64, ascending."""
+        sinks = min(resident.plan.config.params["sinks"], extra.start)
         first = torch.arange(sinks, device=evictor.cache.device)
-        chunk = torch.arange(repeat.start, repeat.stop, device=evictor.cache.device)
+        chunk = torch.arange(extra.start, extra.stop, device=evictor.cache.device)
         return torch.cat((first, chunk))
 
-    def _note(self, evictor: Evictor, step: LayerStep, rows: QueryRows, repeat: Repeat) -> None:
+    def _note(self, evictor: Evictor, step: LayerStep, resident: ResidentRequest, extra: ExtraRows) -> None:
         """Note what the chunk's tokens received in a layer."""
-        resident, n = rows.resident, rows.resident.plan.evict_at
+        n, chunk = resident.plan.evict_at, extra.tokens
         assert n is not None
-        seen, cache = self._seen(evictor, resident, repeat), evictor.cache
+        seen, cache = self._seen(evictor, resident, chunk), evictor.cache
         if resident.scratch is None:
-            entries = torch.cat((seen, torch.arange(n, n + rows.count, device=cache.device)))
+            entries = torch.cat((seen, torch.arange(n, n + extra.count, device=cache.device)))
             keys = cache.read_keys_at(resident.request_slot, step.layer, entries)
         else:
-            keys = cache.read_keys(resident.scratch, step.layer, len(seen) + rows.count)
-        chunk = slice(len(seen) - (repeat.stop - repeat.start), len(seen))
-        query = step.query[rows.rows].transpose(0, 1)
-        most = repeat_attention(query, keys, chunk, step.scale, step.softcap)
-        evictor.sums_of(resident, query).of(step.layer)[REPEATED][:, repeat.start : repeat.stop] = most
+            keys = cache.read_keys(resident.scratch, step.layer, len(seen) + extra.count)
+        places = slice(len(seen) - (chunk.stop - chunk.start), len(seen))
+        query = step.query[extra.rows].transpose(0, 1)
+        most = repeat_attention(query, keys, places, step.scale, step.softcap)
+        evictor.sums_of(resident, query).of(step.layer)[REPEATED][:, chunk.start : chunk.stop] = most
 
 
 def _chunk_size(config: EvictionConfig, n: int, longest: int) -> int:

@@ -9,19 +9,19 @@ from vllm_kvevict.policies.cuts import Question, Tally
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """What a step repeats of a request's prompt.
+class ExtraTokens:
+    """Tokens that a step computes for a request beside those that it reads, only to choose by them.
 
     Attributes:
-        row_name: the name that its rows have in the step's batch.
-        start, stop: the chunk, in tokens of the prompt.
-        is_last: whether the eviction is decided by it and those before.
+        name: by which vLLM knows them in the step's batch.
+        request_id: of the request.
+        start, stop: the tokens of the prompt that they are, or that the model repeats with them.
     """
 
-    row_name: str
+    name: str
+    request_id: str
     start: int
     stop: int
-    is_last: bool
 
 
 @dataclass(frozen=True)

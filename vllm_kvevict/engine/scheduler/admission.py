@@ -49,6 +49,7 @@ class Account:
         unreported: ranks whose report of a dispatched eviction is still to come.
         undecided: whether it is still to be decided, over all stages, what it keeps.
         to_repeat: chunks of the prompt that steps must repeat before it is evicted, (start, stop) each.
+        waits_for_stages: whether pipeline stages decide together what it keeps.
         arbiter: by which that is decided, once the ranks have claimed something.
         in_one_step: whether its first step reads all up to its eviction.
         reserved_at: where its place in the reserve begins; None if it needs none.
@@ -81,6 +82,7 @@ class Account:
     unreported: set[int] = field(default_factory=set)
     undecided: bool = False
     to_repeat: list[tuple[int, int]] = field(default_factory=list)
+    waits_for_stages: bool = False
     arbiter: Arbiter | None = None
     in_one_step: bool = False
     reserved_at: int | None = None
@@ -152,6 +154,12 @@ class Account:
         """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""
         n = self.plan.evict_at
         return n is not None and self.counts[0].tokens < n <= tokens
+
+    def take_chunk(self) -> tuple[int, int]:
+        """The next chunk of its prompt, which the step that is being scheduled repeats."""
+        chunk = self.to_repeat.pop(0)
+        self.undecided = bool(self.to_repeat) or self.waits_for_stages
+        return chunk
 
     def need_at(self, tokens: int) -> Need:
         """What the request takes during a step that ends at ``tokens`` tokens."""
@@ -225,6 +233,7 @@ class AdmissionControl:
             promise=[0] * len(ranks),
             lent=[0] * len(ranks),
             in_one_step=first_step == plan.evict_at,
+            waits_for_stages=plan.schedule.decides_across_stages(self.bounds.num_stages),
         )
 
     def open_with(

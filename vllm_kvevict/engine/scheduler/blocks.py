@@ -1,7 +1,8 @@
 """Blocks of vLLM's that become pages and back, where a model has layers of other kinds beside evicted ones."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -17,20 +18,17 @@ class SharedBlocks:
     Args:
         pool: vLLM's blocks, which other layers take from, too.
         reserve: blocks that are never made pages.
+        outbox: where the workers are told of blocks that change hands.
 
     Attributes:
         reserve: see above.
         as_pages: the blocks that are pages now.
-        added, removed: of these, the ones that changed hands since the last step; drained into the message to the
-            workers.
     """
 
-    def __init__(self, pool: "BlockPool", reserve: int):
-        self._pool = pool
+    def __init__(self, pool: "BlockPool", reserve: int, outbox: Outbox):
+        self._pool, self.outbox = pool, outbox
         self.reserve = reserve
         self.as_pages: list[KVCacheBlock] = []
-        self.added: dict[int, None] = {}
-        self.removed: dict[int, None] = {}
 
     @property
     def most(self) -> int:
@@ -53,27 +51,12 @@ class SharedBlocks:
             return
         blocks = self._pool.get_new_blocks(missing)
         self.as_pages += blocks
-        _move([block.block_id for block in blocks], self.removed, self.added)
+        self.outbox.blocks_become_pages(block.block_id for block in blocks)
 
     def shrink(self, count: int) -> bool:
         """Give other layers blocks, until at most ``count`` are pages; whether that changed anything."""
         count = max(count, 0)
         given, self.as_pages = self.as_pages[count:], self.as_pages[:count]
-        _move([block.block_id for block in given], self.added, self.removed)
+        self.outbox.blocks_are_lost(block.block_id for block in given)
         self._pool.free_blocks(given)
         return bool(given)
-
-    def take_changes(self) -> tuple[list[int], list[int]]:
-        """Ids of the blocks that were added and removed since the last call."""
-        changes = list(self.added), list(self.removed)
-        self.added, self.removed = {}, {}
-        return changes
-
-
-def _move(ids: Sequence[int], undone: dict[int, None], done: dict[int, None]) -> None:
-    """Note that blocks changed hands; what comes back within a step has not."""
-    for block in ids:
-        if block in undone:
-            del undone[block]
-        else:
-            done[block] = None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvevict.engine.scheduler.admission import Account
+from vllm_kvevict.engine.scheduler.outbox import TakenBack
 from vllm_kvevict.engine.scheduler.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
@@ -60,7 +61,7 @@ class CompressedPrefixes(LedgerState):
         while not self._can_store(copies):
             if not self.prefixes.is_full and self.segments.drop_oldest():
                 continue
-            unused = next(self.prefixes.droppable(set(self.admitted)), None)
+            unused = next(self.prefixes.droppable(self.outbox.admitted), None)
             if unused is None or unused.is_borrowed:
                 logger.debug(
                     "KV eviction: the prefix of request %s is not cached, because it does not fit the pool",
@@ -90,16 +91,20 @@ class CompressedPrefixes(LedgerState):
             account.lent, account.prefix = [0] * len(self.ranks), None
             self.hold(account, (held, account.promise))
 
-    def leave_prefix(self, name: str, account: Account) -> None:
-        """Part an account that ends from the prefix that it borrows, or reads for others."""
+    def leave_prefix(self, name: str, account: Account, untold: TakenBack) -> None:
+        """Part an account that ends from the prefix that it borrows, or reads for others.
+
+        Args:
+            untold: what the workers were not told of it.
+        """
         if account.prefix is not None:
             self.prefixes.give_back(account.prefix, name)
             self.drop_forgotten()
         prefix = self.prefixes.produced_by((name, account.epoch))
         if prefix is None:
             return
-        is_dispatched = prefix.is_storing and name not in self.prefixes.stores
-        if not is_dispatched or account.undecided or name in self.answers:
+        is_dispatched = prefix.is_storing and not untold.is_store
+        if not is_dispatched or account.undecided or untold.is_answer:
             self.prefixes.cancel(prefix)
             return
         # Until its step is done the request has the pages; then the prefix does.
@@ -118,5 +123,5 @@ class CompressedPrefixes(LedgerState):
 
     def drop_forgotten(self) -> None:
         """Drop prefixes that no further request may begin with, as soon as they can be."""
-        for prefix in list(self.prefixes.droppable(set(self.admitted), forgotten=True)):
+        for prefix in list(self.prefixes.droppable(self.outbox.admitted, forgotten=True)):
             self.drop_prefix(prefix)

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.messages import Claim, Handshake, Report, StepMessage, WorkerMessages
+from vllm_kvevict.engine.messages import Claim, Handshake, Report, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -68,37 +68,6 @@ class SchedulerEnd:
             f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
             f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
         )
-
-    def next_step(self) -> StepMessage:
-        """What the workers must know before the step that was just scheduled."""
-        admissions, self.ledger.admitted = self.ledger.admitted, {}
-        answers, self.ledger.answers = self.ledger.answers, {}
-        prefixes = self.ledger.prefixes
-        stores, prefixes.stores = prefixes.stores, {}
-        drops, prefixes.drops = prefixes.drops + self.ledger.segments.drops, []
-        self.ledger.segments.drops = []
-        most_pages = (
-            dict(zip(self.ledger.ranks, self.ledger.held_pages, strict=True)) if self.options.check else None
-        )
-        new_blocks, lost_blocks = self.ledger.take_block_changes()
-        return StepMessage(
-            list(admissions.values()),
-            answers,
-            stores,
-            self._take_freezes(),
-            drops,
-            new_blocks,
-            lost_blocks,
-            most_pages=most_pages,
-        )
-
-    def _take_freezes(self) -> dict[str, list[tuple[int, int]]]:
-        """Number and columns of the segments that the workers make in the step, by request."""
-        segments = self.ledger.segments
-        freezes, segments.freezes = segments.freezes, {}
-        return {
-            name: [(segment.number, segment.columns) for segment in made] for name, made in freezes.items()
-        }
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""

@@ -19,12 +19,14 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.messages import Answer, Claim, Holdings, Report
+from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.extra_tokens import Turn
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
 from vllm_kvevict.engine.scheduler.queue_head import QueueHead
 from vllm_kvevict.engine.scheduler.reserve import Reserve
@@ -33,7 +35,6 @@ from vllm_kvevict.engine.scheduler.uncompressed import UncompressedPrefixes
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
 from vllm_kvevict.schedules.bounds import last_that
 from vllm_kvevict.schedules.plan import Admission, Plan
-from vllm_kvevict.schedules.reports import Repeat
 from vllm_kvevict.schedules.sums import HeadDims
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         evicted (0 where all are), the tokens that a waiting request computes at least in its first step, and the LoRA
         adapters that a step may use at most."""
         super().__init__(*args, **kwargs)
-        self.blocks = SharedBlocks(self.block_pool, blocks_kept) if blocks_kept else None
+        self.outbox = Outbox()
+        self.blocks = SharedBlocks(self.block_pool, blocks_kept, self.outbox) if blocks_kept else None
         self.options = options
         self.control = control
         self.prefix_key = prefix_key
@@ -89,6 +91,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.promised: list[int] = []
         self.accounts: dict[str, Account] = {}
         self.requests: dict[str, Request] = {}
+        self.turn = Turn(self.accounts, self.requests)
         self.kept: dict[str, list[PageCount]] = {}
         """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
         self.limited: dict[str, tuple[Request, int]] = {}
@@ -114,10 +117,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
         """The same by waiting request, of the last step that asked."""
-        self.admitted: dict[str, Admission] = {}
-        """This step's admissions, drained into the message to the workers."""
-        self.answers: dict[str, Answer] = {}
-        """To claims of earlier steps, drained likewise."""
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request. Learning the same again changes nothing.
@@ -145,11 +144,11 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Begin with nothing cached."""
         numbers = itertools.count(1)
         most = min((rank.most_prefixes for rank in ranks), default=0)
-        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__)
+        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__, self.outbox)
         unit = self.unit // self.options.page_size
         part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
         longest = unit * max(1, -(-part // unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__)
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__, self.outbox)
 
     # Admission and growth.
 
@@ -254,15 +253,17 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if self.queue_head is not None:
             self.queue_head.remove(name)
         prefix = account.prefix
-        self.admitted[name] = Admission(
-            name,
-            account.epoch,
-            account.plan,
-            account.by_layer,
-            account.reserved_at,
-            None if prefix is None else prefix.number,
-            account.segment.parts(self.columns_of(account)) if account.segment else (),
-            account.tokens if account.segment else 0,
+        self.outbox.admit(
+            Admission(
+                name,
+                account.epoch,
+                account.plan,
+                account.by_layer,
+                account.reserved_at,
+                None if prefix is None else prefix.number,
+                account.segment.parts(self.columns_of(account)) if account.segment else (),
+                account.tokens if account.segment else 0,
+            )
         )
         if account.reserved_at is not None:
             self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
@@ -280,7 +281,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         account.unreported = set(range(len(self.ranks)))
         config, schedule = account.plan.config, account.plan.schedule
         account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
-        account.undecided = bool(account.to_repeat) or schedule.decides_across_stages(self.bounds.num_stages)
+        account.undecided = bool(account.to_repeat) or account.waits_for_stages
         if account.bounded:
             account.counts = self._bounds_until_reported(account, tokens)
 
@@ -296,25 +297,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             residues[0 if account.copies is None else 1 % len(residues)] = capacity.rows
             counts.append(PageCount.from_residues(held + lent, tokens, residues))
         return counts
-
-    def next_repeat(self) -> str | None:
-        """The request whose prompt a step may go on to repeat: of the most urgent ones the first to be admitted."""
-        reading_again = [name for name, account in self.accounts.items() if account.to_repeat]
-        return min(reading_again, key=lambda name: self.requests[name].priority, default=None)
-
-    def may_repeat(self, request_id: str) -> bool:
-        """Whether a step may go on to repeat a request's prompt: not once it is gone or preempted."""
-        account = self.accounts.get(request_id)
-        return account is not None and bool(account.to_repeat)
-
-    def take_repeat(self, request_id: str) -> Repeat:
-        """The next chunk of a request's prompt, which the step that is being scheduled repeats."""
-        account = self.accounts[request_id]
-        start, stop = account.to_repeat.pop(0)
-        if not account.to_repeat:
-            account.undecided = account.plan.schedule.decides_across_stages(self.bounds.num_stages)
-        name = f"{request_id}-repeat-{account.epoch}-{start}"
-        return Repeat(name, start, stop, not account.to_repeat)
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -419,7 +401,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
         """The cached prefix that goes next to make room, but for one; it frees something."""
-        for prefix in self.prefixes.droppable(set(self.admitted)):
+        for prefix in self.prefixes.droppable(self.outbox.admitted):
             if prefix.is_borrowed and not even_borrowed:
                 return None  # those that nobody borrows came before
             if prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
@@ -428,7 +410,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
         """Pages of each rank that cached prefixes and segments would free, apart from one."""
-        pages = self.prefixes.droppable_pages(set(self.admitted), untouchable)
+        pages = self.prefixes.droppable_pages(self.outbox.admitted, untouchable)
         return self.with_segments(pages, self.segments.droppable(kept))
 
     def _columns_for(self, pages: Sequence[int]) -> int:
@@ -559,7 +541,16 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             request.max_tokens = max_tokens
         self.limited.clear()
 
-    # What the workers say.
+    # What the workers are told, and say.
+
+    def next_message(self, scheduled: Mapping[str, int]) -> StepMessage:
+        """What the workers must know before the step that was scheduled.
+
+        Args:
+            scheduled: its tokens by request.
+        """
+        most_pages = dict(zip(self.ranks, self.held_pages, strict=True)) if self.options.check else None
+        return self.outbox.take(self.turn.end_step(scheduled), most_pages)
 
     def on_report(self, rank: int, request_id: str, report: Report) -> None:
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
@@ -601,7 +592,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             config, n = account.plan.config, account.plan.evict_at
             assert n is not None
             account.arbiter = account.plan.schedule.arbiter(config, n, self.capacities[0])
-        self.answers[request_id] = account.arbiter.on_claims(account.epoch, claims)
+        self.outbox.answer(request_id, account.arbiter.on_claims(account.epoch, claims))
         account.undecided = not account.arbiter.is_done
 
     def must_wait(self, request_id: str) -> bool:
@@ -703,16 +694,15 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._awaited_by.pop(name, None)
         if self.requests.pop(name, None) is not None:
             self.adapters.give_back(request)
+        untold = self.outbox.take_back(name)
         account = self.accounts.pop(name, None)
         if account is not None:
-            self.leave_prefix(name, account)
-            self.part_from_segments(request, account)
-        self.answers.pop(name, None)
+            self.leave_prefix(name, account, untold)
+            self.part_from_segments(request, account, untold)
         self.reserve.give_back(name)
         if account is not None:
             nothing = [0] * len(self.ranks)
             self.hold(account, (nothing, nothing))
-            self.admitted.pop(name, None)
 
     def pop_blocks_for_free(self, request: "Request") -> list:
         self._forget(request)

@@ -139,10 +139,6 @@ class OtherLayers(LedgerState, KVCacheManager):
             prefill_end=tokens,
         )
 
-    def take_block_changes(self) -> tuple[list[int], list[int]]:
-        """Blocks that became pages since the last step, and those that are pages no longer."""
-        return ([], []) if self.blocks is None else self.blocks.take_changes()
-
     def take_new_block_ids(self) -> list[int]:
         return [] if self.blocks is None else super().take_new_block_ids()
 

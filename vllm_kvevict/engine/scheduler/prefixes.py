@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import repeat_prompts_of
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.schedules.plan import Plan
 
 if TYPE_CHECKING:
@@ -112,19 +113,16 @@ class PrefixCache:
         num_ranks: ranks that report.
         most: how many may be storing or ready at once.
         next_number: gives numbers that nothing else on the workers has.
+        outbox: where the workers are told what to store and to drop.
 
     Attributes:
         held: pages of each rank that prefixes hold.
-        stores: numbers of the prefixes to be kept, by the id of the request that the next step evicts.
-        drops: numbers of the prefixes that the workers are to drop before the next step.
     """
 
-    def __init__(self, num_ranks: int, most: int, next_number: Callable[[], int]):
+    def __init__(self, num_ranks: int, most: int, next_number: Callable[[], int], outbox: Outbox):
         self.most = most
-        self._next_number = next_number
+        self._next_number, self.outbox = next_number, outbox
         self.held = [0] * num_ranks
-        self.stores: dict[str, int] = {}
-        self.drops: list[int] = []
         self._dropped = 0
         self._by_key: dict[Hashable, Prefix] = {}
         self._by_producer: dict[tuple[str, int], Prefix] = {}
@@ -186,7 +184,7 @@ class PrefixCache:
         """
         prefix.is_storing = True
         self._stored[prefix.number] = prefix
-        self.stores[prefix.producer[0]] = prefix.number
+        self.outbox.store(prefix.producer[0], prefix.number)
         self.hold(prefix, pages)
 
     def on_report(self, prefix: Prefix, rank: int, count: PageCount, partial_pages: int) -> None:
@@ -205,7 +203,6 @@ class PrefixCache:
 
     def cancel(self, prefix: Prefix) -> None:
         """A prefix will not be stored after all; who waits for it need not any more."""
-        self.stores.pop(prefix.producer[0], None)
         del self._by_producer[prefix.producer]
         self._remove(prefix)
 
@@ -256,7 +253,7 @@ class PrefixCache:
 
     def drop(self, prefix: Prefix) -> None:
         """The workers drop a prefix before the next step."""
-        self.drops.append(prefix.number)
+        self.outbox.drop(prefix.number)
         self._dropped += not prefix.is_forgotten
         self._remove(prefix)
 

@@ -17,12 +17,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.config import repeat_prompts_of, require_options
 from vllm_kvevict.engine.memory import bounds_of, head_dims
+from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.prefixes import prefix_key
 from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+from vllm_kvevict.schedules.reports import ExtraTokens
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -39,10 +41,6 @@ class _EvictionMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._probing: str | None = None
-        self._repeating: str | None = None
-        self._probe_waits = False
-        """Whether the step before this one had no room for a probe, since it repeated a prompt."""
         self._pausing_for: str | None = None
         self._queue_waits = False
         """Whether a prompt was put off in the step that is being scheduled; nobody overtakes it."""
@@ -95,10 +93,8 @@ class _EvictionMixin:
         return itertools.islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - seats_taken))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._probing = None
         is_paused = self.pause_state == PauseState.PAUSED_ALL  # type: ignore[attr-defined]
-        self._repeating = None if self._probe_waits or is_paused else self.kv_cache_manager.next_repeat()
-        self._probe_waits = False
+        self.kv_cache_manager.turn.begin_step(may_repeat=not is_paused)
         self._pausing_for = self._next_in_line()
         self._queue_waits = False
         self._taken = {request.request_id: 0 for request in self.running}
@@ -106,10 +102,10 @@ class _EvictionMixin:
         if self.num_spec_tokens:  # type: ignore[attr-defined]
             self._room_for_drafts = self.kv_cache_manager.room_for_drafts()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self._probing is not None and self._probing in output.num_scheduled_tokens:
-            self._add_probe(output, self.requests[self._probing])
-        if self._repeating is not None and self.kv_cache_manager.may_repeat(self._repeating):
-            self._add_repeat(output, self.requests[self._repeating])
+        message = output.kv_connector_metadata
+        assert isinstance(message, StepMessage)
+        if message.extra is not None:
+            self._compute(output, message.extra)
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
@@ -132,8 +128,7 @@ class _EvictionMixin:
     def has_requests(self) -> bool:
         """Whether there is something to do, if only to tell the workers which prefixes they drop."""
         waits: bool = super().has_requests()  # type: ignore[misc]
-        ledger = self.kv_cache_manager
-        return waits or bool(ledger.prefixes.drops) or bool(ledger.segments.drops)
+        return waits or self.kv_cache_manager.outbox.has_drops
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Reset the cache; with ``reset_running_requests`` all prompts and answers are read and evicted again."""
@@ -230,14 +225,8 @@ class _EvictionMixin:
                 self._postponed[request.request_id] = self._postponed.get(request.request_id, 0) + 1
                 return 0
             return num_new_tokens
-        if plan.extra_tokens(position):
-            # The workers' buffers have room for one probe a step, or one repeat: they take turns.
-            if self._repeating is not None:
-                self._probe_waits = True
-                return left - 1
-            if self._probing not in (None, request.request_id):
-                return left - 1
-            self._probing = request.request_id
+        if plan.extra_tokens(position) and not self.kv_cache_manager.turn.take_for_probe(request.request_id):
+            return left - 1
         return left
 
     def _waits_for_whole_step(self, request: Request, plan: Plan, num_new_tokens: int) -> bool:
@@ -288,53 +277,40 @@ class _EvictionMixin:
         seats_taken = len(self.running) + scheduler.num_waiting_for_streaming_input
         return scheduler.pause_state == PauseState.UNPAUSED and seats_taken < scheduler.max_num_active_reqs
 
-    def _add_probe(self, output: SchedulerOutput, request: Request) -> None:
-        """Send the prompt's last tokens along with the end of a chunk, as one more request of this step only."""
-        plan = self.kv_cache_manager.plan(request)
-        n, name = plan.evict_at, f"{request.request_id}-probe-{request.num_computed_tokens}"
-        assert n is not None and request.prompt_token_ids is not None
-        extra = plan.extra_tokens(request.num_computed_tokens)
-        self._add_rows(output, name, request, request.prompt_token_ids[:n], n - extra)
-        output.kv_connector_metadata.probes[name] = request.request_id  # type: ignore[union-attr]
-
-    def _add_repeat(self, output: SchedulerOutput, request: Request) -> None:
-        """Let the step repeat the next chunk of a prompt, as one more request of this step only."""
-        n = self.kv_cache_manager.plan(request).evict_at
-        assert n is not None and request.prompt_token_ids is not None
-        prompt = request.prompt_token_ids[:n]
-        repeat = self.kv_cache_manager.take_repeat(request.request_id)
-        prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
-        rows = prompts.behind(prompt).rows(prompt, repeat.start, repeat.stop)
-        self._add_rows(output, repeat.row_name, request, [*prompt, *rows], n)
-        output.kv_connector_metadata.repeats[request.request_id] = repeat  # type: ignore[union-attr]
-
-    def _add_rows(
-        self, output: SchedulerOutput, name: str, request: Request, tokens: list[int], first: int
-    ) -> None:
-        """Add rows of tokens to a step for a request, as one of their own that ends with the step.
-
-        Args:
-            name: of the rows.
-            first: the first of the tokens to be computed.
-        """
+    def _compute(self, output: SchedulerOutput, extra: ExtraTokens) -> None:
+        """Let a step compute extra tokens, as a request of their own that ends with it."""
+        request = self.requests[extra.request_id]
+        tokens, first = _tokens_of(extra, request, self.kv_cache_manager.plan(request))
         # One token more than is computed, so that nothing is sampled.
         with_end = [*tokens, tokens[-1]]
         rows = NewRequestData(
-            req_id=name,
+            req_id=extra.name,
             prompt_token_ids=with_end,
             prefill_token_ids=with_end,
             mm_features=[],
             sampling_params=SamplingParams(temperature=0),
             pooling_params=None,
-            block_ids=self.kv_cache_manager.get_block_ids(name),
+            block_ids=self.kv_cache_manager.get_block_ids(extra.name),
             num_computed_tokens=first,
             lora_request=request.lora_request,
         )
         count = len(tokens) - first
         output.scheduled_new_reqs.append(rows)
-        output.num_scheduled_tokens[name] = count
+        output.num_scheduled_tokens[extra.name] = count
         output.total_num_scheduled_tokens += count
-        self.finished_req_ids.add(name)  # type: ignore[attr-defined]
+        self.finished_req_ids.add(extra.name)  # type: ignore[attr-defined]
+
+
+def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
+    """The tokens that vLLM is to read for extra tokens, the prompt's before them included, and the first of them that
+    a step computes."""
+    n = plan.evict_at
+    assert n is not None and request.prompt_token_ids is not None
+    prompt = request.prompt_token_ids[:n]
+    if not plan.schedule.repeats_prompt:
+        return prompt[: extra.stop], extra.start
+    prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
+    return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n
 
 
 class EvictionScheduler(_EvictionMixin, Scheduler):

@@ -12,6 +12,8 @@ the least recently used first, and none before those that follow it.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from vllm_kvevict.engine.scheduler.outbox import Outbox
+
 Keys = Callable[[int], Hashable]
 """What identifies a prompt's first so many units of tokens, from 1 on."""
 
@@ -74,21 +76,18 @@ class SegmentCache:
         longest: the most columns of a segment.
         most: how many segments there may be.
         next_number: gives numbers that nothing else on the workers has.
+        outbox: where the workers are told what to freeze and to drop.
 
     Attributes:
         columns: of all segments.
         pinned: columns of those that requests use.
         lasting: columns of those that requests use to their end.
-        freezes: number and columns of the segments that the next step makes of a request's pages, by its id.
-        drops: numbers of the segments that the workers are to drop before the next step.
     """
 
-    def __init__(self, unit: int, longest: int, most: int, next_number: Callable[[], int]):
+    def __init__(self, unit: int, longest: int, most: int, next_number: Callable[[], int], outbox: Outbox):
         self.unit, self.longest, self.most = unit, longest, most
         self.columns = self.pinned = self.lasting = 0
-        self.freezes: dict[str, list[Segment]] = {}
-        self.drops: list[int] = []
-        self._next_number = next_number
+        self._next_number, self.outbox = next_number, outbox
         self._segments: dict[int, Segment] = {}
         """By number, the least recently used first."""
         self._by_key: dict[Hashable, list[Segment]] = {}
@@ -176,7 +175,6 @@ class SegmentCache:
         Returns:
             The last of them; the parent if there is no room for any.
         """
-        made: list[Segment] = []
         if parent is not None and parent.is_forgotten:
             return parent
         while start < stop and self._make_room(parent):
@@ -184,10 +182,8 @@ class SegmentCache:
             segment = Segment(self._next_number(), parent, start, end, users=users, lasting=lasting)
             segment.keys = [keys(count) for count in range(start // self.unit + 1, end // self.unit + 1)]
             self._add(segment)
-            made.append(segment)
+            self.outbox.freeze(request_id, segment.number, segment.columns)
             parent, start = segment, end
-        if made:
-            self.freezes[request_id] = made
         return parent
 
     def _add(self, segment: Segment) -> None:
@@ -205,12 +201,12 @@ class SegmentCache:
         """See to it that there may be one segment more."""
         return len(self) < self.most or self.drop_oldest(parent)
 
-    def cancel(self, request_id: str) -> list[Segment]:
-        """The next step makes no segments of a request's pages after all; those that it would have made."""
-        segments = self.freezes.pop(request_id, [])
-        for segment in reversed(segments):
+    def cancel(self, numbers: Sequence[int]) -> Segment | None:
+        """The next step makes no such segments after all, each the child of the one before; what they followed."""
+        made = [self._segments[number] for number in numbers]
+        for segment in reversed(made):
             self._remove(segment)
-        return segments
+        return made[0].parent
 
     def borrow(self, segment: Segment, lasting: bool) -> None:
         """A request uses a segment and those before it, to its end or until it is evicted."""
@@ -292,7 +288,7 @@ class SegmentCache:
         self.drop_columns(self.columns)
 
     def _drop(self, segment: Segment) -> None:
-        self.drops.append(segment.number)
+        self.outbox.drop(segment.number)
         self._remove(segment)
 
     def _remove(self, segment: Segment) -> None:

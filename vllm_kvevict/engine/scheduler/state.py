@@ -8,14 +8,14 @@ from vllm.logger import init_logger
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
 from vllm_kvevict.engine.scheduler.queue_head import QueueHead
 from vllm_kvevict.engine.scheduler.segments import SegmentCache
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
-from vllm_kvevict.schedules.plan import Admission, Plan
-from vllm_kvevict.schedules.reports import Answer
+from vllm_kvevict.schedules.plan import Plan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -32,8 +32,7 @@ class LedgerState:
         accounts: of requests in flight, by id.
         requests: those in flight, by id.
         kept: of requests evicted for the last time, what each rank keeps of them; a replay keeps it again.
-        admitted: this step's admissions, drained into the message to the workers.
-        answers: to claims of earlier steps, drained likewise.
+        outbox: what the workers are told with the next step.
         prefixes, segments: what is cached, compressed and not.
         prefix_key: by what a request finds a compressed prefix.
         waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
@@ -55,8 +54,7 @@ class LedgerState:
     accounts: dict[str, Account]
     requests: dict[str, "Request"]
     kept: dict[str, list[PageCount]]
-    admitted: dict[str, Admission]
-    answers: dict[str, Answer]
+    outbox: Outbox
     prefixes: PrefixCache
     segments: SegmentCache
     prefix_key: Callable[["Request", Plan], Hashable | None]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.scheduler.admission import STEPS_AHEAD, Account, Need
+from vllm_kvevict.engine.scheduler.outbox import TakenBack
 from vllm_kvevict.engine.scheduler.queue_head import QueueHead, Waiting
 from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
 from vllm_kvevict.engine.scheduler.state import LedgerState
@@ -229,14 +230,16 @@ class UncompressedPrefixes(LedgerState):
         )
         return last if last is not account.segment else None
 
-    def part_from_segments(self, request: "Request", account: Account) -> None:
-        """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may."""
-        name = request.request_id
-        self.segments.end(name)
-        undone = self.segments.cancel(name)
-        if undone:
-            account.segment = undone[0].parent
-        elif request.is_finished() and account.is_lasting and name not in self.admitted:
+    def part_from_segments(self, request: "Request", account: Account, untold: TakenBack) -> None:
+        """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may.
+
+        Args:
+            untold: what the workers were not told of it.
+        """
+        self.segments.end(request.request_id)
+        if untold.segments:
+            account.segment = self.segments.cancel(untold.segments)
+        elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
             self._freeze(request, account, min(account.tokens, request.num_tokens - 1), goes_on=False)
         if account.segment is not None:

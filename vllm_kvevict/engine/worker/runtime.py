@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
@@ -36,6 +37,7 @@ from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.schedules.base import most_prefixes
 from vllm_kvevict.schedules.evictor import (
     Evictor,
+    ExtraRows,
     LayerStep,
     QueryRows,
     ResidentRequest,
@@ -43,7 +45,7 @@ from vllm_kvevict.schedules.evictor import (
     repeat_rows,
 )
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import Repeat
+from vllm_kvevict.schedules.reports import ExtraTokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -75,8 +77,7 @@ class Runtime:
         self.options = require_options(self.vllm_config)
         self.runner = worker.model_runner
         self.residents: dict[str, ResidentRequest] = {}
-        self.probes: dict[str, str] = {}
-        self.repeats: dict[str, Repeat] = {}
+        self.extra: ExtraTokens | None = None
         self.freezes: dict[str, list[tuple[int, int]]] = {}
         self.most_pages: dict[int, int] | None = None
         self.reserve: Tensor | None = None
@@ -269,8 +270,7 @@ class Runtime:
         self.step_state = None
         message = scheduler_output.kv_connector_metadata if self.in_step else StepMessage()
         assert isinstance(message, StepMessage)
-        self.probes, self.repeats, self.most_pages = message.probes, message.repeats, message.most_pages
-        self.freezes = message.freezes
+        self.extra, self.freezes, self.most_pages = message.extra, message.freezes, message.most_pages
         self.scheduled = scheduler_output.num_scheduled_tokens
         self._freeze(scheduler_output.finished_req_ids)
         gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
@@ -333,7 +333,7 @@ class Runtime:
 
     def reads_prompts(self) -> bool:
         """Whether the running step has tokens before an eviction position, or repeats a prompt."""
-        if self.in_step and self.repeats:
+        if self.in_step and self.extra is not None:
             return True
         rows = (self.residents.get(name) for name in self.scheduled) if self.in_step else ()
         return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
@@ -352,76 +352,61 @@ class Runtime:
         return self.step_state
 
     def _build_step(self, common: Any) -> StepState:
-        spans, probes = self._token_rows(common)
+        spans, extra = self._token_rows(common)
         by_layer = {name: span for name, span in spans.items() if self.residents[name].starts_by_layer}
-        at_once = {name: span for name, span in spans.items() if name not in by_layer}
-        reordered = bool(probes or by_layer)
-        num_tokens = max((span.stop for span in (*spans.values(), *probes.values())), default=0)
-        batch = self._take_pages(at_once, probes, num_tokens, reordered)
+        at_once = {name: [span] for name, span in spans.items() if name not in by_layer}
+        if extra is not None:
+            # To the cache and to attention they are more tokens of their request; the eviction drops them again.
+            at_once.setdefault(extra.tokens.request_id, []).append(extra.rows)
+        num_tokens = max(
+            (span.stop for span in (*spans.values(), *([extra.rows] if extra else []))), default=0
+        )
+        as_they_are = extra is None and not by_layer
+        batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.cache, self.residents[name].request_slot, span))
-        prefills = []
-        for name, span in spans.items():
-            rows = self._query_rows(name, span, probes.get(name))
-            if rows is not None:
-                prefills.append(rows)
-        return StepState(self._replayable(batch, common.num_reqs), prefills)
+        prefills = [self._query_rows(name, span, extra) for name, span in spans.items()]
+        if extra is not None and extra.tokens.request_id not in spans:
+            prefills.append(repeat_rows(self.residents[extra.tokens.request_id], extra))
+        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
 
-    def _query_rows(self, name: str, span: slice, probe: slice | None) -> QueryRows | None:
-        resident = self.residents[name]
-        if name in self.repeats:
-            return repeat_rows(resident, span, self.repeats[name])
-        return query_rows(resident, span, probe)
+    def _query_rows(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
+        is_its_own = extra is not None and extra.tokens.request_id == name
+        return query_rows(self.residents[name], span, extra if is_its_own else None)
 
-    def _token_rows(self, common: Any) -> tuple[dict[str, slice], dict[str, slice]]:
-        """Each request's token rows in the step, and those of its probe if it has one, by the request's id.
-
-        The rows of a repeat are their request's, which has no others.
-        """
-        repeated = {repeat.row_name: name for name, repeat in self.repeats.items()}
-        names = [repeated.get(name, name) for name in batch_request_ids(self.runner, common)]
+    def _token_rows(self, common: Any) -> tuple[dict[str, slice], ExtraRows | None]:
+        """Each request's token rows in the step, by its id, and the extra ones."""
+        names = batch_request_ids(self.runner, common)
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
-        probes = {}
-        for probe, name in self.probes.items():
-            probes[name] = spans.pop(probe)
-        return spans, probes
+        extra = None if self.extra is None else ExtraRows(self.extra, spans.pop(self.extra.name))
+        return spans, extra
 
     def _take_pages(
-        self, spans: dict[str, slice], probes: dict[str, slice], num_tokens: int, reordered: bool
+        self, token_rows: dict[str, list[slice]], num_tokens: int, order: IntArray | None
     ) -> Batch:
         """Let requests grow by their tokens in the step, in all layers, and lay out how they attend.
 
         Args:
-            spans: of the requests that grow.
-            probes: to the cache and to attention a probe is more tokens of its request; the eviction drops them again.
+            token_rows: of the requests that grow.
             num_tokens: of the step.
-            reordered: whether the requests' token rows are not all there are, or not in the order of the batch.
+            order: as of :func:`lay_out`.
         """
-        if not spans:
+        if not token_rows:
             return Batch(num_tokens, None, [], None)
-        token_rows = {name: [span] for name, span in spans.items()}
-        for name, span in probes.items():
-            token_rows[name].append(span)
         lengths = [sum(span.stop - span.start for span in parts) for parts in token_rows.values()]
-        order = None
-        if reordered:
-            parts = itertools.chain.from_iterable(token_rows.values())
-            order = np.concatenate([np.arange(span.start, span.stop) for span in parts])
-        slots = []
-        for name in spans:
-            slots.append(self._slot_in_step(name))
+        slots = [self._slot_in_step(name) for name in token_rows]
         step = self.cache.extend(slots, lengths)
-        self._freeze(spans)
+        self._freeze(token_rows)
         most_new_tokens = 0 if self.decode_attention is None else self.decode_attention.most_new_tokens
         return lay_out(self.cache, step, most_new_tokens, num_tokens, order)
 
     def _slot_in_step(self, name: str) -> int:
         """The request slot that a request's token rows in the step join, opened now if that is for a repeat alone."""
         resident = self.residents[name]
-        if name not in self.repeats:
+        if self.extra is None or self.extra.request_id != name:
             return resident.request_slot
-        return resident.plan.schedule.begin_repeat(self.evictor, resident, self.repeats[name])
+        return resident.plan.schedule.begin_extra(self.evictor, resident, self.extra)
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
@@ -485,6 +470,15 @@ class Runtime:
         """A request's epoch, tokens and pages, borrowed ones among them."""
         pages = self.cache.held(resident.request_slot) + self.cache.lent(resident.request_slot)
         return resident.admission.epoch, resident.tokens, pages
+
+
+def _order(token_rows: dict[str, list[slice]], num_tokens: int) -> IntArray | None:
+    """Where in the batch the tokens of requests are, one after the other; None if that is all of it, in this order."""
+    parts = list(itertools.chain.from_iterable(token_rows.values()))
+    ends = [0, *(part.stop for part in parts)]
+    if ends[-1] == num_tokens and all(part.start == end for part, end in zip(parts, ends, strict=False)):
+        return None
+    return np.concatenate([np.arange(part.start, part.stop) for part in parts] or [np.arange(0)])
 
 
 def _as_pages(view: Tensor, page_elements: int) -> Tensor:

@@ -1,0 +1,77 @@
+"""Whose extra tokens a step computes.
+
+It owns the turn: the workers' buffers have room for one request's extra tokens in a step, and they are gone with it. So
+prompts that are chosen from by a probe, and prompts that are repeated, take turns.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.scheduler.admission import Account
+from vllm_kvevict.schedules.reports import ExtraTokens
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Turn:
+    """Of the step that is being scheduled.
+
+    Args:
+        accounts, requests: the ledger's, by id.
+    """
+
+    def __init__(self, accounts: Mapping[str, Account], requests: Mapping[str, "Request"]):
+        self._accounts, self._requests = accounts, requests
+        self._repeating: str | None = None
+        self._probing: str | None = None
+        self._probe_waits = False
+        """Whether the step before had no room for a probe, since it repeated a prompt."""
+
+    def begin_step(self, may_repeat: bool) -> None:
+        """A step begins; the most urgent prompt that waits for that is repeated, unless it is a probe's turn.
+
+        Args:
+            may_repeat: whether it may repeat a prompt at all.
+        """
+        is_for_probes, self._probe_waits = self._probe_waits, False
+        self._probing = None
+        self._repeating = None if is_for_probes or not may_repeat else self._next_repeat()
+
+    def _next_repeat(self) -> str | None:
+        """Of the most urgent ones the first to be admitted."""
+        reading_again = [name for name, account in self._accounts.items() if account.to_repeat]
+        return min(reading_again, key=lambda name: self._requests[name].priority, default=None)
+
+    def take_for_probe(self, request_id: str) -> bool:
+        """Let the step compute a request's probe, if the turn is nobody else's; else it comes with a later step."""
+        if self._repeating is not None:
+            self._probe_waits = True
+            return False
+        if self._probing not in (None, request_id):
+            return False
+        self._probing = request_id
+        return True
+
+    def end_step(self, scheduled: Mapping[str, int]) -> ExtraTokens | None:
+        """The step's extra tokens, None if it computes none.
+
+        Args:
+            scheduled: its tokens by request: of those who were to probe or to repeat, one may be gone.
+        """
+        if self._probing is not None and self._probing in scheduled:
+            return self._probe(self._probing)
+        account = self._accounts.get(self._repeating or "")
+        if account is None or not account.to_repeat:
+            return None
+        start, stop = account.take_chunk()
+        return ExtraTokens(
+            f"{self._repeating}-repeat-{account.epoch}-{start}", str(self._repeating), start, stop
+        )
+
+    def _probe(self, request_id: str) -> ExtraTokens:
+        account = self._accounts[request_id]
+        n, position = account.plan.evict_at, account.tokens
+        assert n is not None
+        first = n - account.plan.extra_tokens(position)
+        return ExtraTokens(f"{request_id}-probe-{position}", request_id, first, n)

@@ -1,0 +1,133 @@
+"""The next step's message to the workers, as it comes about.
+
+The outbox owns all that workers are still to be told: whoever changes something that they must hear of writes it here
+at once. What was taken for a step is dispatched, and cannot be taken back.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from vllm_kvevict.engine.messages import StepMessage
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.reports import Answer, ExtraTokens
+
+
+@dataclass(frozen=True)
+class TakenBack:
+    """What the next step would have told of a request.
+
+    Attributes:
+        is_admission: whether it would have been admitted.
+        is_answer: whether its claims would have been answered.
+        is_store: whether its prefix would have been cached.
+        segments: numbers of the segments that would have been made of its pages.
+    """
+
+    is_admission: bool
+    is_answer: bool
+    is_store: bool
+    segments: tuple[int, ...]
+
+
+class Outbox:
+    """What the next step tells."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._admissions: dict[str, Admission] = {}
+        self._answers: dict[str, Answer] = {}
+        self._stores: dict[str, int] = {}
+        self._freezes: dict[str, list[tuple[int, int]]] = {}
+        self._drops: list[int] = []
+        self._new_blocks: dict[int, None] = {}
+        self._lost_blocks: dict[int, None] = {}
+
+    @property
+    def admitted(self) -> Mapping[str, Admission]:
+        """The admissions of the step, by request id."""
+        return self._admissions
+
+    @property
+    def answered(self) -> Collection[str]:
+        """Ids of the requests whose claims are answered."""
+        return self._answers.keys()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell so far."""
+        told = (self._admissions, self._answers, self._stores, self._freezes, self._drops)
+        return not any((*told, self._new_blocks, self._lost_blocks))
+
+    @property
+    def has_drops(self) -> bool:
+        """Whether something is to be dropped, which is a reason for a step."""
+        return bool(self._drops)
+
+    def admit(self, admission: Admission) -> None:
+        """The step admits a request."""
+        self._admissions[admission.request_id] = admission
+
+    def answer(self, request_id: str, answer: Answer) -> None:
+        """Answer what all ranks claimed of a request's eviction."""
+        self._answers[request_id] = answer
+
+    def store(self, request_id: str, number: int) -> None:
+        """The step evicts a request, and what it keeps is cached under a number."""
+        self._stores[request_id] = number
+
+    def freeze(self, request_id: str, number: int, columns: int) -> None:
+        """The step makes a segment of a request's next columns."""
+        self._freezes.setdefault(request_id, []).append((number, columns))
+
+    def drop(self, number: int) -> None:
+        """A cached prefix or a segment is dropped before the step."""
+        self._drops.append(number)
+
+    def blocks_become_pages(self, blocks: Iterable[int]) -> None:
+        """Blocks of vLLM's are pages from the step on."""
+        _note(blocks, self._lost_blocks, self._new_blocks)
+
+    def blocks_are_lost(self, blocks: Iterable[int]) -> None:
+        """Blocks of vLLM's are no pages any more from the step on."""
+        _note(blocks, self._new_blocks, self._lost_blocks)
+
+    def take_back(self, request_id: str) -> TakenBack:
+        """Tell nothing of a request, which is gone."""
+        return TakenBack(
+            self._admissions.pop(request_id, None) is not None,
+            self._answers.pop(request_id, None) is not None,
+            self._stores.pop(request_id, None) is not None,
+            tuple(number for number, _ in self._freezes.pop(request_id, ())),
+        )
+
+    def take(self, extra: ExtraTokens | None, most_pages: dict[int, int] | None) -> StepMessage:
+        """The message of the step that was scheduled; from now on the next one's comes about.
+
+        Args:
+            extra: tokens that the step computes besides.
+            most_pages: what each rank may hold, in check mode.
+        """
+        message = StepMessage(
+            admissions=list(self._admissions.values()),
+            answers=self._answers,
+            stores=self._stores,
+            freezes=self._freezes,
+            drops=self._drops,
+            new_blocks=list(self._new_blocks),
+            lost_blocks=list(self._lost_blocks),
+            extra=extra,
+            most_pages=most_pages,
+        )
+        self._begin()
+        return message
+
+
+def _note(blocks: Iterable[int], undone: dict[int, None], done: dict[int, None]) -> None:
+    """Note that blocks changed hands; what comes back within a step has not."""
+    for block in blocks:
+        if block in undone:
+            del undone[block]
+        else:
+            done[block] = None
