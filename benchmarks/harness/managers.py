@@ -116,7 +116,7 @@ def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> No
     full = sum(ledger.control.expected_pages(account, last, longest) for account in accounts)
     capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full + ledger.prefixes.held[last])]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
-    ledger.control = dataclasses.replace(ledger.control, bounds=bounds)
+    ledger.control, ledger.books.ranks = dataclasses.replace(ledger.control, bounds=bounds), capacities
 
 
 def _cache_config(blocks: int) -> KVCacheConfig:

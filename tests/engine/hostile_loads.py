@@ -535,8 +535,8 @@ class Watch:
         while simulation.scheduler.has_requests():
             self.step()
         held = [simulation.workers.held(rank) for rank in range(len(setup.shapes))]
-        if any(held) or any(simulation.ledger.used) or simulation.ledger.accounts:
-            says = simulation.ledger.used
+        if any(held) or any(simulation.ledger.books.used) or simulation.ledger.accounts:
+            says = simulation.ledger.books.used
             raise Stuck(f"when all requests are gone {held} pages are held, and the ledger says {says}")
 
     def _check_end(self, name: str) -> None:

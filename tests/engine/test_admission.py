@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.servers import PAGE
-from vllm_kvevict.engine.scheduler.admission import PATIENCE, Account, AdmissionControl, Shortage
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.admission import PATIENCE, AdmissionControl, Shortage
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
@@ -24,7 +25,7 @@ def control(pages: int, decode_reserve: int = PAGE) -> AdmissionControl:
 def decoding(admission: AdmissionControl, max_tokens: int) -> Account:
     """A request that has read its prompt and written nothing."""
     account = admission.open(WHOLE, PROMPT, PROMPT, max_tokens)
-    pages = account.pages_at(PROMPT)
+    pages = account.need_at(PROMPT)[0]
     return replace(account, tokens=PROMPT, held=pages)
 
 
@@ -60,7 +61,7 @@ def test_a_replay_expects_what_was_kept_before() -> None:
     admission = control(1000)
     plan = plan_of(EvictionConfig("snapkv", keep_ratio=0.2), PROMPT)
     new = admission.open(plan, PROMPT, PROMPT, 10)
-    assert new.by_layer and new.epoch == 1
+    assert new.terms.by_layer and new.epoch == 1
     kept = [replace(new.counts[0], pages=7, tokens=PROMPT)]
     again = admission.open(plan, PROMPT, PROMPT, 10, preemptions=1, replayed=kept)
     assert again.epoch == 2

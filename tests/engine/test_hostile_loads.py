@@ -18,7 +18,7 @@ from tests.engine.loads import Ask, Load
 from tests.engine.overtaking import MOST_OVERTAKEN
 from tests.engine.servers import PAGE, Setup, capacities, stages
 from tests.engine.simulation import Workers
-from vllm_kvevict.engine.scheduler.admission import Account
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select

@@ -57,9 +57,9 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
     ledger = make_ledger([1000])
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 100)
-    assert (ledger.used, ledger.promised) == ([4 * 4], [4 * 20 - 4 * 4])
+    assert (ledger.books.used, ledger.books.promised) == ([4 * 4], [4 * 20 - 4 * 4])
     assert grow(ledger, request, 540)
-    assert (ledger.used, ledger.promised) == ([4 * 20], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([4 * 20], [0])
     assert list(ledger.outbox.admitted) == ["r"]
 
 
@@ -84,11 +84,11 @@ def test_a_decode_does_not_take_what_is_promised() -> None:
     decode, prefill = make_request("decode", 320, 30), make_request("prefill", 640, 1)
     assert grow(ledger, decode, 320)
     assert grow(ledger, prefill, 100)
-    assert ledger.used[0] + ledger.promised[0] == 4 * (10 + 20)
+    assert ledger.books.used[0] + ledger.books.promised[0] == 4 * (10 + 20)
     for _ in range(3 * PAGE):
         assert grow(ledger, decode, 1)
     assert not grow(ledger, decode, 1)
-    assert ledger.used[0] + ledger.promised[0] == 4 * 33
+    assert ledger.books.used[0] + ledger.books.promised[0] == 4 * 33
     assert grow(ledger, prefill, 540)
 
 
@@ -97,17 +97,17 @@ def test_a_report_puts_the_counts_of_its_rank_in_place() -> None:
     request = make_request("r", 320, 100)
     assert read(ledger, request, 320)
     assert grow(ledger, request, 1)
-    assert ledger.used == [4 * 11, 2 * 11]
+    assert ledger.books.used == [4 * 11, 2 * 11]
     assert ledger.awaits_reports
     # The step that follows the eviction was counted already: 321 tokens.
     ledger.on_report(0, "r", report(1, 320, [32, 64, 33, 127]))
-    assert ledger.used == [2 + 3 + 2 + 4, 2 * 11]
+    assert ledger.books.used == [2 + 3 + 2 + 4, 2 * 11]
     assert ledger.awaits_reports
     ledger.on_report(1, "r", report(1, 320, [64, 64]))
-    assert ledger.used == [11, 6]
+    assert ledger.books.used == [11, 6]
     assert not ledger.awaits_reports
     assert grow(ledger, request, 1)
-    assert ledger.used == [12, 6]  # the row of 127 takes a page with its second token
+    assert ledger.books.used == [12, 6]  # the row of 127 takes a page with its second token
 
 
 @pytest.mark.parametrize("name, epoch", [("r", 1), ("other", 2)])
@@ -115,9 +115,9 @@ def test_a_report_without_an_account_is_dropped(name: str, epoch: int) -> None:
     ledger = make_ledger([1000])
     request = replayed("r", 320, 5)
     assert grow(ledger, request, 320)
-    before = list(ledger.used)
+    before = list(ledger.books.used)
     ledger.on_report(0, name, report(epoch, 320, [64] * 4))
-    assert ledger.used == before and ledger.awaits_reports
+    assert ledger.books.used == before and ledger.awaits_reports
 
 
 def test_a_replay_is_promised_its_end_and_after_the_report_exactly_that() -> None:
@@ -125,12 +125,12 @@ def test_a_replay_is_promised_its_end_and_after_the_report_exactly_that() -> Non
     request = replayed("r", 320, 500)
     assert grow(ledger, request, 320)
     # In each layer two rows that share 2 * 64 entries, with 500 more each, and end anywhere in a page.
-    assert ledger.used[0] + ledger.promised[0] == 2 * ((2 * 564 + 2 * (PAGE - 1)) // PAGE)
+    assert ledger.books.used[0] + ledger.books.promised[0] == 2 * ((2 * 564 + 2 * (PAGE - 1)) // PAGE)
     ledger.on_report(0, "r", report(2, 320, [1, 127, 64, 64]))
-    assert ledger.used[0] == 1 + 4 + 2 + 2
-    assert ledger.used[0] + ledger.promised[0] == 16 + 20 + 18 + 18
+    assert ledger.books.used[0] == 1 + 4 + 2 + 2
+    assert ledger.books.used[0] + ledger.books.promised[0] == 16 + 20 + 18 + 18
     assert grow(ledger, request, 500)
-    assert (ledger.used, ledger.promised) == ([16 + 20 + 18 + 18], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([16 + 20 + 18 + 18], [0])
 
 
 def test_a_rank_is_promised_the_most_that_its_heads_may_win() -> None:
@@ -139,7 +139,7 @@ def test_a_rank_is_promised_the_most_that_its_heads_may_win() -> None:
     request = replayed("r", 320, 400, max_tokens=400)
     assert read(ledger, request, 320)
     most = 4 * 160 - 2 * (32 + (160 - 32) // 5) + 2  # and rounding
-    assert ledger.promised == [(most + 2 * 400 + 2 * (PAGE - 1)) // PAGE - 20] * 2
+    assert ledger.books.promised == [(most + 2 * 400 + 2 * (PAGE - 1)) // PAGE - 20] * 2
 
 
 def test_a_limit_leaves_room_for_the_token_that_ends_the_answer() -> None:
@@ -166,9 +166,9 @@ def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
     for name in ("first", "second"):
         ledger.on_report(0, name, report(2, 320, [1, 1]))
         ledger.on_report(1, name, report(2, 320, [319, 319]))
-    assert (ledger.used[1], ledger.promised[1]) == (20 + 20, 26 + 10)
+    assert (ledger.books.used[1], ledger.books.promised[1]) == (20 + 20, 26 + 10)
     assert grow(ledger, first, 400)
-    assert ledger.used[1] == 66
+    assert ledger.books.used[1] == 66
     assert not grow(ledger, second, 150)  # promised, but there are no such pages
     ledger.free(first)
     assert grow(ledger, second, 150)
@@ -177,9 +177,9 @@ def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
 def test_who_must_wait_leaves_no_trace() -> None:
     ledger = make_ledger([4 * 40], budget=1.0)
     assert grow(ledger, make_request("first", 640, 10), 640)
-    used, promised = list(ledger.used), list(ledger.promised)
+    used, promised = list(ledger.books.used), list(ledger.books.promised)
     assert not grow(ledger, make_request("second", 640, 10), 100)
-    assert (ledger.used, ledger.promised) == (used, promised)
+    assert (ledger.books.used, ledger.books.promised) == (used, promised)
     assert list(ledger.accounts) == ["first"]
     assert list(ledger.outbox.admitted) == ["first"]
 
@@ -189,9 +189,14 @@ def test_free_returns_everything_and_withdraws_the_plan() -> None:
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 100)
     ledger.free(request)
-    assert (ledger.used, ledger.promised, ledger.accounts, ledger.outbox.admitted) == ([0], [0], {}, {})
+    assert (ledger.books.used, ledger.books.promised, ledger.accounts, ledger.outbox.admitted) == (
+        [0],
+        [0],
+        {},
+        {},
+    )
     ledger.free(request)
-    assert ledger.used == [0]
+    assert ledger.books.used == [0]
 
 
 def test_a_request_keeps_its_plan_from_one_admission_to_the_next() -> None:
@@ -250,7 +255,7 @@ def test_verify_compares_requests_and_totals() -> None:
         RuntimeError, match="holds 17 pages of request r at 100 tokens, the ledger expects 16"
     ):
         ledger.verify(0, Holdings({"r": (1, 100, 17)}))
-    ledger.used = [15]
+    ledger.books.used = [15]
     with pytest.raises(RuntimeError, match="ledger of rank 0 sums to 16, not 15"):
         ledger.verify(0, Holdings({}))
 
@@ -270,15 +275,15 @@ def test_a_prompt_read_in_one_step_holds_its_bound_until_it_is_reported() -> Non
     request = make_request("r", 640, 10)
     assert grow(ledger, request, 640)
     # One layer whole, three at a fifth.
-    assert (ledger.used, ledger.promised) == ([2 * 20 + 3 * 2 * 4], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([2 * 20 + 3 * 2 * 4], [0])
     assert ledger.must_wait("r")
     account = ledger.accounts["r"]
     assert ledger.control.expected_pages(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
     ledger.verify(0, Holdings({"r": (1, 0, 0)}))  # a step in flight before it
     ledger.on_report(0, "r", report(1, 640, [128] * 8))
-    assert ledger.used == [8 * 4] and not ledger.must_wait("r")
+    assert ledger.books.used == [8 * 4] and not ledger.must_wait("r")
     assert grow(ledger, request, 1)
-    assert ledger.used == [8 * 5]
+    assert ledger.books.used == [8 * 5]
 
 
 def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
@@ -288,16 +293,16 @@ def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
     assert ledger.plan(request).positions == (256, 512, 700)
     peak = (160 + 256 + 32) // PAGE + (64 + 256 + 32) // PAGE
     assert grow(ledger, request, 100)
-    assert (ledger.used, ledger.promised) == ([2 * 4], [peak - 8])
+    assert (ledger.books.used, ledger.books.promised) == ([2 * 4], [peak - 8])
     assert grow(ledger, request, 156)
-    assert (ledger.used, ledger.promised) == ([2 * 9], [peak - 18])
+    assert (ledger.books.used, ledger.books.promised) == ([2 * 9], [peak - 18])
     assert ledger.must_wait("r")
     ledger.on_report(0, "r", dataclasses.replace(report(1, 256, [160, 64]), last=False))
-    assert (ledger.used, ledger.promised) == ([5 + 2], [peak - 7])
+    assert (ledger.books.used, ledger.books.promised) == ([5 + 2], [peak - 7])
     assert grow(ledger, request, 256)
-    assert (ledger.used, ledger.promised) == ([14 + 11], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([14 + 11], [0])
     ledger.on_report(0, "r", dataclasses.replace(report(1, 512, [160, 64]), last=False))
     assert grow(ledger, request, 188)
-    assert (ledger.used, ledger.promised) == ([11 + 8], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([11 + 8], [0])
     ledger.on_report(0, "r", report(1, 700, [64, 64]))
-    assert (ledger.used, ledger.promised) == ([4], [0])
+    assert (ledger.books.used, ledger.books.promised) == ([4], [0])

@@ -86,7 +86,7 @@ def check_end(simulation: Simulation) -> None:
     nothing = [0] * len(workers.ranks)
     while simulation.scheduler.has_requests():
         simulation.step()
-    assert (ledger.used, ledger.promised, ledger.accounts, ledger._plans, ledger._keys) == (
+    assert (ledger.books.used, ledger.books.promised, ledger.accounts, ledger._plans, ledger._keys) == (
         nothing,
         nothing,
         {},
@@ -137,7 +137,7 @@ def test_a_hit_borrows_and_leaves_no_trace() -> None:
     (prefix,) = simulation.ledger.prefixes.all_stored
     assert prefix.borrowers == {"d:1"} and prefix.held == [cached]
     # One page of each row at most: the copy of what is not full, or the first page behind what is.
-    assert 0 < simulation.ledger.used[0] <= 4
+    assert 0 < simulation.ledger.books.used[0] <= 4
     check_exact(simulation)
     finish(simulation)
     assert simulation.ledger.held_pages == [cached]

@@ -53,7 +53,12 @@ def check_end(load: Load, simulation: Simulation) -> None:
             assert evict_at is None or late or evict_at in positions[ask.name]
     nothing = [0] * len(load.setup.shapes)
     ledger = simulation.ledger
-    assert (ledger.used, ledger.promised, ledger.accounts, ledger._plans) == (nothing, nothing, {}, {})
+    assert (ledger.books.used, ledger.books.promised, ledger.accounts, ledger._plans) == (
+        nothing,
+        nothing,
+        {},
+        {},
+    )
 
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
@@ -166,9 +171,9 @@ def test_report_of_an_older_admission_is_dropped() -> None:
     assert account.epoch == 2
     simulation.deliver()
     assert simulation.ledger.accounts["r"] is account
-    assert account.unreported == {0} and account.held == account.peak == [641]
+    assert account.awaits_reports and account.held == account.terms.peak == [641]
     simulation.deliver()
-    assert not account.unreported and account.held[0] < ROWS * 64 / 4
+    assert not account.awaits_reports and account.held[0] < ROWS * 64 / 4
     simulation.run(100)
     assert simulation.outputs["r"] == 16
     assert simulation.workers.evictions == [("r", 1, 2048), ("r", 2, 2048)]
@@ -180,7 +185,7 @@ def test_report_of_an_aborted_request_is_dropped() -> None:
     simulation.step()
     simulation.abort("r")
     simulation.deliver()
-    assert simulation.ledger.used == simulation.ledger.promised == [0]
+    assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
     simulation.run(10)
     assert simulation.workers.evictions and not simulation.workers.live
 
@@ -238,11 +243,11 @@ def test_a_request_that_leaves_while_it_is_decided_about(
         for _ in range(steps):
             simulation.step()
         ledger, evictions = simulation.ledger, simulation.workers.evictions
-        is_decided = not ledger.accounts["r2"].undecided and "r2" not in ledger.outbox.answered
+        is_decided = not ledger.accounts["r2"].is_undecided and "r2" not in ledger.outbox.answered
         leave(simulation, "r2", leaves)
         simulation.run(100)
         assert ("r2", 1, 2048) not in evictions or is_decided
-        assert not ledger.outbox.answered and not ledger.accounts and ledger.used == [0, 0]
+        assert not ledger.outbox.answered and not ledger.accounts and ledger.books.used == [0, 0]
         assert [tokens for _, _, tokens in evictions] == [2048] * len(evictions)
         if leaves == "preempted":
             assert simulation.outputs["r2"] == 16 and evictions[-1][1] == 2
@@ -306,12 +311,12 @@ def test_a_second_handshake_changes_nothing() -> None:
     simulation = Simulation(setup)
     simulation.add(make_request("r", 2048, 16))
     simulation.step()
-    used = list(simulation.ledger.used)
+    used = list(simulation.ledger.books.used)
     shakes = {(rank, 0): Handshake(rank, x, __version__) for rank, x in enumerate(capacities(setup))}
     simulation.scheduler.connector.set_xfer_handshake_metadata_pp_aware(shakes)
-    assert simulation.ledger.used == used != [0]
+    assert simulation.ledger.books.used == used != [0]
     simulation.run(100)
-    assert simulation.outputs == {"r": 16} and simulation.ledger.used == [0]
+    assert simulation.outputs == {"r": 16} and simulation.ledger.books.used == [0]
 
 
 # Prompts that are read in one step.
@@ -454,7 +459,7 @@ def test_chunks_end_in_steps_of_their_own_with_a_probe(chunk: int, flight: dict[
     positions = {position for _, _, position in simulation.workers.evictions}
     assert positions == {512, 1024, 1536, 1900}
     assert set(simulation.outputs.values()) == {20}
-    assert simulation.ledger.used == simulation.ledger.promised == [0]
+    assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
 
 
 def test_a_prompt_is_admitted_by_its_bound() -> None:
@@ -521,7 +526,7 @@ def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
     assert repeated == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
     assert sorted(simulation.workers.evictions) == [(f"r{index}", 1, 500) for index in range(6)]
     assert set(simulation.outputs.values()) == {20}
-    assert simulation.ledger.used == simulation.ledger.promised == [0]
+    assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
     assert not simulation.ledger.reserve.spans
 
 

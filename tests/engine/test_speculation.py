@@ -214,10 +214,10 @@ def test_an_abort_leaves_nothing(model, expected):
             engine_.add_request(str(index), {"prompt_token_ids": ask.prompt}, ask.sampling(False))
         while drafts(llm)[0] < 20:
             engine_.step()
-        assert any(ledger.used)
+        assert any(ledger.books.used)
         engine_.abort_request(list(map(str, range(4))))
         assert_equal(expected[:2], run(llm, ASKS[:2], logits=True, recorded=False), ASKS[:2])
-        assert not any(ledger.used)
+        assert not any(ledger.books.used)
 
 
 CACHING: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 32}

@@ -8,7 +8,8 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
-from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Shortage
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.plan import Plan
@@ -47,13 +48,13 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     return {
         "budget": "full" if plan.config.policy == "full" else f"{options.budget:g}",
         "kept": prompt if plan.evict_at is None else plan.config.budget_for(prompt),
-        "reading": page_bytes * max(alone.peak),
+        "reading": page_bytes * max(alone.terms.peak),
         "evicted": page_bytes * max(now),
         "end": page_bytes * max(ends),
         "at once": at_once,
         "at end": min(rank.pages // pages for rank, pages in zip(bounds.ranks, ends, strict=True)),
         "longest": bounds.longest_prompt(options.plan, server.max_len),
-        "layered": "yes" if alone.by_layer else "no",
+        "layered": "yes" if alone.terms.by_layer else "no",
         "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
     }
@@ -95,7 +96,7 @@ class Crowd:
     def shortage(self, count: int) -> Shortage | None:
         """What one more request would lack beside ``count`` that run, of which the last was read just now."""
         new = self.newcomer(count)
-        if not self.control.bounds.hold(new.peak):
+        if not self.control.bounds.hold(new.terms.peak):
             return Shortage.PROMPTS
         ages = [min(self.steps * place, self.output - 1) for place in range(count)]
         running = [replace(new, counts=self.counts, tokens=self.prompt + age) for age in ages]

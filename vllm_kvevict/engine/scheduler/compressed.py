@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.engine.scheduler.admission import Account
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.outbox import TakenBack
 from vllm_kvevict.engine.scheduler.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.state import LedgerState
@@ -75,21 +75,15 @@ class CompressedPrefixes(LedgerState):
     def _can_store(self, pages: Sequence[int]) -> bool:
         if self.prefixes.is_full:
             return False
-        cached = self.cached_pages
-        return all(
-            self.used[rank] + self.promised[rank] + cached[rank] + pages[rank] <= capacity.pages
-            for rank, capacity in enumerate(self.capacities)
-        )
+        free = self.books.free(self.cached_pages)
+        return all(more <= left for more, left in zip(pages, free, strict=True))
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """Drop a cached prefix; what one request borrows of it becomes that request's own."""
         self.prefixes.drop(prefix)
         for name in prefix.borrowers:
             account = self.accounts[name]
-            held = [sum(pair) for pair in zip(account.held, account.lent, strict=True)]
-            account.peak = [sum(pair) for pair in zip(account.peak, account.lent, strict=True)]
-            account.lent, account.prefix = [0] * len(self.ranks), None
-            self.hold(account, (held, account.promise))
+            self.books.hold(account, account.own_prefix())
 
     def leave_prefix(self, name: str, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others.
@@ -104,7 +98,7 @@ class CompressedPrefixes(LedgerState):
         if prefix is None:
             return
         is_dispatched = prefix.is_storing and not untold.is_store
-        if not is_dispatched or account.undecided or untold.is_answer:
+        if not is_dispatched or account.is_undecided or untold.is_answer:
             self.prefixes.cancel(prefix)
             return
         # Until its step is done the request has the pages; then the prefix does.

@@ -7,7 +7,7 @@ prompts that are chosen from by a probe, and prompts that are repeated, take tur
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.engine.scheduler.admission import Account
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.schedules.reports import ExtraTokens
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Turn:
 
     def _next_repeat(self) -> str | None:
         """Of the most urgent ones the first to be admitted."""
-        reading_again = [name for name, account in self._accounts.items() if account.to_repeat]
+        reading_again = [name for name, account in self._accounts.items() if account.waits_for_repeats]
         return min(reading_again, key=lambda name: self._requests[name].priority, default=None)
 
     def take_for_probe(self, request_id: str) -> bool:
@@ -62,7 +62,7 @@ class Turn:
         if self._probing is not None and self._probing in scheduled:
             return self._probe(self._probing)
         account = self._accounts.get(self._repeating or "")
-        if account is None or not account.to_repeat:
+        if account is None or not account.waits_for_repeats:
             return None
         start, stop = account.take_chunk()
         return ExtraTokens(

@@ -20,9 +20,11 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
+from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
-from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.extra_tokens import Turn
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
@@ -87,8 +89,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.head_dims = head_dims
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
-        self.used: list[int] = []
-        self.promised: list[int] = []
+        self.books = Books([])
         self.accounts: dict[str, Account] = {}
         self.requests: dict[str, Request] = {}
         self.turn = Turn(self.accounts, self.requests)
@@ -130,8 +131,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
         self.control = dataclasses.replace(self.control, bounds=bounds)
-        self.used = [0] * len(self.ranks)
-        self.promised = [0] * len(self.ranks)
+        self.books = Books(in_order)
         self._make_caches(bounds.ranks)
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
@@ -215,7 +215,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             return None
         if is_new:
             self._admit(request, account)
-        self.hold(account, need)
+        self.books.hold(account, need)
         if account.is_reading:
             self.leave_segments(request, account, tokens)
         self._advance(name, account, tokens)
@@ -224,12 +224,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
     def room_for_drafts(self) -> list[int]:
         """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
         those that the requests that answer need for one token each."""
-        room = [
-            rank.pages - self.used[index] - self.promised[index] - elsewhere
-            for index, (rank, elsewhere) in enumerate(
-                zip(self.capacities, self.with_others(self.cached_pages), strict=True)
-            )
-        ]
+        room = self.books.free(self.with_others(self.cached_pages))
         for account in self.accounts.values():
             if not account.is_reading:
                 more = account.growth(account.tokens, account.tokens + 1)
@@ -240,8 +235,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         """Note that a step computes a request up to so many tokens, and evicts it if that is due."""
         position = account.plan.next_eviction(account.tokens)
         if position is not None and position <= tokens:
-            self._await_reports(account, tokens)
-        account.tokens = tokens
+            chunks = account.plan.schedule.chunks(account.plan.config, tokens, self.max_model_len)
+            account.await_reports(tokens, chunks, self.capacities)
+        account.advance(tokens)
         if position == account.plan.evict_at == tokens:
             self.store_prefix(name, account)
 
@@ -258,7 +254,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 name,
                 account.epoch,
                 account.plan,
-                account.by_layer,
+                account.terms.by_layer,
                 account.reserved_at,
                 None if prefix is None else prefix.number,
                 account.segment.parts(self.columns_of(account)) if account.segment else (),
@@ -275,28 +271,6 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         self.begin_segments(request, account)
         if (key := self.key_of(request)) is not None and self.prefixes.find(key) is None:
             self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
-
-    def _await_reports(self, account: Account, tokens: int) -> None:
-        """Note that the step up to ``tokens`` evicts the request, which holds no more until that is reported."""
-        account.unreported = set(range(len(self.ranks)))
-        config, schedule = account.plan.config, account.plan.schedule
-        account.to_repeat = schedule.chunks(config, tokens, self.max_model_len)
-        account.undecided = bool(account.to_repeat) or account.waits_for_stages
-        if account.bounded:
-            account.counts = self._bounds_until_reported(account, tokens)
-
-    def _bounds_until_reported(self, account: Account, tokens: int) -> list[PageCount]:
-        """Counts of an account that do not say where its rows end.
-
-        Any row may need a page for its next token. Copies have room for some more tokens, so that their rows count as
-        if they had just begun a page.
-        """
-        residues = [0] * self.options.page_size
-        counts = []
-        for held, lent, capacity in zip(account.held, account.lent, self.capacities, strict=True):
-            residues[0 if account.copies is None else 1 % len(residues)] = capacity.rows
-            counts.append(PageCount.from_residues(held + lent, tokens, residues))
-        return counts
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -321,11 +295,12 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
 
     def _has_room_for(self, request: "Request", new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
+        place = None
         if reserved := new.reserved(self.head_dims):
-            new.reserved_at = self.reserve.find(reserved)
-            if new.reserved_at is None:
+            place = self.reserve.find(reserved)
+            if place is None:
                 return False
-        new.beside = self.blocks_beside(request)
+        new.take_place(place, self.blocks_beside(request))
         prefixes = self.prefixes.pinned(new.prefix)
         reading, answering = self.with_others_later(prefixes, self.accounts.values(), new)
         in_use = self.with_segments(reading, self.segments.with_user(new.segment))
@@ -370,7 +345,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             # vLLM looks at the limit when a token comes: there must be one more.
             limit = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
             self.limited.setdefault(name, (request, request.max_tokens))
-            request.max_tokens = account.max_tokens = limit
+            request.max_tokens = limit
+            account.end_answer(limit)
 
     def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
         """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; None if none has.
@@ -425,20 +401,8 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         return all(lack <= free for lack, free in zip(lacking, freed or [0] * len(lacking), strict=True))
 
     def _lacking_pages(self, account: Account, need: Need) -> list[int]:
-        """How many pages of each rank would have to be free besides, for what the account needs; 0 or less for none.
-
-        A prefill grows into what it was promised, a decode into what nobody was.
-        """
-        held, promises = need
-        elsewhere = self.with_others(self.cached_pages)
-        lacking = []
-        for rank, capacity in enumerate(self.capacities):
-            grows = held[rank] - account.held[rank]
-            promise = promises[rank] - account.promise[rank]
-            # A rank that kept more than its share of a replay is promised more than there was room for.
-            promised = self.promised[rank] + promise if grows + promise > 0 else 0
-            lacking.append(self.used[rank] + elsewhere[rank] + grows + promised - capacity.pages)
-        return lacking
+        """As of :meth:`Books.lacking`."""
+        return self.books.lacking(account, need, self.with_others(self.cached_pages))
 
     def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
         prefix = self.cached_prefix(request) if with_prefix else None
@@ -451,12 +415,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 prefill_len=request.num_tokens,
                 preemptions=request.num_preemptions,
             )
-        account = self.open_alone(request, num_new_tokens)
-        if with_prefix:
-            shared = self.shared_prefix(request)
-            assert shared is not None
-            self.control.share(account, *shared)
-        return account
+        shared = self.shared_prefix(request) if with_prefix else None
+        assert shared is not None or not with_prefix
+        return self.open_alone(request, num_new_tokens, shared)
 
     # Cached prefixes.
 
@@ -522,7 +483,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             Whether no request uses what was cached; else the pages of such go when those requests end.
         """
         for account in self.accounts.values():
-            account.is_stale = True
+            account.become_stale()
         self.prefixes.forget()
         self.segments.forget()
         self.drop_forgotten()
@@ -564,18 +525,12 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self.drop_forgotten()
             return
         if report.last:
-            account.lent[index] = prefix.lent[index] if prefix is not None else 0
-        account.counts[index] = count
-        account.unreported.discard(index)
-        if report.last:
-            # The rest of a replay is promised in exact pages from here on.
-            account.peak[index] = count.at(max(account.prefill_len, account.tokens)) - account.lent[index]
-        held = list(account.held)
-        # Tokens may be ahead of the report: steps in flight.
-        held[index] = count.at(account.tokens) - account.lent[index]
-        self.hold(account, (held, account.promised_at(account.tokens, held)))
+            need = account.on_last_report(index, count, 0 if prefix is None else prefix.lent[index])
+        else:
+            need = account.on_report(index, count)
+        self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
-            account.prefix = prefix
+            account.borrow(prefix)
             self.prefixes.borrow(prefix, request_id)
             self.drop_forgotten()
         if report.last and account.is_evicted:
@@ -588,27 +543,19 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         account = self.accounts.get(request_id)
         if account is None or account.epoch != claims[0].epoch:
             return
-        if account.arbiter is None:
-            config, n = account.plan.config, account.plan.evict_at
-            assert n is not None
-            account.arbiter = account.plan.schedule.arbiter(config, n, self.capacities[0])
-        self.outbox.answer(request_id, account.arbiter.on_claims(account.epoch, claims))
-        account.undecided = not account.arbiter.is_done
+        self.outbox.answer(request_id, account.on_claims(claims, self.capacities[0]))
 
     def must_wait(self, request_id: str) -> bool:
-        """Whether a request was evicted in a step in flight and must not go on before more is known of that.
-
-        That is what it keeps; or, where it never held all that was read, what it holds.
-        """
+        """As of :attr:`Account.must_wait`."""
         account = self.accounts.get(request_id)
-        if account is None:
-            return False
-        return account.undecided or (bool(account.unreported) and not account.may_go_ahead)
+        return account is not None and account.must_wait
 
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
-        return any(account.unreported for account in self.accounts.values()) or self.prefixes.awaits_reports
+        return (
+            any(account.awaits_reports for account in self.accounts.values()) or self.prefixes.awaits_reports
+        )
 
     def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds.
@@ -625,7 +572,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             if account is None or account.epoch != epoch:
                 continue
             count = account.counts[index]
-            if account.bounded and index in account.unreported:
+            if account.is_bounded and account.awaits_report_of(index):
                 continue
             # A step in flight may evict by now what this one did not.
             expected = count.at(tokens) if tokens >= count.tokens else pages
@@ -636,9 +583,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 )
         self._verify_prefixes(rank, actual.prefixes)
         total = sum(account.held[index] for account in self.accounts.values())
-        if total != self.used[index]:
+        if total != self.books.used[index]:
             raise RuntimeError(
-                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.used[index]}"
+                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.books.used[index]}"
             )
 
     def _verify_prefixes(self, rank: int, actual: Mapping[int, int]) -> None:
@@ -669,13 +616,13 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
     def usage(self) -> float:
         """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
         cached = self.with_others(self.with_segments(self.prefixes.in_use(), self.segments.pinned))
-        pairs = zip(self.used, cached, self.capacities, strict=True)
+        pairs = zip(self.books.used, cached, self.capacities, strict=True)
         return max(((used + prefixes) / capacity.pages for used, prefixes, capacity in pairs), default=0.0)
 
     @property
     def held_pages(self) -> list[int]:
         """Pages of each rank that requests and cached prefixes hold, promises apart."""
-        return [sum(pair) for pair in zip(self.used, self.cached_pages, strict=True)]
+        return [sum(pair) for pair in zip(self.books.used, self.cached_pages, strict=True)]
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
@@ -701,8 +648,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self.part_from_segments(request, account, untold)
         self.reserve.give_back(name)
         if account is not None:
-            nothing = [0] * len(self.ranks)
-            self.hold(account, (nothing, nothing))
+            self.books.close(account)
 
     def pop_blocks_for_free(self, request: "Request") -> list:
         self._forget(request)

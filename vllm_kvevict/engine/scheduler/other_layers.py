@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
-from vllm_kvevict.engine.scheduler.admission import PATIENCE, Account, Need
+from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.state import LedgerState
 
@@ -93,12 +94,14 @@ class OtherLayers(LedgerState, KVCacheManager):
         """
         if self.blocks is None:
             return self.empty_kv_cache_blocks
-        staying = [used + new - old for used, new, old in zip(self.used, need[0], account.held, strict=True)]
+        staying = [
+            used + new - old for used, new, old in zip(self.books.used, need[0], account.held, strict=True)
+        ]
         self.blocks.grow(self._covering(staying))
         result = super().allocate_slots(request, *args, **kwargs)
         if result is None:
             if is_new:
-                staying = [held + more for held, more in zip(staying, self.promised, strict=True)]
+                staying = [held + more for held, more in zip(staying, self.books.promised, strict=True)]
             fewest = max(self._covering(staying), len(self.blocks.as_pages) - self.blocks.reserve)
             if self.blocks.shrink(fewest):
                 result = super().allocate_slots(request, *args, **kwargs)

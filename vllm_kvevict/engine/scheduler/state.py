@@ -7,11 +7,13 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.scheduler.admission import Account, AdmissionControl, Need
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
 from vllm_kvevict.engine.scheduler.queue_head import QueueHead
-from vllm_kvevict.engine.scheduler.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
@@ -28,7 +30,7 @@ class LedgerState:
 
     Attributes:
         ranks: global ranks; whatever is counted for each rank is in their order.
-        used, promised: pages of each rank that requests hold, and that are kept free for their prefills.
+        books: pages that requests hold and are promised.
         accounts: of requests in flight, by id.
         requests: those in flight, by id.
         kept: of requests evicted for the last time, what each rank keeps of them; a replay keeps it again.
@@ -49,8 +51,7 @@ class LedgerState:
     has_w_o: bool
     has_rotary: bool
     ranks: list[int]
-    used: list[int]
-    promised: list[int]
+    books: Books
     accounts: dict[str, Account]
     requests: dict[str, "Request"]
     kept: dict[str, list[PageCount]]
@@ -109,8 +110,10 @@ class LedgerState:
             self._until_read[request.request_id] = request.num_tokens, pages
         return pages
 
-    def open_alone(self, request: "Request", num_new_tokens: int) -> Account:
-        """The account of a request that reads all of its prompt."""
+    def open_alone(
+        self, request: "Request", num_new_tokens: int, begins_with: tuple[Segment, int] | None = None
+    ) -> Account:
+        """The account of a request that reads all of its prompt, but for the segments that it begins with."""
         return self.control.open(
             self.plan(request),
             num_new_tokens,
@@ -119,14 +122,8 @@ class LedgerState:
             prefill_len=request.num_tokens,
             preemptions=request.num_preemptions,
             replayed=self.kept.get(request.request_id),
+            begins_with=begins_with,
         )
-
-    def hold(self, account: Account, need: Need) -> None:
-        held, promise = need
-        for rank, pages in enumerate(held):
-            self.used[rank] += pages - account.held[rank]
-            self.promised[rank] += promise[rank] - account.promise[rank]
-        account.held, account.promise = held, promise
 
     def with_segments(self, pages: Sequence[int], columns: int) -> list[int]:
         """Pages of each rank together with those of so many columns of segments."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 
-from vllm_kvevict.engine.scheduler.admission import STEPS_AHEAD, Account, Need
+from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
 from vllm_kvevict.engine.scheduler.outbox import TakenBack
 from vllm_kvevict.engine.scheduler.queue_head import QueueHead, Waiting
 from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
@@ -64,12 +64,11 @@ class UncompressedPrefixes(LedgerState):
 
         It keeps all of a segment from being dropped, also what it does not use of it.
         """
-        account = self.open_alone(request, request.num_tokens)
-        self.control.share(account, segment, columns)
+        account = self.open_alone(request, request.num_tokens, (segment, columns))
         in_chain = sum(part.columns for part in segment.chain())
         last = min(account.last_token, self.max_model_len) if account.is_lasting else 0
         for index, rank in enumerate(self.capacities):
-            pages = account.peak[index] + rank.rows * in_chain
+            pages = account.terms.peak[index] + rank.rows * in_chain
             if in_chain > columns and last:
                 pages = max(pages, account.counts[index].at(last) + rank.rows * (in_chain - columns))
             if pages > rank.pages:
@@ -103,7 +102,7 @@ class UncompressedPrefixes(LedgerState):
         """Whether an account's prompt is likely to be there for others once it is read."""
         if not self.segments.most:
             return False
-        if account.is_lasting or account.copies is not None:
+        if account.is_lasting or account.terms.copies is not None:
             return True
         copies = self.bounds.after_eviction(account.plan, (account.plan.evict_at or 0) + STEPS_AHEAD)
         idle = self._idle_pages()
@@ -111,11 +110,7 @@ class UncompressedPrefixes(LedgerState):
 
     def _idle_pages(self) -> list[int]:
         """Pages of each rank that nobody holds or is promised; segments that nobody uses do not count as held."""
-        pinned = self.with_segments(self.prefixes.held, self.segments.pinned)
-        return [
-            rank.pages - self.used[index] - self.promised[index] - pinned[index]
-            for index, rank in enumerate(self.capacities)
-        ]
+        return self.books.free(self.with_segments(self.prefixes.held, self.segments.pinned))
 
     def begin_segments(self, request: "Request", account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
@@ -131,15 +126,19 @@ class UncompressedPrefixes(LedgerState):
         What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
         """
         n, plan = account.plan.evict_at, account.plan
-        if account.is_stale or n is None or account.copies is not None or not account.tokens < n <= tokens:
+        if (
+            account.is_stale
+            or n is None
+            or account.terms.copies is not None
+            or not account.tokens < n <= tokens
+        ):
             return
         units = self._units(request, plan.leaves(tokens))
         if not units or self.segments.known(self._keys_of(request), units):
             return
-        by_layer, peak = account.by_layer, account.peak
-        self.control.let_copy(account)
-        if not self._is_idle(request, account, account.need_at(tokens)):
-            account.by_layer, account.peak, account.copies = by_layer, peak, None
+        copying = self.control.copying(plan, account.prefill_len, account.lent, account.replayed)
+        if self._is_idle(request, account, account.need_at(tokens, copying)):
+            account.read_on(copying)
 
     def _is_idle(self, request: "Request", account: Account, need: Need) -> bool:
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
@@ -193,17 +192,14 @@ class UncompressedPrefixes(LedgerState):
         if not account.tokens < end <= tokens:
             return
         self.segments.end(request.request_id)
-        if not account.is_lasting and account.copies is None:
+        if not account.is_lasting and account.terms.copies is None:
             return
         before = self.columns_of(account)
         last = self._freeze(request, account, account.plan.leaves(end), goes_on=True)
         if last is None:
             return
-        account.segment = last
         more = [rank.rows * (last.stop - before) for rank in self.capacities]
-        account.lent = [sum(pair) for pair in zip(account.lent, more, strict=True)]
-        held = [pages - fewer for pages, fewer in zip(account.held, more, strict=True)]
-        self.hold(account, (held, account.promise))
+        self.books.hold(account, account.leave(last, more))
 
     def _freeze(self, request: "Request", account: Account, tokens: int, goes_on: bool) -> Segment | None:
         """Make segments of what a request has read uncompressed, up to so many tokens.
@@ -238,7 +234,7 @@ class UncompressedPrefixes(LedgerState):
         """
         self.segments.end(request.request_id)
         if untold.segments:
-            account.segment = self.segments.cancel(untold.segments)
+            account.follow(self.segments.cancel(untold.segments))
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
             self._freeze(request, account, min(account.tokens, request.num_tokens - 1), goes_on=False)
@@ -247,7 +243,6 @@ class UncompressedPrefixes(LedgerState):
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
-        account.copies = None
         if account.segment is not None:
             self.segments.give_back(account.segment, lasting=False)
-            account.segment = None
+        account.end_copying()

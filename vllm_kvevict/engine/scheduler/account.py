@@ -1,0 +1,319 @@
+"""One admission of one request: what it holds on each rank, and what is promised to its prefill.
+
+An account owns what is known of its admission. What it says it holds is never less than what the workers hold, and exact
+once its last eviction is reported. Nobody else writes to it: what happens to a request is a method here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.scheduler.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.segments import Segment
+from vllm_kvevict.schedules.base import Arbiter, RankCapacity
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.reports import Answer, Claim
+from vllm_kvevict.schedules.sums import HeadDims
+
+STEPS_AHEAD = 3
+"""Steps that may be dispatched before what the first of them evicts is reported, and one more."""
+
+Need = tuple[list[int], list[int]]
+"""What a request takes of each rank: pages that it holds, and pages that are kept free for the rest of its prefill."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a prompt is read and evicted.
+
+    Attributes:
+        peak: the most pages of each rank that the prefill holds itself.
+        by_layer: whether its first step evicts it, layer by layer.
+        copies: the most pages of each rank that copies of what it keeps take, from its eviction's step until that is
+            reported, since its own pages stay with segments; the first tokens of its answer have room in them. None
+            where it is evicted in place.
+    """
+
+    peak: list[int]
+    by_layer: bool = False
+    copies: list[int] | None = None
+
+
+@dataclass
+class Account:
+    """One request in flight: what it holds, what is promised to its prefill, what it may hold at its end.
+
+    Attributes:
+        terms: how it is read.
+        prompt_len: tokens of the prompt.
+        prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
+        max_tokens: of the answer.
+        preemptions: how often it was preempted.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What it borrows is
+            counted as its own.
+        replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
+        tokens: stored once the steps dispatched so far are done.
+        held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
+        lent: pages of each rank that it borrows.
+        prefix: the cached prefix that it borrows pages of.
+        segment: the last of the segments that it borrows pages of.
+        in_one_step: whether its first step reads all up to its eviction.
+        waits_for_stages: whether pipeline stages decide together what it keeps.
+        reserved_at: where its place in the reserve begins; None if it needs none.
+        beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
+        is_stale: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
+        is_undecided: whether it is still to be decided, over all stages, what it keeps.
+    """
+
+    plan: Plan
+    terms: Terms
+    prompt_len: int
+    prefill_len: int
+    max_tokens: int
+    preemptions: int
+    counts: list[PageCount]
+    replayed: list[PageCount] | None
+    held: list[int]
+    promise: list[int]
+    lent: list[int]
+    prefix: Prefix | None = None
+    segment: Segment | None = None
+    tokens: int = 0
+    in_one_step: bool = False
+    waits_for_stages: bool = False
+    reserved_at: int | None = None
+    beside: tuple[int, int] = (0, 0)
+    is_stale: bool = False
+    is_undecided: bool = False
+    _unreported: set[int] = field(default_factory=set)
+    _to_repeat: list[tuple[int, int]] = field(default_factory=list)
+    _arbiter: Arbiter | None = None
+
+    # What is known.
+
+    @property
+    def epoch(self) -> int:
+        """Which of the request's admissions it is: 1 for the first."""
+        return self.preemptions + 1
+
+    @property
+    def last_token(self) -> int:
+        """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def waits_for_repeats(self) -> bool:
+        """Whether its prompt is read, and steps must repeat it before it is evicted."""
+        return bool(self._to_repeat)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prefill is still to be completed."""
+        return self.tokens < self.prefill_len
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether ranks have not reported a dispatched eviction yet."""
+        return bool(self._unreported)
+
+    def awaits_report_of(self, index: int) -> bool:
+        """Whether a rank has not, by its index."""
+        return index in self._unreported
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its counts are final and exact: it was evicted for the last time, or never is."""
+        evict_at = self.plan.evict_at
+        return evict_at is None or (not self._unreported and self.counts[0].tokens >= evict_at)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it is not known how much it holds once it is evicted, until that is reported: it does not hold all
+        that was read, or it holds copies besides."""
+        by_layer, copies = self.terms.by_layer, self.terms.copies
+        return by_layer or copies is not None or not self.plan.schedule.holds_whole_prompt
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether it was evicted in a step in flight and must not go on before more is known of that: what it keeps;
+        or, where it never held all that was read, what it holds."""
+        return self.is_undecided or (self.awaits_reports and not self._may_go_ahead)
+
+    @property
+    def _may_go_ahead(self) -> bool:
+        """Whether a step more takes no more pages than its bound, though its eviction is not reported."""
+        if not self.is_bounded:
+            return True
+        if self.terms.copies is None or self.is_reading:
+            return False
+        return self.tokens < self.counts[0].tokens + STEPS_AHEAD
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it uses to its end what it borrows of segments."""
+        return self.plan.evict_at is None
+
+    def reserved(self, dims: HeadDims) -> int:
+        """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
+        is_over = self.tokens >= (self.plan.evict_at or 0) and not self._to_repeat
+        return 0 if is_over else self.plan.reserved(dims, self.in_one_step)
+
+    def need_at(self, tokens: int, terms: Terms | None = None) -> Need:
+        """What the request takes during a step that ends at ``tokens`` tokens.
+
+        Args:
+            terms: on which it would be read, if not on its own.
+        """
+        terms = terms or self.terms
+        held = self._pages_at(tokens, terms)
+        return held, self._promised_at(tokens, held, terms)
+
+    def need_with(self, held: list[int]) -> Need:
+        """The same at its present tokens, if it holds so many pages of each rank."""
+        return held, self._promised_at(self.tokens, held, self.terms)
+
+    def _pages_at(self, tokens: int, terms: Terms) -> list[int]:
+        """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
+        if terms.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
+            return list(terms.peak)
+        stored = tokens + self.plan.extra_tokens(tokens)
+        stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
+        own = [count.at(stored) - lent for count, lent in zip(self.counts, self.lent, strict=True)]
+        if terms.copies is None or not self._is_evicted_by(tokens):
+            return own
+        return [sum(pair) for pair in zip(own, terms.copies, strict=True)]
+
+    def _is_evicted_by(self, tokens: int) -> bool:
+        """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""
+        n = self.plan.evict_at
+        return n is not None and self.counts[0].tokens < n <= tokens
+
+    def _promised_at(self, tokens: int, held: Sequence[int], terms: Terms) -> list[int]:
+        """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
+        if tokens >= self.prefill_len:
+            return [0] * len(held)
+        return [max(0, peak - pages) for peak, pages in zip(terms.peak, held, strict=True)]
+
+    def growth(self, tokens: int, later: int) -> list[int]:
+        """Pages of each rank that the request takes from ``tokens`` to ``later`` tokens of its answer."""
+        return [count.at(later) - count.at(tokens) for count in self.counts]
+
+    # What happens to it.
+
+    def take_place(self, reserved_at: int | None, beside: tuple[int, int]) -> None:
+        """It may begin, with a place in the reserve and blocks of other layers; see the attributes."""
+        self.reserved_at, self.beside = reserved_at, beside
+
+    def read_on(self, terms: Terms) -> None:
+        """It is read on other terms."""
+        self.terms = terms
+
+    def take(self, need: Need) -> None:
+        """It holds, and is promised, so many pages of each rank; called by :class:`Books` alone, which add them up."""
+        self.held, self.promise = need
+
+    def advance(self, tokens: int) -> None:
+        """The steps dispatched so far compute it up to so many tokens."""
+        self.tokens = tokens
+
+    def await_reports(
+        self, tokens: int, chunks: list[tuple[int, int]], ranks: Sequence[RankCapacity]
+    ) -> None:
+        """The step up to ``tokens`` evicts it, and it holds no more than now until all ranks have reported that.
+
+        Args:
+            chunks: of the prompt, that are repeated before.
+        """
+        self._unreported, self._to_repeat = set(range(len(ranks))), chunks
+        self.is_undecided = bool(chunks) or self.waits_for_stages
+        if self.is_bounded:
+            self.counts = self._bounds_until_reported(tokens, ranks)
+
+    def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
+        """Counts that do not say where its rows end.
+
+        Any row may need a page for its next token. Copies have room for some more tokens, so that their rows count as
+        if they had just begun a page.
+        """
+        residues = [0] * self.counts[0].page_size
+        counts = []
+        for held, lent, rank in zip(self.held, self.lent, ranks, strict=True):
+            residues[0 if self.terms.copies is None else 1 % len(residues)] = rank.rows
+            counts.append(PageCount.from_residues(held + lent, tokens, residues))
+        return counts
+
+    def take_chunk(self) -> tuple[int, int]:
+        """The next chunk of its prompt, which the step that is being scheduled repeats."""
+        chunk = self._to_repeat.pop(0)
+        self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
+        return chunk
+
+    def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> Answer:
+        """Answer what all ranks said of its eviction; the last answer decides it.
+
+        Args:
+            rank: any of them, for the size of the model.
+        """
+        if self._arbiter is None:
+            n = self.plan.evict_at
+            assert n is not None
+            self._arbiter = self.plan.schedule.arbiter(self.plan.config, n, rank)
+        answer = self._arbiter.on_claims(self.epoch, claims)
+        self.is_undecided = not self._arbiter.is_done
+        return answer
+
+    def on_report(self, index: int, count: PageCount) -> Need:
+        """A rank has evicted it and holds so much; what it needs now. Tokens may be ahead: steps in flight."""
+        self.counts[index] = count
+        self._unreported.discard(index)
+        held = list(self.held)
+        held[index] = count.at(self.tokens) - self.lent[index]
+        return self.need_with(held)
+
+    def on_last_report(self, index: int, count: PageCount, lent: int) -> Need:
+        """As :meth:`on_report`, of its last eviction: the rest of a replay is promised in exact pages from here on.
+
+        Args:
+            lent: pages that it borrows there from now on.
+        """
+        self.lent[index] = lent
+        peak = list(self.terms.peak)
+        peak[index] = count.at(max(self.prefill_len, self.tokens)) - lent
+        self.terms = replace(self.terms, peak=peak)
+        return self.on_report(index, count)
+
+    def end_answer(self, max_tokens: int) -> None:
+        """Its answer has no more tokens than so many."""
+        self.max_tokens = max_tokens
+
+    def become_stale(self) -> None:
+        """The cache was reset."""
+        self.is_stale = True
+
+    # What it borrows.
+
+    def borrow(self, prefix: Prefix) -> None:
+        """It borrows of a cached prefix."""
+        self.prefix = prefix
+
+    def own_prefix(self) -> Need:
+        """What it borrows of a prefix becomes its own; what it needs then."""
+        held = [sum(pair) for pair in zip(self.held, self.lent, strict=True)]
+        peak = [sum(pair) for pair in zip(self.terms.peak, self.lent, strict=True)]
+        self.terms = replace(self.terms, peak=peak)
+        self.lent, self.prefix = [0] * len(held), None
+        return held, self.promise
+
+    def follow(self, segment: Segment | None) -> None:
+        """The last segment that it borrows of is another."""
+        self.segment = segment
+
+    def leave(self, segment: Segment, pages: Sequence[int]) -> Need:
+        """Pages of its own, so many of each rank, become segments, of which it borrows them; what it needs then."""
+        self.segment = segment
+        self.lent = [sum(pair) for pair in zip(self.lent, pages, strict=True)]
+        return [held - fewer for held, fewer in zip(self.held, pages, strict=True)], self.promise
+
+    def end_copying(self) -> None:
+        """It was evicted on every rank: it borrows nothing of segments any more."""
+        self.terms, self.segment = replace(self.terms, copies=None), None
