@@ -116,7 +116,8 @@ def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> No
     full = sum(ledger.control.expected_pages(account, last, longest) for account in accounts)
     capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full + ledger.prefixes.held[last])]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
-    ledger.control, ledger.books.ranks = dataclasses.replace(ledger.control, bounds=bounds), capacities
+    ledger.requests.control = dataclasses.replace(ledger.control, bounds=bounds)
+    ledger.books.ranks = capacities
 
 
 def _cache_config(blocks: int) -> KVCacheConfig:
@@ -140,7 +141,7 @@ def decode_round(manager: KVCacheManager, running: Sequence[Request], waiting: R
             assert manager.allocate_slots(request, 1) is not None
             request.num_computed_tokens += 1
         if ledger is not None:
-            assert not ledger.is_awaited(waiting)
+            assert not ledger.shared.is_awaited(waiting)
         _, computed, _ = manager.get_computed_blocks(waiting)
         assert computed == 0
         assert manager.allocate_slots(waiting, PROMPT, full_sequence_must_fit=True) is None

@@ -21,6 +21,7 @@ from tests.engine.simulation import Workers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
+from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
 from vllm_kvevict.schedules.plan import Admission, plan_of
 
@@ -184,7 +185,7 @@ def test_a_request_that_is_always_put_off_is_found(priority: bool, monkeypatch: 
     load = behind_a_patient_one(priority=priority)
     outcome = play(load)
     assert not outcome.failure and outcome.overtaken == 0
-    monkeypatch.setattr(PageLedger, "is_awaited", lambda self, request: request.request_id == "patient")
+    monkeypatch.setattr(SharedStore, "is_awaited", lambda self, request: request.request_id == "patient")
     failure = play(load).failure or ""
     says = rf"patient .* waits, and {MOST_OVERTAKEN + 1} steps admitted others behind it"
     assert re.search(says, failure), failure

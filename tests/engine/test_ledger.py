@@ -66,7 +66,7 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
 @pytest.mark.parametrize("policy", ["criticalkv", "defensivekv", "lava"])
 def test_without_output_projections_policies_that_read_them_keep_everything(policy: str) -> None:
     ledger = make_ledger([1000], policy="full")
-    ledger.has_w_o = False
+    ledger.requests.learn(has_w_o=False, has_rotary=True)
     request = make_request("r", 640, 10, {"kv_eviction": policy})
     assert ledger.plan(request).evict_at == (640 if policy == "lava" else None)
 
@@ -74,7 +74,7 @@ def test_without_output_projections_policies_that_read_them_keep_everything(poli
 @pytest.mark.parametrize("policy", ["compactor", "expected-attention", "h2o"])
 def test_without_a_known_rotary_embedding_policies_that_undo_it_keep_everything(policy: str) -> None:
     ledger = make_ledger([1000], policy="full", policies="all")
-    ledger.has_rotary = False
+    ledger.requests.learn(has_w_o=True, has_rotary=False)
     request = make_request("r", 640, 10, {"kv_eviction": policy})
     assert ledger.plan(request).evict_at == (640 if policy == "h2o" else None)
 
@@ -160,7 +160,7 @@ def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
     ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)
     first, second = replayed("first", 320, 400, max_tokens=400), replayed("second", 320, 150, max_tokens=150)
     before = PageCount.from_residues(10, 320, [2] + [0] * (PAGE - 1))
-    ledger.kept = {"first": [before, before], "second": [before, before]}
+    ledger.requests.kept.update(first=[before, before], second=[before, before])
     assert read(ledger, first, 320)
     assert read(ledger, second, 320)
     for name in ("first", "second"):
@@ -223,7 +223,7 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
     """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
     ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
     request = replayed("r", 600, outputs, max_tokens)
-    assert ledger.control.expected_end(ledger._open(request, 100)) == 600 + expected
+    assert ledger.control.expected_end(ledger.requests.open(request, 100)) == 600 + expected
     assert grow(ledger, request, 600 + outputs)
     assert ledger.control.expected_end(ledger.accounts["r"]) == 600 + expected
 

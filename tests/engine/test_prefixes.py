@@ -19,8 +19,8 @@ from tests.engine.simulation import Simulation
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import REPEAT_ROWS
-from vllm_kvevict.engine.scheduler import prefixes
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
+from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules import base
@@ -74,7 +74,7 @@ def check_exact(simulation: Simulation) -> None:
     # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
     told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
     if told and not ledger.awaits_reports:
-        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.held_pages
+        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.books.held
     for prefix in ledger.prefixes.all_stored:
         assert set(workers.borrowers(prefix.number)) & set(ledger.accounts) == prefix.borrowers
 
@@ -86,13 +86,7 @@ def check_end(simulation: Simulation) -> None:
     nothing = [0] * len(workers.ranks)
     while simulation.scheduler.has_requests():
         simulation.step()
-    assert (ledger.books.used, ledger.books.promised, ledger.accounts, ledger._plans, ledger._keys) == (
-        nothing,
-        nothing,
-        {},
-        {},
-        {},
-    )
+    assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty
     assert not workers.live and ledger.usage == 0
     for rank in range(len(workers.ranks)):
         assert ledger.prefixes.held[rank] == workers.cached_pages(rank)
@@ -103,7 +97,7 @@ def check_end(simulation: Simulation) -> None:
     while simulation.scheduler.has_requests():
         simulation.step()
     assert not workers.cached and not workers.segments
-    assert ledger.held_pages == nothing and len(ledger.prefixes) == len(ledger.segments) == 0
+    assert ledger.books.held == nothing and len(ledger.prefixes) == len(ledger.segments) == 0
 
 
 # One document, many questions.
@@ -130,7 +124,7 @@ def test_a_hit_borrows_and_leaves_no_trace() -> None:
     simulation = Simulation(server())
     simulation.add(ask("d:0", document(0, 700), 5, 20))
     finish(simulation)
-    cached = simulation.ledger.held_pages[0]
+    cached = simulation.ledger.books.held[0]
     assert cached > 0 and simulation.ledger.usage == 0
     simulation.add(ask("d:1", document(0, 700), 5, 20))
     simulation.step()
@@ -140,7 +134,7 @@ def test_a_hit_borrows_and_leaves_no_trace() -> None:
     assert 0 < simulation.ledger.books.used[0] <= 4
     check_exact(simulation)
     finish(simulation)
-    assert simulation.ledger.held_pages == [cached]
+    assert simulation.ledger.books.held == [cached]
     check_end(simulation)
 
 
@@ -225,7 +219,7 @@ def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any)
     for options in ({}, {one: other}):
         simulation = Simulation(server(options=options))
         request = ask("d:0", document(0, 300), 5, 3)
-        numbers.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
+        numbers.append(simulation.ledger.requests.key(request))
     assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
 
 
@@ -235,7 +229,7 @@ def test_requests_share_a_prefix_if_their_parameters_are_equal() -> None:
 
     def key(**fields: Any) -> Any:
         request = ask(f"d:{next(numbers)}", document(0, 300), 5, 3, **fields)
-        return simulation.ledger.prefix_key(request, simulation.ledger.plan(request))
+        return simulation.ledger.requests.key(request)
 
     one = key(kv_params="alpha=0.3,window=16")
     assert one is not None
@@ -251,7 +245,7 @@ def test_other_defaults_are_another_prefix(monkeypatch) -> None:
     for options in ({}, {"defaults": "paper"}, {"kernel": 7, "rows": "mean"}):
         simulation = Simulation(server(options={"policy": policy, **options}))
         request = ask("d:0", document(0, 300), 5, 3)
-        keys.append(simulation.ledger.prefix_key(request, simulation.ledger.plan(request)))
+        keys.append(simulation.ledger.requests.key(request))
     assert keys[0] != keys[1] == keys[2]
 
 
@@ -271,7 +265,7 @@ def prefix_with(rows: Any) -> Any:
     """The key of a prefix that is always the same, repeated with other rows."""
     simulation = Simulation(server())
     request = ask("d:0", document(0, 300), 5, 3, **({} if rows is None else {REPEAT_ROWS: rows}))
-    return simulation.ledger.prefix_key(request, simulation.ledger.plan(request))
+    return simulation.ledger.requests.key(request)
 
 
 @pytest.mark.parametrize("what", OTHER_ROWS)

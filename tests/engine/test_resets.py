@@ -201,15 +201,15 @@ def test_limits_and_what_was_kept_go_when_all_that_run_are_preempted(depth: int,
     while not simulation.outputs["r"]:
         simulation.step()
     steps(simulation, 3)
-    limit, kept = request.max_tokens, simulation.ledger.kept["r"]
+    limit, kept = request.max_tokens, simulation.ledger.requests.kept["r"]
     assert limit < 700
     simulation.reset()
-    assert request.max_tokens == limit and simulation.ledger.kept["r"] is kept
+    assert request.max_tokens == limit and simulation.ledger.requests.kept["r"] is kept
     assert simulation.reset(hard=True)
-    assert request.max_tokens == 768 and not simulation.ledger.kept and not simulation.ledger.limited
+    assert request.max_tokens == 768 and not simulation.ledger.requests.kept
     steps(simulation, 4)
-    assert request.max_tokens < 700 and simulation.ledger.kept["r"] is not kept
+    assert request.max_tokens < 700 and simulation.ledger.requests.kept["r"] is not kept
     simulation.run(5000)
     assert simulation.reasons == {"r": "length"} and 600 < simulation.outputs["r"] < 700
-    assert not simulation.ledger.kept and not simulation.ledger.limited
+    assert not simulation.ledger.requests.kept
     check_end(simulation)

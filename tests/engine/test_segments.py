@@ -6,7 +6,7 @@ import random
 import pytest
 
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache, keys_of
+from vllm_kvevict.engine.scheduler.shared.segments import Segment, SegmentCache, keys_of
 
 UNIT = 4
 """Columns of a unit."""

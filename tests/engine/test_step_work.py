@@ -16,7 +16,7 @@ from tests.engine.simulation import Simulation
 from tests.engine.test_prefixes import document
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
 
@@ -119,9 +119,10 @@ def test_who_waits_for_a_prefix_costs_little_more_than_vllm_takes_to_pass_over(p
 
 def take_away_what_is_free(ledger: PageLedger) -> None:
     ranks = [
-        replace(rank, pages=pages) for rank, pages in zip(ledger.capacities, ledger.cached_pages, strict=True)
+        replace(rank, pages=pages) for rank, pages in zip(ledger.capacities, ledger.books.cached, strict=True)
     ]
-    ledger.control = replace(ledger.control, bounds=replace(ledger.bounds, ranks=ranks))
+    ledger.requests.control = replace(ledger.control, bounds=replace(ledger.bounds, ranks=ranks))
+    ledger.books.ranks = ranks
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "full"], ids=["compressed", "uncompressed"])

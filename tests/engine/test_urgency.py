@@ -71,7 +71,7 @@ def test_who_reads_a_prefix_is_as_urgent_as_who_waits_for_it(policy: str) -> Non
         if simulation.outputs["urgent"]:
             break
     assert simulation.outputs["urgent"] and number < 20
-    assert simulation.ledger.requests["urgent"].priority == 0
+    assert simulation.ledger.requests.in_flight["urgent"].priority == 0
     simulation.run(2000)
 
 

@@ -63,7 +63,7 @@ def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch)
     """The control: beside what other layers hold now there seems to be room."""
 
     def as_now(self: Any, pages: Any, accounts: Any, new: Any) -> Any:
-        return self.with_others(pages), self.with_others(pages)
+        return self.together_with(pages), self.together_with(pages)
 
-    monkeypatch.setattr(other_layers.OtherLayers, "with_others_later", as_now)
+    monkeypatch.setattr(other_layers.OtherLayers, "together_later", as_now)
     assert max(load(2, 512).preemptions.values()) > PATIENCE + 1

@@ -127,7 +127,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
         "evicted": workers.evictions[evicted:],
         "most": message.most_pages,
         "held": [workers.held(rank) for rank in range(len(simulation.setup.shapes))],
-        "ledger": [ledger.books.used, ledger.books.promised, ledger.held_pages],
+        "ledger": [ledger.books.used, ledger.books.promised, ledger.books.held],
     }
     return json.dumps({name: value for name, value in step.items() if value})
 

@@ -10,7 +10,7 @@ from tests.record import engines, scheduler
 from tests.record.__main__ import recorded
 from tests.record.lines import differences, digests
 from vllm_kvevict.engine.scheduler import admission
-from vllm_kvevict.engine.scheduler.prefixes import PrefixCache
+from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
 from vllm_kvevict.policies import attention
 
 SEEDS = 2

@@ -118,7 +118,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         ledger = self.scheduler.ledger
         waits = (
             not ledger.adapters.has_place(request)
-            or ledger.is_awaited(request)
+            or ledger.shared.is_awaited(request)
             or ledger.awaits_reserve(request)
         )
         return (None if waits else 0), False

@@ -1,15 +1,15 @@
 """One admission of one request: what it holds on each rank, and what is promised to its prefill.
 
-An account owns what is known of its admission. What it says it holds is never less than what the workers hold, and exact
-once its last eviction is reported. Nobody else writes to it: what happens to a request is a method here.
+An account owns what is known of its admission. What it says it holds is never less than what the workers hold, and
+exact once its last eviction is reported. Nobody else writes to it: what happens to a request is a method here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.scheduler.prefixes import Prefix
-from vllm_kvevict.engine.scheduler.segments import Segment
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.reports import Answer, Claim

@@ -13,8 +13,8 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Terms
-from vllm_kvevict.engine.scheduler.prefixes import Prefix
-from vllm_kvevict.engine.scheduler.segments import Segment
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 

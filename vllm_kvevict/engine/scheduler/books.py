@@ -1,12 +1,15 @@
-"""Pages of each rank that requests hold and are promised, all together.
+"""Pages of each rank: those that requests hold and are promised, what is cached, what layers of other kinds hold.
 
-The books own these two sums. They are the sums over the accounts at any time, and together with what is cached and what
-layers of other kinds hold never above the pools.
+The books own the first two sums, which are the sums over the accounts at any time. All together they are never above
+the pools: that is asked here before anything is taken.
 """
 
 from collections.abc import Sequence
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
+from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
+from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.schedules.base import RankCapacity
 
 
@@ -15,13 +18,21 @@ class Books:
 
     Args:
         ranks: what each can hold.
+        prefixes, segments: what is cached, compressed and not.
+        others: layers that are not evicted.
 
     Attributes:
         used, promised: pages of each rank that requests hold, and that are kept free for their prefills.
     """
 
-    def __init__(self, ranks: Sequence[RankCapacity]):
-        self.ranks = ranks
+    def __init__(
+        self,
+        ranks: Sequence[RankCapacity],
+        prefixes: PrefixCache,
+        segments: SegmentCache,
+        others: OtherLayers,
+    ):
+        self.ranks, self.prefixes, self.segments, self.others = ranks, prefixes, segments, others
         self.used = [0] * len(ranks)
         self.promised = [0] * len(ranks)
 
@@ -38,26 +49,62 @@ class Books:
         nothing = [0] * len(self.ranks)
         self.hold(account, (nothing, nothing))
 
-    def free(self, elsewhere: Sequence[int]) -> list[int]:
-        """Pages of each rank that nobody holds or is promised.
+    def with_columns(self, pages: Sequence[int], columns: int) -> list[int]:
+        """Pages of each rank together with those of so many columns of segments."""
+        return [more + rank.rows * columns for more, rank in zip(pages, self.ranks, strict=True)]
 
-        Args:
-            elsewhere: pages of each rank that are not requests'.
-        """
+    def columns_for(self, pages: Sequence[int]) -> int:
+        """Columns of segments that have so many pages of each rank."""
+        return max((-(-more // rank.rows) for more, rank in zip(pages, self.ranks, strict=True)), default=0)
+
+    @property
+    def cached(self) -> list[int]:
+        """Pages of each rank that cached prefixes and segments hold."""
+        return self.with_columns(self.prefixes.held, self.segments.columns)
+
+    @property
+    def held(self) -> list[int]:
+        """Pages of each rank that requests and cached prefixes hold, promises apart."""
+        return [sum(pair) for pair in zip(self.used, self.cached, strict=True)]
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
+        cached = self.others.together_with(self.with_columns(self.prefixes.in_use(), self.segments.pinned))
+        pairs = zip(self.used, cached, self.ranks, strict=True)
+        return max(((used + prefixes) / rank.pages for used, prefixes, rank in pairs), default=0.0)
+
+    @property
+    def free(self) -> list[int]:
+        """Pages of each rank that nobody holds or is promised."""
+        return self._beside(self.others.together_with(self.cached))
+
+    @property
+    def idle(self) -> list[int]:
+        """The same, with the pages of segments that nobody uses."""
+        return self._beside(self.with_columns(self.prefixes.held, self.segments.pinned))
+
+    def _beside(self, elsewhere: Sequence[int]) -> list[int]:
         pages = zip(self.ranks, self.used, self.promised, elsewhere, strict=True)
         return [rank.pages - used - promised - more for rank, used, promised, more in pages]
 
-    def lacking(self, account: Account, need: Need, elsewhere: Sequence[int]) -> list[int]:
+    def fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
+        """Whether every rank has room for what an account needs, if ``freed`` pages of each rank are free besides."""
+        lacking = self.lacking(account, need)
+        return all(lack <= more for lack, more in zip(lacking, freed or [0] * len(lacking), strict=True))
+
+    def lacking(self, account: Account, need: Need) -> list[int]:
         """How many pages of each rank would have to be free besides, for what an account needs; 0 or less for none.
 
         A prefill grows into what it was promised, a decode into what nobody was.
         """
         held, promises = need
+        elsewhere = self.others.together_with(self.cached)
         lacking = []
-        for rank, capacity in enumerate(self.ranks):
-            grows = held[rank] - account.held[rank]
-            promise = promises[rank] - account.promise[rank]
+        for index, rank in enumerate(self.ranks):
+            grows = held[index] - account.held[index]
+            promise = promises[index] - account.promise[index]
             # A rank that kept more than its share of a replay is promised more than there was room for.
-            promised = self.promised[rank] + promise if grows + promise > 0 else 0
-            lacking.append(self.used[rank] + elsewhere[rank] + grows + promised - capacity.pages)
+            promised = self.promised[index] + promise if grows + promise > 0 else 0
+            lacking.append(self.used[index] + elsewhere[index] + grows + promised - rank.pages)
         return lacking

@@ -45,8 +45,10 @@ class SchedulerEnd:
                     "--kv-eviction needs the same version everywhere, so install one version on every machine"
                 )
         self.ledger.set_capacity({handshake.rank: handshake.capacity for handshake in handshakes})
-        self.ledger.has_w_o = all(handshake.has_w_o for handshake in handshakes)
-        self.ledger.has_rotary = all(handshake.has_rotary for handshake in handshakes)
+        self.ledger.requests.learn(
+            has_w_o=all(handshake.has_w_o for handshake in handshakes),
+            has_rotary=all(handshake.has_rotary for handshake in handshakes),
+        )
         logger.info(self._start_up_line())
         mark_started()
 
@@ -57,7 +59,7 @@ class SchedulerEnd:
         kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
         at_once = min(
             capacity.pages // (capacity.rows * -(-kept // options.page_size) + beside)
-            for capacity, beside in zip(ledger.capacities, ledger.pages_beside(length), strict=True)
+            for capacity, beside in zip(ledger.capacities, ledger.others.pages_beside(length), strict=True)
         )
         pages = ", ".join(
             f"rank {r}: {capacity.pages}" for r, capacity in zip(ledger.ranks, ledger.capacities, strict=True)

@@ -5,24 +5,20 @@ prompts that are chosen from by a probe, and prompts that are repeated, take tur
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.schedules.reports import ExtraTokens
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class Turn:
     """Of the step that is being scheduled.
 
     Args:
-        accounts, requests: the ledger's, by id.
+        requests: the ledger's.
     """
 
-    def __init__(self, accounts: Mapping[str, Account], requests: Mapping[str, "Request"]):
-        self._accounts, self._requests = accounts, requests
+    def __init__(self, requests: Requests):
+        self._requests = requests
         self._repeating: str | None = None
         self._probing: str | None = None
         self._probe_waits = False
@@ -40,8 +36,10 @@ class Turn:
 
     def _next_repeat(self) -> str | None:
         """Of the most urgent ones the first to be admitted."""
-        reading_again = [name for name, account in self._accounts.items() if account.waits_for_repeats]
-        return min(reading_again, key=lambda name: self._requests[name].priority, default=None)
+        reading_again = [
+            name for name, account in self._requests.accounts.items() if account.waits_for_repeats
+        ]
+        return min(reading_again, key=lambda name: self._requests.in_flight[name].priority, default=None)
 
     def take_for_probe(self, request_id: str) -> bool:
         """Let the step compute a request's probe, if the turn is nobody else's; else it comes with a later step."""
@@ -61,7 +59,7 @@ class Turn:
         """
         if self._probing is not None and self._probing in scheduled:
             return self._probe(self._probing)
-        account = self._accounts.get(self._repeating or "")
+        account = self._requests.accounts.get(self._repeating or "")
         if account is None or not account.waits_for_repeats:
             return None
         start, stop = account.take_chunk()
@@ -70,7 +68,7 @@ class Turn:
         )
 
     def _probe(self, request_id: str) -> ExtraTokens:
-        account = self._accounts[request_id]
+        account = self._requests.accounts[request_id]
         n, position = account.plan.evict_at, account.tokens
         assert n is not None
         first = n - account.plan.extra_tokens(position)

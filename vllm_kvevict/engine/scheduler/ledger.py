@@ -1,20 +1,18 @@
 """The scheduler's exact account of pages, and admission by what a request will hold after its eviction.
 
-The ledger stands where vLLM keeps its block manager. It knows how many pages each request holds on each rank,
-never which: block ids stay empty. Counts are exact because every token adds one entry to every row, and an
-eviction is followed by a report of the new counts (see :class:`vllm_kvevict.cache.counts.PageCount`).
+The ledger stands where vLLM keeps its block manager, and owns nothing: it passes vLLM's calls on to its parts. It knows
+how many pages each request holds on each rank, never which: block ids stay empty. Counts are exact because every token
+adds one entry to every row, and an eviction is followed by a report of the new counts (see
+:class:`vllm_kvevict.cache.counts.PageCount`).
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
@@ -23,31 +21,28 @@ from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
 from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.answers import AnswerLimits
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.check import verify
 from vllm_kvevict.engine.scheduler.extra_tokens import Turn
+from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.prefixes import Prefix, PrefixCache
-from vllm_kvevict.engine.scheduler.queue_head import QueueHead
+from vllm_kvevict.engine.scheduler.requests import KeyOf, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.engine.scheduler.segments import Segment, SegmentCache
-from vllm_kvevict.engine.scheduler.uncompressed import UncompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
+from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.shared.store import SharedStore
+from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
-from vllm_kvevict.schedules.bounds import last_that
+from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.sums import HeadDims
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.kv_eviction")
-
-
-def _holds(count: PageCount, capacity: RankCapacity, tokens: int) -> bool:
-    """Whether a rank can hold so many tokens of a request, if it holds nothing else."""
-    return count.at(tokens) <= capacity.pages
 
 
 class NoBlocks(KVCacheBlocks):
@@ -58,8 +53,25 @@ class NoBlocks(KVCacheBlocks):
         return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
 
 
-class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
-    """Counts per request and rank behind the interface of vLLM's block manager."""
+class PageLedger(KVCacheManager):
+    """Counts per request and rank behind the interface of vLLM's block manager.
+
+    Attributes:
+        ranks: global ranks; whatever is counted for each rank is in their order.
+        requests: those that are known, with their accounts.
+        books: pages that are held and promised.
+        outbox: what the workers are told with the next step.
+        prefixes, segments: what is cached, compressed and not.
+        shared: who begins with that, and leaves it; `compressed` and `uncompressed` are its two kinds.
+        others: layers that are not evicted.
+        gate: who may begin.
+        turn: whose extra tokens the step computes.
+        limits: answers that end where the memory does.
+        ends: requests that can never go on, and how they end; the scheduler sees to it after each step.
+        waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
+            which.
+        tokens_left: tokens of the step that is being scheduled that nobody takes so far; the scheduler says how many.
+    """
 
     def __init__(
         self,
@@ -67,7 +79,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         options: Options,
         control: AdmissionControl,
         head_dims: HeadDims,
-        prefix_key: Callable[["Request", Plan], Hashable | None] = lambda request, plan: None,
+        prefix_key: KeyOf = lambda request, plan: None,
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
@@ -78,46 +90,57 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         evicted (0 where all are), the tokens that a waiting request computes at least in its first step, and the LoRA
         adapters that a step may use at most."""
         super().__init__(*args, **kwargs)
-        self.outbox = Outbox()
-        self.blocks = SharedBlocks(self.block_pool, blocks_kept, self.outbox) if blocks_kept else None
-        self.options = options
-        self.control = control
-        self.prefix_key = prefix_key
-        self.fewest_read = fewest_read
-        self.adapters = AdapterPlaces(most_adapters)
-        self.has_w_o = self.has_rotary = True
-        self.head_dims = head_dims
+        self.options, self.head_dims = options, head_dims
+        self._blocks_kept, self._fewest_read, self._block = (
+            blocks_kept,
+            fewest_read,
+            kwargs["hash_block_size"],
+        )
+        self._key_of: KeyOf = prefix_key if self.enable_caching else lambda request, plan: None
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
-        self.books = Books([])
-        self.accounts: dict[str, Account] = {}
-        self.requests: dict[str, Request] = {}
-        self.turn = Turn(self.accounts, self.requests)
-        self.kept: dict[str, list[PageCount]] = {}
-        """Of requests evicted for the last time, what each rank keeps of them; a replay keeps it again."""
-        self.limited: dict[str, tuple[Request, int]] = {}
-        """Requests whose answers end where the memory does, and the tokens that they asked for."""
-        self.ends: dict[str, RequestStatus] = {}
-        """Requests that can never go on, and how they end; the scheduler sees to it after each step."""
+        self.outbox = Outbox()
+        self.adapters = AdapterPlaces(most_adapters)
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
-        self._reserve_is_closed = False
-        """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
-        self.block = kwargs["hash_block_size"]
-        self.unit = math.lcm(self.block, options.page_size)
-        """Tokens that uncompressed prefixes are a multiple of."""
-        self._make_caches([])
+        self.limits = AnswerLimits()
+        self.ends: dict[str, RequestStatus] = {}
         self.waiting_requests: Callable[[], Iterable[Request]] = tuple
-        """Those that are not admitted and that there are seats for, in their order; the scheduler says which."""
         self.tokens_left: Callable[[], int] = lambda: 0
-        """Tokens of the step that is being scheduled that nobody takes so far; the scheduler says how many."""
-        self.queue_head: QueueHead | None = None
-        self._plans: dict[str, Plan] = {}
-        self._keys: dict[str, Hashable | None] = {}
-        self._until_read: dict[str, tuple[int, list[int]]] = {}
-        self._awaited: set[Hashable] = set()
-        """By what is found what requests wait for that vLLM has asked about in this step."""
-        self._awaited_by: dict[str, Hashable] = {}
-        """The same by waiting request, of the last step that asked."""
+        self._begin(control)
+
+    def _begin(self, control: AdmissionControl) -> None:
+        """Begin with nothing held and nothing cached.
+
+        Args:
+            control: which knows the ranks.
+        """
+        ranks = control.bounds.ranks
+        numbers = itertools.count(1)
+        most = min((rank.most_prefixes for rank in ranks), default=0)
+        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__, self.outbox)
+        tokens = math.lcm(self._block, self.options.page_size)
+        unit = tokens // self.options.page_size
+        part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
+        longest = unit * max(1, -(-part // unit))
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__, self.outbox)
+        kept = self._blocks_kept
+        self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
+        self.others = OtherLayers(self, self.blocks, ranks, self._block)
+        self.books = Books(ranks, self.prefixes, self.segments, self.others)
+        self.requests = Requests(self.options, control, self._key_of)
+        self.turn = Turn(self.requests)
+        self.compressed = CompressedPrefixes(self.requests, self.books, self.outbox, self._fewest_read)
+        self.uncompressed = UncompressedPrefixes(
+            self.requests,
+            self.books,
+            lambda: self.waiting_requests(),
+            self.enable_caching,
+            self._block,
+            tokens,
+            self._fewest_read,
+        )
+        self.shared = SharedStore(self.requests, self.books, self.outbox, self.compressed, self.uncompressed)
+        self.gate = Gate(self.requests, self.books, self.shared, self.reserve, self.head_dims)
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request. Learning the same again changes nothing.
@@ -130,9 +153,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             return
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
-        self.control = dataclasses.replace(self.control, bounds=bounds)
-        self.books = Books(in_order)
-        self._make_caches(bounds.ranks)
+        self._begin(dataclasses.replace(self.control, bounds=bounds))
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
@@ -140,28 +161,37 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 "cache more memory"
             )
 
-    def _make_caches(self, ranks: Sequence[RankCapacity]) -> None:
-        """Begin with nothing cached."""
-        numbers = itertools.count(1)
-        most = min((rank.most_prefixes for rank in ranks), default=0)
-        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__, self.outbox)
-        unit = self.unit // self.options.page_size
-        part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
-        longest = unit * max(1, -(-part // unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__, self.outbox)
+    @property
+    def accounts(self) -> dict[str, Account]:
+        """Of requests in flight, by id."""
+        return self.requests.accounts
+
+    @property
+    def control(self) -> AdmissionControl:
+        """Who decides by what all will hold."""
+        return self.requests.control
+
+    @property
+    def bounds(self) -> MemoryBounds:
+        """What requests hold at most."""
+        return self.control.bounds
+
+    @property
+    def capacities(self) -> Sequence[RankCapacity]:
+        """What each rank can hold, in the order of ``ranks``."""
+        return self.control.bounds.ranks
+
+    def plan(self, request: "Request") -> Plan:
+        """When and how the request is evicted."""
+        return self.requests.plan(request)
 
     # Admission and growth.
 
     def new_step_starts(self) -> None:
-        """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
+        """Give back what earlier steps held for a step only."""
         super().new_step_starts()
-        self.segments.new_step_starts()
-        self._reserve_is_closed = False
-        self.queue_head = None
-        self._awaited.clear()
-        for name in list(self.reserve.spans):
-            if not self.accounts[name].reserved(self.head_dims):
-                self.reserve.give_back(name)
+        self.shared.new_step_starts()
+        self.gate.new_step_starts()
 
     def allocate_slots(
         self,
@@ -191,24 +221,23 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                   in each state: pages borrowed from a cached prefix or from segments are not counted
         promised  reading: what is missing to the prefill's peak; else nothing
         """
-        name = request.request_id
-        account = self.accounts.get(name)
+        account = self.accounts.get(request.request_id)
         is_new = account is None
         if account is None:
-            account = self._open(request, num_new_tokens, num_new_computed_tokens > 0)
+            account = self.shared.open(request, num_new_tokens, num_new_computed_tokens > 0)
             if not self._may_begin(request, account):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
         if account.is_reading:
-            self.let_copy_if_idle(request, account, tokens)
-        need = self._make_room(account, tokens, is_new)
+            self.uncompressed.let_copy_if_idle(request, account, tokens)
+        need = self.shared.make_room(account, tokens, is_new)
         if need is None:
-            if list(self.accounts) == [name] and not self.awaits_reports:
+            if list(self.accounts) == [request.request_id] and not self.awaits_reports:
                 # Nobody else has pages to give, so a replay would end up here again.
-                self.ends[name] = RequestStatus.FINISHED_LENGTH_CAPPED
+                self.ends[request.request_id] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
-        blocks = self.allocate_others(
+        blocks = self._allocate_others(
             request, account, need, is_new, num_new_tokens, num_new_computed_tokens, *args, **kwargs
         )
         if blocks is None:
@@ -217,60 +246,9 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self._admit(request, account)
         self.books.hold(account, need)
         if account.is_reading:
-            self.leave_segments(request, account, tokens)
-        self._advance(name, account, tokens)
+            self.uncompressed.leave(request, account, tokens)
+        self._advance(request.request_id, account, tokens)
         return blocks
-
-    def room_for_drafts(self) -> list[int]:
-        """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
-        those that the requests that answer need for one token each."""
-        room = self.books.free(self.with_others(self.cached_pages))
-        for account in self.accounts.values():
-            if not account.is_reading:
-                more = account.growth(account.tokens, account.tokens + 1)
-                room = [free - pages for free, pages in zip(room, more, strict=True)]
-        return room
-
-    def _advance(self, name: str, account: Account, tokens: int) -> None:
-        """Note that a step computes a request up to so many tokens, and evicts it if that is due."""
-        position = account.plan.next_eviction(account.tokens)
-        if position is not None and position <= tokens:
-            chunks = account.plan.schedule.chunks(account.plan.config, tokens, self.max_model_len)
-            account.await_reports(tokens, chunks, self.capacities)
-        account.advance(tokens)
-        if position == account.plan.evict_at == tokens:
-            self.store_prefix(name, account)
-
-    def _admit(self, request: "Request", account: Account) -> None:
-        """Open the request's account for good; the workers hear of it with this step."""
-        name = request.request_id
-        self.accounts[name], self.requests[name] = account, request
-        self.adapters.take(request)
-        if self.queue_head is not None:
-            self.queue_head.remove(name)
-        prefix = account.prefix
-        self.outbox.admit(
-            Admission(
-                name,
-                account.epoch,
-                account.plan,
-                account.terms.by_layer,
-                account.reserved_at,
-                None if prefix is None else prefix.number,
-                account.segment.parts(self.columns_of(account)) if account.segment else (),
-                account.tokens if account.segment else 0,
-            )
-        )
-        if account.reserved_at is not None:
-            self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
-        self._limit_answer(name, account)
-        if prefix is not None:
-            self.prefixes.borrow(prefix, name)
-            self.kept[name] = account.counts
-            return
-        self.begin_segments(request, account)
-        if (key := self.key_of(request)) is not None and self.prefixes.find(key) is None:
-            self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -281,226 +259,112 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
                 RequestStatus.FINISHED_LENGTH_CAPPED if replay else RequestStatus.FINISHED_ERROR
             )
             return False
-        return self._has_room_for(request, account)
+        return self.gate.has_room_for(request, account)
 
-    def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
-        """Whether a waiting request would be admitted now, beginning with so many tokens."""
-        account = self._open(request, num_new_tokens)
-        if not self._has_room_for(request, account):
-            return False
-        freed, others = self._droppable_pages(), self.pages_of_others()
-        more = self.pages_of_others(self.blocks_to_begin(request))
-        spare = [pages + now - then for pages, now, then in zip(freed, others, more, strict=True)]
-        return self._fits(account, account.need_at(num_new_tokens), spare)
+    def _allocate_others(
+        self, request: "Request", account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """Blocks for the layers that are not evicted, if there are any; None if there are too few."""
+        if not self.others.exist:
+            return self.empty_kv_cache_blocks
+        used = zip(self.books.used, need[0], account.held, strict=True)
+        pages = [held + new - old for held, new, old in used]
+        promised = self.books.promised if is_new else [0] * len(pages)
+        return self.others.allocate(pages, promised, request, *args, **kwargs)
 
-    def _has_room_for(self, request: "Request", new: Account) -> bool:
-        """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
-        place = None
-        if reserved := new.reserved(self.head_dims):
-            place = self.reserve.find(reserved)
-            if place is None:
-                return False
-        new.take_place(place, self.blocks_beside(request))
-        prefixes = self.prefixes.pinned(new.prefix)
-        reading, answering = self.with_others_later(prefixes, self.accounts.values(), new)
-        in_use = self.with_segments(reading, self.segments.with_user(new.segment))
-        staying = new.segment if new.is_lasting else None
-        lasting = self.with_segments(answering, self.segments.with_lasting(staying))
-        running: list[Account] = []
-        less_urgent: list[Account] = []
-        for name, account in self.accounts.items():
-            is_less_urgent = self.requests[name].priority > request.priority
-            (less_urgent if is_less_urgent else running).append(account)
-        return self.control.shortage(new, running, in_use, lasting, less_urgent) is None
+    def _admit(self, request: "Request", account: Account) -> None:
+        """Open the request's account for good; the workers hear of it with this step."""
+        name, prefix, segment = request.request_id, account.prefix, account.segment
+        self.requests.admit(request, account)
+        self.adapters.take(request)
+        self.uncompressed.leaves_queue(name)
+        self.outbox.admit(
+            Admission(
+                name,
+                account.epoch,
+                account.plan,
+                account.terms.by_layer,
+                account.reserved_at,
+                None if prefix is None else prefix.number,
+                segment.parts(self.uncompressed.columns_of(account)) if segment else (),
+                account.tokens if segment else 0,
+            )
+        )
+        if account.reserved_at is not None:
+            self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
+        self.limits.limit(request, account, self.capacities, self.max_model_len)
+        if prefix is not None:
+            self.prefixes.borrow(prefix, name)
+            self.requests.keep(name, account)
+            return
+        self.uncompressed.begin(request, account)
+        key = self.requests.key(request)
+        if key is not None and self.prefixes.find(key) is None:
+            self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
+
+    def _advance(self, name: str, account: Account, tokens: int) -> None:
+        """Note that a step computes a request up to so many tokens, and evicts it if that is due."""
+        position = account.plan.next_eviction(account.tokens)
+        if position is not None and position <= tokens:
+            chunks = account.plan.schedule.chunks(account.plan.config, tokens, self.max_model_len)
+            account.await_reports(tokens, chunks, self.capacities)
+        account.advance(tokens)
+        if position == account.plan.evict_at == tokens:
+            self.compressed.store(name, account)
+
+    def room_for_drafts(self) -> list[int]:
+        """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
+        those that the requests that answer need for one token each."""
+        room = self.books.free
+        for account in self.accounts.values():
+            if not account.is_reading:
+                more = account.growth(account.tokens, account.tokens + 1)
+                room = [free - pages for free, pages in zip(room, more, strict=True)]
+        return room
+
+    def must_wait(self, request_id: str) -> bool:
+        """As of :attr:`Account.must_wait`."""
+        account = self.accounts.get(request_id)
+        return account is not None and account.must_wait
 
     def awaits_reserve(self, request: "Request") -> bool:
-        """Whether a waiting request must be passed over until there is room in the reserve.
-
-        One that begins with a compressed prefix needs none, nor do most that this step can read whole.
-
-        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
-        vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
-        """
-        plan, most = self.plan(request), min(self.tokens_left(), self.bounds.longest_step)
-        needed = plan.reserved(self.head_dims, plan.evict_at is not None and plan.evict_at <= most)
-        if not needed or self.cached_prefix(request) is not None:
-            return False
-        if self.reserve.find(needed) is None:
-            self._reserve_is_closed = True
-        return self._reserve_is_closed
-
-    def _limit_answer(self, name: str, account: Account) -> None:
-        """End the answer where the memory ends, once it is known what is kept: vLLM checks ``max_tokens``.
-
-        The request could not grow beyond that even alone, so without the limit it would be preempted for ever.
-        """
-        if not account.is_evicted:
-            return
-        request, last = self.requests[name], min(account.last_token, self.max_model_len)
-        most = last
-        for count, capacity in zip(account.counts, self.capacities, strict=True):
-            if count.at(max(last, count.tokens)) > capacity.pages:
-                most = min(most, last_that(partial(_holds, count, capacity), count.tokens, last))
-        if most < last:
-            # vLLM looks at the limit when a token comes: there must be one more.
-            limit = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
-            self.limited.setdefault(name, (request, request.max_tokens))
-            request.max_tokens = limit
-            account.end_answer(limit)
-
-    def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
-        """Drop cached prefixes until every rank has room for the account at ``tokens`` tokens; None if none has.
-
-        For a new request nothing is dropped in vain. Before one that runs is preempted, all prefixes go that nobody
-        uses; one that somebody does only if that is enough.
-
-        Returns:
-            What the account needs then: more, if the prefix that it borrowed from is its own now.
-        """
-        need = account.need_at(tokens)
-        if self._fits(account, need):
-            return need
-        untouchable, kept = (account.prefix, account.segment) if is_new else (None, None)
-        is_enough = self._fits(account, need, self._droppable_pages(untouchable, kept))
-        if is_new and not is_enough:
-            return None
-        # Uncompressed prefixes go first: a compressed one is worth as many tokens with a part of the pages.
-        self.segments.drop_columns(self._columns_for(self._lacking_pages(account, need)), kept)
-        if self._fits(account, need):
-            return need
-        while (prefix := self._next_to_drop(untouchable, is_enough)) is not None:
-            self.drop_prefix(prefix)
-            need = account.need_at(tokens)
-            if self._fits(account, need):
-                return need
-        return None
-
-    def _next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
-        """The cached prefix that goes next to make room, but for one; it frees something."""
-        for prefix in self.prefixes.droppable(self.outbox.admitted):
-            if prefix.is_borrowed and not even_borrowed:
-                return None  # those that nobody borrows came before
-            if prefix is not untouchable and any(map(prefix.freed, range(len(self.ranks)))):
-                return prefix
-        return None
-
-    def _droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
-        """Pages of each rank that cached prefixes and segments would free, apart from one."""
-        pages = self.prefixes.droppable_pages(self.outbox.admitted, untouchable)
-        return self.with_segments(pages, self.segments.droppable(kept))
-
-    def _columns_for(self, pages: Sequence[int]) -> int:
-        """Columns of segments that have so many pages of each rank."""
-        return max(
-            (cdiv(more, rank.rows) for more, rank in zip(pages, self.capacities, strict=True)), default=0
-        )
-
-    def _fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
-        """Whether every rank has room for what the account needs, if ``freed`` pages of each rank are free besides."""
-        lacking = self._lacking_pages(account, need)
-        return all(lack <= free for lack, free in zip(lacking, freed or [0] * len(lacking), strict=True))
-
-    def _lacking_pages(self, account: Account, need: Need) -> list[int]:
-        """As of :meth:`Books.lacking`."""
-        return self.books.lacking(account, need, self.with_others(self.cached_pages))
-
-    def _open(self, request: "Request", num_new_tokens: int, with_prefix: bool = False) -> Account:
-        prefix = self.cached_prefix(request) if with_prefix else None
-        if prefix is not None:
-            return self.control.open_with(
-                prefix,
-                self.plan(request),
-                request.num_prompt_tokens,
-                request.max_tokens,
-                prefill_len=request.num_tokens,
-                preemptions=request.num_preemptions,
-            )
-        shared = self.shared_prefix(request) if with_prefix else None
-        assert shared is not None or not with_prefix
-        return self.open_alone(request, num_new_tokens, shared)
+        """As of :meth:`Gate.awaits_reserve`."""
+        return self.gate.awaits_reserve(request, self.tokens_left())
 
     # Cached prefixes.
 
     def get_computed_blocks(
         self, request: "Request", max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """How many tokens a waiting request need not compute: all of its compressed prefix, or what segments have.
+        """How many tokens a waiting request need not compute.
 
         vLLM sets ``max_cache_hit_length`` where it stores more than KV of each token, which eviction refuses; then
         nothing is taken from the cache.
         """
-        tokens = 0
         is_asked = max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request)
         # Thousands may wait for one prefix. vLLM asks next whether they have to, and then nothing else.
-        if is_asked and not self.is_awaited(request):
-            prefix = self.cached_prefix(request)
-            shared = self.shared_prefix(request) if prefix is None else None
-            if prefix is not None:
-                tokens = prefix.tokens
-            elif shared is not None:
-                tokens = shared[1] * self.options.page_size
-        return self.empty_kv_cache_blocks, tokens, 0
-
-    def is_awaited(self, request: "Request") -> bool:
-        """Whether somebody else is reading what a waiting request begins with.
-
-        Thousands may wait for the same, so that is found out once in a step: vLLM asks in its order, and who comes
-        later waits for the same reader with all the more reason.
-        """
-        name = request.request_id
-        if self._awaited_by.get(name) in self._awaited:
-            return True
-        key = self._awaited_key(request) if self.prefix_cache_lookup_enabled(request) else None
-        if key is None:
-            self._awaited_by.pop(name, None)
-            return False
-        self._awaited_by[name] = key
-        self._awaited.add(key)
-        return True
-
-    def _awaited_key(self, request: "Request") -> Hashable | None:
-        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
-        key = self.key_of(request)
-        prefix = self.prefixes.find(key)
-        if prefix is None:
-            return self.awaited_segments(request)
-        if prefix.is_ready:
-            return None
-        self._hurry(prefix, request)
-        return prefix.number
-
-    def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
-        """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
-        producer = self.requests.get(prefix.producer[0])
-        if producer is not None:
-            producer.priority = min(producer.priority, waiting.priority)
+        is_asked = is_asked and not self.shared.is_awaited(request)
+        return self.empty_kv_cache_blocks, self.shared.tokens_found(request) if is_asked else 0, 0
 
     def reset_prefix_cache(self) -> bool:
-        """Let no further request begin with a prefix that is cached now, or with anything that a request reads or
-        writes which is admitted now.
-
-        Returns:
-            Whether no request uses what was cached; else the pages of such go when those requests end.
-        """
-        for account in self.accounts.values():
-            account.become_stale()
-        self.prefixes.forget()
-        self.segments.forget()
-        self.drop_forgotten()
-        in_use = self.uses_prefixes or self.segments.pinned > 0
+        """As of :meth:`SharedStore.forget`."""
+        is_unused = self.shared.forget()
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
-        return not in_use
+        return is_unused
 
     def forget_kept(self) -> None:
         """Let replays find out anew what they keep, and so how long their answers may be.
 
         Where all that run are preempted for a reset, the weights may be others: what was kept says nothing any more.
         """
-        self.kept.clear()
-        for request, max_tokens in self.limited.values():
-            request.max_tokens = max_tokens
-        self.limited.clear()
+        self.requests.forget_kept()
+        self.limits.lift()
+
+    def estimate_cached_tokens(self, request: "Request") -> int:
+        """Tokens of a request that another one with the same prefix need not compute."""
+        account = self.accounts.get(request.request_id)
+        return 0 if account is None else self.shared.tokens_of(account)
 
     # What the workers are told, and say.
 
@@ -510,7 +374,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         Args:
             scheduled: its tokens by request.
         """
-        most_pages = dict(zip(self.ranks, self.held_pages, strict=True)) if self.options.check else None
+        most_pages = dict(zip(self.ranks, self.books.held, strict=True)) if self.options.check else None
         return self.outbox.take(self.turn.end_step(scheduled), most_pages)
 
     def on_report(self, rank: int, request_id: str, report: Report) -> None:
@@ -522,7 +386,7 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
             self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self.drop_forgotten()
+            self.compressed.drop_forgotten()
             return
         if report.last:
             need = account.on_last_report(index, count, 0 if prefix is None else prefix.lent[index])
@@ -532,23 +396,18 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         if prefix is not None and prefix.is_ready:
             account.borrow(prefix)
             self.prefixes.borrow(prefix, request_id)
-            self.drop_forgotten()
+            self.compressed.drop_forgotten()
         if report.last and account.is_evicted:
-            self.end_copying(account)
-            self.kept[request_id] = account.counts
-            self._limit_answer(request_id, account)
+            self.uncompressed.end_copying(account)
+            self.requests.keep(request_id, account)
+            request = self.requests.in_flight[request_id]
+            self.limits.limit(request, account, self.capacities, self.max_model_len)
 
     def on_claims(self, request_id: str, claims: Sequence[Claim]) -> None:
         """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
-        if account is None or account.epoch != claims[0].epoch:
-            return
-        self.outbox.answer(request_id, account.on_claims(claims, self.capacities[0]))
-
-    def must_wait(self, request_id: str) -> bool:
-        """As of :attr:`Account.must_wait`."""
-        account = self.accounts.get(request_id)
-        return account is not None and account.must_wait
+        if account is not None and account.epoch == claims[0].epoch:
+            self.outbox.answer(request_id, account.on_claims(claims, self.capacities[0]))
 
     @property
     def awaits_reports(self) -> bool:
@@ -558,110 +417,50 @@ class PageLedger(CompressedPrefixes, UncompressedPrefixes, OtherLayers):
         )
 
     def verify(self, rank: int, actual: Holdings) -> None:
-        """Compare with what a rank really holds.
-
-        Args:
-            actual: at the end of the rank's step.
-
-        Raises:
-            RuntimeError: naming the first request whose counts differ.
-        """
-        index = self.ranks.index(rank)
-        for request_id, (epoch, tokens, pages) in actual.requests.items():
-            account = self.accounts.get(request_id)
-            if account is None or account.epoch != epoch:
-                continue
-            count = account.counts[index]
-            if account.is_bounded and account.awaits_report_of(index):
-                continue
-            # A step in flight may evict by now what this one did not.
-            expected = count.at(tokens) if tokens >= count.tokens else pages
-            if expected != pages:
-                raise RuntimeError(
-                    f"kv eviction check: rank {rank} holds {pages} pages of request {request_id} at {tokens} "
-                    f"tokens, the ledger expects {expected}"
-                )
-        self._verify_prefixes(rank, actual.prefixes)
-        total = sum(account.held[index] for account in self.accounts.values())
-        if total != self.books.used[index]:
-            raise RuntimeError(
-                f"kv eviction check: ledger of rank {rank} sums to {total}, not {self.books.used[index]}"
-            )
-
-    def _verify_prefixes(self, rank: int, actual: Mapping[int, int]) -> None:
-        """Compare cached prefixes with what a rank really holds: pages by number."""
-        index = self.ranks.index(rank)
-        for prefix in self.prefixes.all_stored:
-            pages = actual.get(prefix.number, 0)
-            if prefix.is_ready and pages != prefix.held[index]:
-                raise RuntimeError(
-                    f"kv eviction check: rank {rank} holds {pages} pages of cached prefix {prefix.number}, the ledger "
-                    f"expects {prefix.held[index]}"
-                )
-        for segment in self.segments:
-            expected, pages = segment.columns * self.capacities[index].rows, actual.get(segment.number, 0)
-            # A step in flight may make it.
-            is_yet_to_come = not pages and rank not in segment.seen_on
-            if pages != expected and not is_yet_to_come:
-                raise RuntimeError(
-                    f"kv eviction check: rank {rank} holds {pages} pages of segment {segment.number}, the ledger "
-                    f"expects {expected}"
-                )
-            if pages:
-                segment.seen_on.add(rank)
+        """Compare with what a rank really holds at the end of its step. Raises RuntimeError if that differs."""
+        verify(rank, self.ranks.index(rank), actual, self.accounts, self.books)
 
     # The rest of the block manager's interface.
 
     @property
     def usage(self) -> float:
-        """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
-        cached = self.with_others(self.with_segments(self.prefixes.in_use(), self.segments.pinned))
-        pairs = zip(self.books.used, cached, self.capacities, strict=True)
-        return max(((used + prefixes) / capacity.pages for used, prefixes, capacity in pairs), default=0.0)
-
-    @property
-    def held_pages(self) -> list[int]:
-        """Pages of each rank that requests and cached prefixes hold, promises apart."""
-        return [sum(pair) for pair in zip(self.books.used, self.cached_pages, strict=True)]
+        """As of :attr:`Books.usage`."""
+        return self.books.usage
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
         self._forget(request)
         super().free(request)
 
-    def _forget(self, request: "Request") -> None:
-        name = request.request_id
-        if request.is_finished():
-            self.kept.pop(name, None)
-            self.limited.pop(name, None)
-            self.ends.pop(name, None)
-            self._plans.pop(name, None)
-            self._keys.pop(name, None)
-            self._until_read.pop(name, None)
-            self._awaited_by.pop(name, None)
-        if self.requests.pop(name, None) is not None:
-            self.adapters.give_back(request)
-        untold = self.outbox.take_back(name)
-        account = self.accounts.pop(name, None)
-        if account is not None:
-            self.leave_prefix(name, account, untold)
-            self.part_from_segments(request, account, untold)
-        self.reserve.give_back(name)
-        if account is not None:
-            self.books.close(account)
-
     def pop_blocks_for_free(self, request: "Request") -> list:
         self._forget(request)
         return super().pop_blocks_for_free(request)
 
-    def estimate_cached_tokens(self, request: "Request") -> int:
-        """Tokens of a request that another one with the same prefix need not compute."""
-        account = self.accounts.get(request.request_id)
-        if account is None or account.is_stale:
-            return 0
-        if account.prefix is not None:
-            return account.prefix.tokens
-        return self.columns_of(account) * self.options.page_size
+    def _forget(self, request: "Request") -> None:
+        name = request.request_id
+        if request.is_finished():
+            self.limits.forget(name)
+            self.ends.pop(name, None)
+            self.shared.forget_waiting(name)
+        untold, account = self.outbox.take_back(name), self.requests.leave(request)
+        if account is not None:
+            self.adapters.give_back(request)
+            self.shared.part_from(request, account, untold)
+            self.reserve.give_back(name)
+            self.books.close(account)
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""
+
+    def take_new_block_ids(self) -> list[int]:
+        return super().take_new_block_ids() if self.others.exist else []
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        if self.others.exist:
+            super().remove_skipped_blocks(*args, **kwargs)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        return super().get_blocks(request_id) if self.others.exist else self.empty_kv_cache_blocks
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.get_blocks(request_id).get_block_ids()

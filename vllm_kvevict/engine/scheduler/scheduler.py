@@ -20,7 +20,7 @@ from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.prefixes import prefix_key
+from vllm_kvevict.engine.scheduler.shared.prefixes import prefix_key
 from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -204,7 +204,7 @@ class _EvictionMixin:
         if num_new_tokens <= known:
             return num_new_tokens
         ledger = self.kv_cache_manager
-        num_new_tokens = min(num_new_tokens, ledger.end_of_blocks(request.num_tokens) - computed)
+        num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request.num_tokens) - computed)
         more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
         room = [free - pages for free, pages in zip(self._room_for_drafts, more, strict=True)]
         if min(room) < 0:
@@ -242,7 +242,7 @@ class _EvictionMixin:
         if plan.evict_at is None or not ledger.bounds.gains_from_one_step(plan) or request.has_encoder_inputs:
             return False
         soon = plan.evict_at <= self._tokens_next_step()
-        if ledger.would_admit(request, num_new_tokens):
+        if ledger.gate.would_admit(request, num_new_tokens):
             return soon and request.request_id not in self._postponed
         return soon or not ledger.bounds.fits(plan, request.num_tokens, in_one_step=False)
 
@@ -264,12 +264,12 @@ class _EvictionMixin:
         request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
             return None
-        if not ledger.adapters.has_place(request) or ledger.is_awaited(request):
+        if not ledger.adapters.has_place(request) or ledger.shared.is_awaited(request):
             return None
         if ledger.get_computed_blocks(request)[1]:
             return None
         whole_step = ledger.plan(request).evict_at or request.num_tokens
-        return request.request_id if ledger.would_admit(request, whole_step) else None
+        return request.request_id if ledger.gate.would_admit(request, whole_step) else None
 
     def _admits_requests(self) -> bool:
         """Whether vLLM admits requests at all: not while it is paused, and not beyond ``--max-num-seqs``."""

@@ -7,7 +7,7 @@ the queue may be long, so it is looked at once per step.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_kvevict.engine.scheduler.segments import Keys
+from vllm_kvevict.engine.scheduler.shared.segments import Keys
 
 
 @dataclass(frozen=True)

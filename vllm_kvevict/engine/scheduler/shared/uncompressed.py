@@ -8,16 +8,17 @@ To stay, what is evicted must be copied instead of compacted in place. That take
 else needs them.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
+from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import TakenBack
-from vllm_kvevict.engine.scheduler.queue_head import QueueHead, Waiting
-from vllm_kvevict.engine.scheduler.segments import Keys, Segment, keys_of
-from vllm_kvevict.engine.scheduler.state import LedgerState
+from vllm_kvevict.engine.scheduler.requests import Requests
+from vllm_kvevict.engine.scheduler.shared.queue_head import QueueHead, Waiting
+from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, keys_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -26,34 +27,68 @@ PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
 
 
-class UncompressedPrefixes(LedgerState):
-    """The part of the ledger that keeps segments."""
+class UncompressedPrefixes:
+    """Decides which segments requests begin with, wait for and leave.
+
+    Args:
+        requests, books: the ledger's.
+        waiting: requests that are not admitted and that there are seats for, in their order.
+        is_on: whether anything is cached.
+        block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
+        fewest_read: tokens that a waiting request computes at least in its first step.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        books: Books,
+        waiting: Callable[[], Iterable["Request"]],
+        is_on: bool,
+        block: int,
+        unit: int,
+        fewest_read: int,
+    ):
+        self._requests, self._books, self._waiting, self._is_on = requests, books, waiting, is_on
+        self._segments = books.segments
+        self._block, self._unit, self._fewest_read = block, unit, fewest_read
+        self._queue_head: QueueHead | None = None
+        """The first waiting requests, as they were when this step began; None until somebody asks."""
+
+    def new_step_starts(self) -> None:
+        """What earlier steps have left can be used from now on."""
+        self._segments.new_step_starts()
+        self._queue_head = None
+
+    def leaves_queue(self, name: str) -> None:
+        """A request was admitted."""
+        if self._queue_head is not None:
+            self._queue_head.remove(name)
 
     def columns_of(self, account: Account) -> int:
         """Columns that an account borrows of segments."""
-        return account.lent[0] // self.capacities[0].rows if account.segment else 0
+        return account.lent[0] // self._books.ranks[0].rows if account.segment else 0
 
     def _units(self, request: "Request", tokens: int) -> int:
         """Units in so many tokens of a request, as far as vLLM has hashed them."""
-        if not self.enable_caching:
+        if not self._is_on:
             return 0
-        return min(tokens // self.unit, len(request.block_hashes) * self.block // self.unit)
+        return min(tokens // self._unit, len(request.block_hashes) * self._block // self._unit)
 
     def _units_to_find(self, request: "Request") -> int:
         """The most units that a waiting request may begin with."""
-        most = self.plan(request).most_cached(request.num_tokens)
-        return self._units(request, max(0, min(most, request.num_tokens - self.fewest_read)))
+        most = self._requests.plan(request).most_cached(request.num_tokens)
+        return self._units(request, max(0, min(most, request.num_tokens - self._fewest_read)))
 
     def _keys_of(self, request: "Request") -> Keys:
-        return keys_of(request.block_hashes, self.unit // self.block)
+        return keys_of(request.block_hashes, self._unit // self._block)
 
-    def shared_prefix(self, request: "Request") -> tuple[Segment, int] | None:
+    def find(self, request: "Request") -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
 
         A prompt that fits the pool only if it is evicted layer by layer begins with nothing.
         """
         most = self._units_to_find(request)
-        found = self.segments.find(self._keys_of(request), most)
+        found = self._segments.find(self._keys_of(request), most)
         while found is not None and not self._fits_alone(request, *found):
             segment, _ = found
             found = (segment.parent, segment.start) if segment.parent else None
@@ -64,10 +99,10 @@ class UncompressedPrefixes(LedgerState):
 
         It keeps all of a segment from being dropped, also what it does not use of it.
         """
-        account = self.open_alone(request, request.num_tokens, (segment, columns))
+        account = self._requests.open(request, request.num_tokens, (segment, columns))
         in_chain = sum(part.columns for part in segment.chain())
-        last = min(account.last_token, self.max_model_len) if account.is_lasting else 0
-        for index, rank in enumerate(self.capacities):
+        last = min(account.last_token, self._requests.control.max_model_len) if account.is_lasting else 0
+        for index, rank in enumerate(self._books.ranks):
             pages = account.terms.peak[index] + rank.rows * in_chain
             if in_chain > columns and last:
                 pages = max(pages, account.counts[index].at(last) + rank.rows * (in_chain - columns))
@@ -75,24 +110,24 @@ class UncompressedPrefixes(LedgerState):
                 return False
         return True
 
-    def awaited_segments(self, request: "Request") -> Hashable | None:
+    def awaited(self, request: "Request") -> Hashable | None:
         """By what is found what another request will leave, if a request should wait for that.
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
         in vLLM's order; never much longer than it would take to read that itself.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
-        found = self.segments.find(keys, most)
-        units = found[1] // self.segments.unit if found else 0
-        soon = self.segments.soon(keys, most)
+        found = self._segments.find(keys, most)
+        units = found[1] // self._segments.unit if found else 0
+        soon = self._segments.soon(keys, most)
         if soon > units:
             return keys(soon)
-        readers, read = self.segments.readers(keys, most)
-        gained = (read - units) * self.unit
+        readers, read = self._segments.readers(keys, most)
+        gained = (read - units) * self._unit
         for name in readers if gained > 0 else ():
-            if not self.requests[name] < request:
+            if not self._requests.in_flight[name] < request:
                 continue  # a stream of those that came later could keep it waiting for ever
-            account = self.accounts[name]
+            account = self._requests.accounts[name]
             left = account.plan.leaves(account.prefill_len) - account.tokens
             if left <= PATIENT * gained and self._will_leave(account):
                 return keys(read)
@@ -100,25 +135,22 @@ class UncompressedPrefixes(LedgerState):
 
     def _will_leave(self, account: Account) -> bool:
         """Whether an account's prompt is likely to be there for others once it is read."""
-        if not self.segments.most:
+        if not self._segments.most:
             return False
         if account.is_lasting or account.terms.copies is not None:
             return True
-        copies = self.bounds.after_eviction(account.plan, (account.plan.evict_at or 0) + STEPS_AHEAD)
-        idle = self._idle_pages()
-        return all(more <= free for more, free in zip(copies, idle, strict=True))
+        copies = self._requests.control.bounds.after_eviction(
+            account.plan, (account.plan.evict_at or 0) + STEPS_AHEAD
+        )
+        return all(more <= free for more, free in zip(copies, self._books.idle, strict=True))
 
-    def _idle_pages(self) -> list[int]:
-        """Pages of each rank that nobody holds or is promised; segments that nobody uses do not count as held."""
-        return self.books.free(self.with_segments(self.prefixes.held, self.segments.pinned))
-
-    def begin_segments(self, request: "Request", account: Account) -> None:
+    def begin(self, request: "Request", account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
         if account.segment is not None:
-            self.segments.borrow(account.segment, account.is_lasting)
+            self._segments.borrow(account.segment, account.is_lasting)
         units = self._units(request, account.plan.leaves(account.prefill_len))
-        if units * self.segments.unit > self.columns_of(account):
-            self.segments.begin(request.request_id, self._keys_of(request), units)
+        if units * self._segments.unit > self.columns_of(account):
+            self._segments.begin(request.request_id, self._keys_of(request), units)
 
     def let_copy_if_idle(self, request: "Request", account: Account, tokens: int) -> None:
         """Let what the step reads to its eviction stay for others, if that takes only pages that nobody else needs.
@@ -134,9 +166,9 @@ class UncompressedPrefixes(LedgerState):
         ):
             return
         units = self._units(request, plan.leaves(tokens))
-        if not units or self.segments.known(self._keys_of(request), units):
+        if not units or self._segments.known(self._keys_of(request), units):
             return
-        copying = self.control.copying(plan, account.prefill_len, account.lent, account.replayed)
+        copying = self._requests.control.copying(plan, account.prefill_len, account.lent, account.replayed)
         if self._is_idle(request, account, account.need_at(tokens, copying)):
             account.read_on(copying)
 
@@ -144,7 +176,7 @@ class UncompressedPrefixes(LedgerState):
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
         held, promises = need
         soon = self._needed_soon(request, account)
-        for index, idle in enumerate(self._idle_pages()):
+        for index, idle in enumerate(self._books.idle):
             more = held[index] - account.held[index] + promises[index] - account.promise[index]
             if more + soon[index] > idle:
                 return False
@@ -156,10 +188,10 @@ class UncompressedPrefixes(LedgerState):
         units = self._units(request, account.plan.leaves(request.num_tokens))
         unread, pages = self._head_of_queue().besides(request.request_id, self._keys_of(request), units)
         unread += sum(
-            other.prefill_len - other.tokens for other in self.accounts.values() if other.is_reading
+            other.prefill_len - other.tokens for other in self._requests.accounts.values() if other.is_reading
         )
-        steps = STEPS_AHEAD + cdiv(unread, self.control.step_tokens)
-        for running in self.accounts.values():
+        steps = STEPS_AHEAD + cdiv(unread, self._requests.control.step_tokens)
+        for running in self._requests.accounts.values():
             if running is not account and not running.is_reading:
                 for index, count in enumerate(running.counts):
                     tokens = max(running.tokens, count.tokens)
@@ -168,38 +200,38 @@ class UncompressedPrefixes(LedgerState):
 
     def _head_of_queue(self) -> QueueHead:
         """Waiting requests that this step and the next ones have tokens for."""
-        if self.queue_head is None:
-            self.queue_head = QueueHead(self._first_waiting(), len(self.ranks))
-        return self.queue_head
+        if self._queue_head is None:
+            self._queue_head = QueueHead(self._first_waiting(), len(self._books.ranks))
+        return self._queue_head
 
     def _first_waiting(self) -> Iterator[Waiting]:
-        left = (1 + STEPS_AHEAD) * self.control.step_tokens
-        for request in self.waiting_requests():
+        left = (1 + STEPS_AHEAD) * self._requests.control.step_tokens
+        for request in self._waiting():
             if left <= 0:
                 return
             left -= request.num_tokens
             yield Waiting(
                 request.request_id,
                 request.num_tokens,
-                self.pages_until_read(request),
+                self._requests.pages_until_read(request),
                 self._keys_of(request),
                 self._units_to_find(request),
             )
 
-    def leave_segments(self, request: "Request", account: Account, tokens: int) -> None:
+    def leave(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
         end = account.plan.evict_at or account.prefill_len
         if not account.tokens < end <= tokens:
             return
-        self.segments.end(request.request_id)
+        self._segments.end(request.request_id)
         if not account.is_lasting and account.terms.copies is None:
             return
         before = self.columns_of(account)
         last = self._freeze(request, account, account.plan.leaves(end), goes_on=True)
         if last is None:
             return
-        more = [rank.rows * (last.stop - before) for rank in self.capacities]
-        self.books.hold(account, account.leave(last, more))
+        more = [rank.rows * (last.stop - before) for rank in self._books.ranks]
+        self._books.hold(account, account.leave(last, more))
 
     def _freeze(self, request: "Request", account: Account, tokens: int, goes_on: bool) -> Segment | None:
         """Make segments of what a request has read uncompressed, up to so many tokens.
@@ -213,36 +245,36 @@ class UncompressedPrefixes(LedgerState):
         if account.is_stale:
             return None
         units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
-        if units * self.segments.unit <= before or self.segments.known(keys, units):
+        if units * self._segments.unit <= before or self._segments.known(keys, units):
             return None
-        last = self.segments.store(
+        last = self._segments.store(
             request.request_id,
             account.segment,
             keys,
             before,
-            units * self.segments.unit,
+            units * self._segments.unit,
             users=int(goes_on),
             lasting=int(goes_on and account.is_lasting),
         )
         return last if last is not account.segment else None
 
-    def part_from_segments(self, request: "Request", account: Account, untold: TakenBack) -> None:
+    def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may.
 
         Args:
             untold: what the workers were not told of it.
         """
-        self.segments.end(request.request_id)
+        self._segments.end(request.request_id)
         if untold.segments:
-            account.follow(self.segments.cancel(untold.segments))
+            account.follow(self._segments.cancel(untold.segments))
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
             self._freeze(request, account, min(account.tokens, request.num_tokens - 1), goes_on=False)
         if account.segment is not None:
-            self.segments.give_back(account.segment, account.is_lasting)
+            self._segments.give_back(account.segment, account.is_lasting)
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
         if account.segment is not None:
-            self.segments.give_back(account.segment, lasting=False)
+            self._segments.give_back(account.segment, lasting=False)
         account.end_copying()

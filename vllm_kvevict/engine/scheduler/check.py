@@ -1,0 +1,55 @@
+"""Check mode: what the ledger knows is compared with what a rank really holds."""
+
+from collections.abc import Mapping
+
+from vllm_kvevict.engine.messages import Holdings
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.books import Books
+
+
+def verify(rank: int, index: int, actual: Holdings, accounts: Mapping[str, Account], books: Books) -> None:
+    """Compare with what a rank holds at the end of its step.
+
+    Args:
+        rank, index: its global rank, and its place in what is counted for each rank.
+
+    Raises:
+        RuntimeError: naming the first request whose counts differ.
+    """
+    for request_id, (epoch, tokens, pages) in actual.requests.items():
+        account = accounts.get(request_id)
+        if account is None or account.epoch != epoch:
+            continue
+        if account.is_bounded and account.awaits_report_of(index):
+            continue
+        count = account.counts[index]
+        # A step in flight may evict by now what this one did not.
+        expected = count.at(tokens) if tokens >= count.tokens else pages
+        _compare(rank, f"request {request_id} at {tokens} tokens", pages, expected)
+    _verify_cached(rank, index, actual.prefixes, books)
+    total = sum(account.held[index] for account in accounts.values())
+    if total != books.used[index]:
+        raise RuntimeError(
+            f"kv eviction check: ledger of rank {rank} sums to {total}, not {books.used[index]}"
+        )
+
+
+def _verify_cached(rank: int, index: int, actual: Mapping[int, int], books: Books) -> None:
+    """Compare what is cached with what a rank holds of it: pages by number."""
+    for prefix in books.prefixes.all_stored:
+        if prefix.is_ready:
+            _compare(rank, f"cached prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index])
+    for segment in books.segments:
+        pages = actual.get(segment.number, 0)
+        # A step in flight may make it.
+        if pages or rank in segment.seen_on:
+            expected = segment.columns * books.ranks[index].rows
+            _compare(rank, f"segment {segment.number}", pages, expected)
+            segment.seen_on.add(rank)
+
+
+def _compare(rank: int, what: str, pages: int, expected: int) -> None:
+    if pages != expected:
+        raise RuntimeError(
+            f"kv eviction check: rank {rank} holds {pages} pages of {what}, the ledger expects {expected}"
+        )

@@ -1,0 +1,93 @@
+"""Whether a waiting request may begin: beside those in flight, with a place in the reserve, and in its turn.
+
+Owns the reserve's places, and whether it is closed in this step. A question here takes nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.requests import Requests
+from vllm_kvevict.engine.scheduler.reserve import Reserve
+from vllm_kvevict.engine.scheduler.shared.store import SharedStore
+from vllm_kvevict.schedules.sums import HeadDims
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Gate:
+    """Of a server.
+
+    Args:
+        requests, books, shared: the ledger's.
+        reserve: of the workers.
+        head_dims: heads of a rank.
+    """
+
+    def __init__(
+        self, requests: Requests, books: Books, shared: SharedStore, reserve: Reserve, head_dims: HeadDims
+    ):
+        self._requests, self._books, self._shared = requests, books, shared
+        self._reserve, self._head_dims = reserve, head_dims
+        self._reserve_is_closed = False
+        """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
+
+    def new_step_starts(self) -> None:
+        """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
+        self._reserve_is_closed = False
+        for name in list(self._reserve.spans):
+            if not self._requests.accounts[name].reserved(self._head_dims):
+                self._reserve.give_back(name)
+
+    def awaits_reserve(self, request: "Request", tokens_left: int) -> bool:
+        """Whether a waiting request must be passed over until there is room in the reserve.
+
+        One that begins with a compressed prefix needs none, nor do most that this step can read whole.
+
+        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
+        vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
+
+        Args:
+            tokens_left: of the step, that nobody takes so far.
+        """
+        plan = self._requests.plan(request)
+        most = min(tokens_left, self._requests.control.bounds.longest_step)
+        needed = plan.reserved(self._head_dims, plan.evict_at is not None and plan.evict_at <= most)
+        if not needed or self._shared.compressed.find(request) is not None:
+            return False
+        if self._reserve.find(needed) is None:
+            self._reserve_is_closed = True
+        return self._reserve_is_closed
+
+    def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
+        """Whether a waiting request would be admitted now, beginning with so many tokens."""
+        account = self._requests.open(request, num_new_tokens)
+        if not self.has_room_for(request, account):
+            return False
+        others = self._books.others
+        freed, now = self._shared.droppable_pages(), others.pages()
+        then = others.pages(others.blocks_to_begin(request))
+        spare = [pages + before - after for pages, before, after in zip(freed, now, then, strict=True)]
+        return self._books.fits(account, account.need_at(num_new_tokens), spare)
+
+    def has_room_for(self, request: "Request", new: Account) -> bool:
+        """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
+        place = None
+        if reserved := new.reserved(self._head_dims):
+            place = self._reserve.find(reserved)
+            if place is None:
+                return False
+        books, accounts = self._books, self._requests.accounts
+        new.take_place(place, books.others.blocks_beside(request))
+        pinned = books.prefixes.pinned(new.prefix)
+        reading, answering = books.others.together_later(pinned, accounts.values(), new)
+        in_use = books.with_columns(reading, books.segments.with_user(new.segment))
+        staying = new.segment if new.is_lasting else None
+        lasting = books.with_columns(answering, books.segments.with_lasting(staying))
+        running: list[Account] = []
+        less_urgent: list[Account] = []
+        for name, account in accounts.items():
+            is_less_urgent = self._requests.in_flight[name].priority > request.priority
+            (less_urgent if is_less_urgent else running).append(account)
+        return self._requests.control.shortage(new, running, in_use, lasting, less_urgent) is None

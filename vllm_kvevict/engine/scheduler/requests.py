@@ -1,0 +1,151 @@
+"""The requests that the ledger knows of.
+
+Owns the accounts of those in flight, by their ids, and what was found out once of each request until it is finished:
+how it is evicted, by what its prefix is found, what reading it takes, what each rank kept of it.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.schedules.plan import Plan
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kv_eviction")
+
+KeyOf = Callable[["Request", Plan], Hashable | None]
+"""By what a request finds a compressed prefix, None if it can find none."""
+
+
+class Requests:
+    """Those in flight, and those that wait.
+
+    Args:
+        options: the server's.
+        control: who opens accounts.
+        key_of: see above.
+
+    Attributes:
+        accounts: of requests in flight, by id.
+        in_flight: vLLM's requests, by id.
+        kept: of requests evicted for the last time, what each rank keeps of them; a replay keeps it again.
+        has_w_o, has_rotary: whether the workers find output projections, and a rotary embedding that can be undone.
+    """
+
+    def __init__(self, options: Options, control: AdmissionControl, key_of: KeyOf):
+        self.options, self.control = options, control
+        self._key_of = key_of
+        self.accounts: dict[str, Account] = {}
+        self.in_flight: dict[str, Request] = {}
+        self.kept: dict[str, list[PageCount]] = {}
+        self.has_w_o = self.has_rotary = True
+        self._plans: dict[str, Plan] = {}
+        self._keys: dict[str, Hashable | None] = {}
+        self._until_read: dict[str, tuple[int, list[int]]] = {}
+
+    def learn(self, has_w_o: bool, has_rotary: bool) -> None:
+        """What all workers find in the model; see the attributes."""
+        self.has_w_o, self.has_rotary = has_w_o, has_rotary
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known of any request."""
+        return not (
+            self.accounts or self.in_flight or self.kept or self._plans or self._keys or self._until_read
+        )
+
+    def plan(self, request: "Request") -> Plan:
+        """When and how the request is evicted."""
+        plan = self._plans.get(request.request_id)
+        if plan is None:
+            params = request.sampling_params
+            plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
+            if plan.evict_at is not None and (lacking := self._lacking(plan.config)):
+                logger.warning_once(
+                    "KV eviction: kv_eviction=%s needs %s, which this model lacks, so such requests are kept whole",
+                    plan.config.policy,
+                    lacking,
+                )
+                plan = Plan(plan.config, None)
+            self._plans[request.request_id] = plan
+        return plan
+
+    def _lacking(self, config: EvictionConfig) -> str | None:
+        """What a policy needs of the model and the workers do not find in it."""
+        if "w_o" in config.needs and not self.has_w_o:
+            return "unquantized output projections"
+        if "rotary" in config.needs and not self.has_rotary:
+            return "a rotary embedding that depends on the position alone and is the same in every layer"
+        return None
+
+    def key(self, request: "Request") -> Hashable | None:
+        """What a request's prefix is cached under; None if it has none that could be cached."""
+        name = request.request_id
+        if name not in self._keys:
+            self._keys[name] = self._key_of(request, self.plan(request))
+        return self._keys[name]
+
+    def pages_until_read(self, request: "Request") -> list[int]:
+        """The most pages of each rank that a waiting request holds until it is read, not layer by layer."""
+        tokens, pages = self._until_read.get(request.request_id, (0, []))
+        if tokens != request.num_tokens:
+            pages = self.control.bounds.until_read(self.plan(request), request.num_tokens, False)
+            self._until_read[request.request_id] = request.num_tokens, pages
+        return pages
+
+    def open(
+        self, request: "Request", num_new_tokens: int, begins_with: tuple[Segment, int] | None = None
+    ) -> Account:
+        """The account of a request that reads all of its prompt, but for the segments that it begins with."""
+        return self.control.open(
+            self.plan(request),
+            num_new_tokens,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            prefill_len=request.num_tokens,
+            preemptions=request.num_preemptions,
+            replayed=self.kept.get(request.request_id),
+            begins_with=begins_with,
+        )
+
+    def open_with(self, request: "Request", prefix: Prefix) -> Account:
+        """The account of a request that begins with a cached prefix."""
+        return self.control.open_with(
+            prefix,
+            self.plan(request),
+            request.num_prompt_tokens,
+            request.max_tokens,
+            prefill_len=request.num_tokens,
+            preemptions=request.num_preemptions,
+        )
+
+    def keep(self, name: str, account: Account) -> None:
+        """It is known what each rank keeps of a request."""
+        self.kept[name] = account.counts
+
+    def forget_kept(self) -> None:
+        """What was kept says nothing any more."""
+        self.kept.clear()
+
+    def admit(self, request: "Request", account: Account) -> None:
+        """A request is in flight from now on."""
+        self.accounts[request.request_id], self.in_flight[request.request_id] = account, request
+
+    def leave(self, request: "Request") -> Account | None:
+        """A request finished, was aborted or preempted; its account, if it was in flight."""
+        name = request.request_id
+        if request.is_finished():
+            for known in (self.kept, self._plans, self._keys, self._until_read):
+                known.pop(name, None)
+        self.in_flight.pop(name, None)
+        return self.accounts.pop(name, None)

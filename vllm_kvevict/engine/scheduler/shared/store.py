@@ -1,0 +1,171 @@
+"""All KV that requests share, of both kinds: who begins with what, who waits for it, what goes to make room.
+
+Owns who was found to wait in this step. A compressed prefix comes before segments: it is worth as many tokens with a
+part of the pages.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
+from vllm_kvevict.engine.scheduler.requests import Requests
+from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class SharedStore:
+    """What is shared, for the requests of a ledger.
+
+    Args:
+        requests, books, outbox: the ledger's.
+        compressed, uncompressed: of its two kinds.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        books: Books,
+        outbox: Outbox,
+        compressed: CompressedPrefixes,
+        uncompressed: UncompressedPrefixes,
+    ):
+        self._requests, self._books, self._outbox = requests, books, outbox
+        self.compressed, self.uncompressed = compressed, uncompressed
+        self._awaited: set[Hashable] = set()
+        """By what is found what requests wait for that vLLM has asked about in this step."""
+        self._awaited_by: dict[str, Hashable] = {}
+        """The same by waiting request, of the last step that asked."""
+
+    def new_step_starts(self) -> None:
+        """What earlier steps have left can be used, and who waits is found out anew."""
+        self.uncompressed.new_step_starts()
+        self._awaited.clear()
+
+    # Who begins with what.
+
+    def tokens_found(self, request: "Request") -> int:
+        """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
+        prefix = self.compressed.find(request)
+        if prefix is not None:
+            return prefix.tokens
+        found = self.uncompressed.find(request)
+        return found[1] * self._requests.options.page_size if found else 0
+
+    def open(self, request: "Request", num_new_tokens: int, begins_with_cached: bool) -> Account:
+        """The account of a request whose first step has so many tokens, beside those that were found."""
+        if not begins_with_cached:
+            return self._requests.open(request, num_new_tokens)
+        prefix = self.compressed.find(request)
+        if prefix is not None:
+            return self._requests.open_with(request, prefix)
+        found = self.uncompressed.find(request)
+        assert found is not None
+        return self._requests.open(request, num_new_tokens, found)
+
+    def tokens_of(self, account: Account) -> int:
+        """Tokens that another request with the same prefix need not compute."""
+        if account.is_stale:
+            return 0
+        if account.prefix is not None:
+            return account.prefix.tokens
+        return self.uncompressed.columns_of(account) * self._requests.options.page_size
+
+    # Who waits.
+
+    def is_awaited(self, request: "Request") -> bool:
+        """Whether somebody else is reading what a waiting request begins with.
+
+        Thousands may wait for the same, so that is found out once in a step: vLLM asks in its order, and who comes
+        later waits for the same reader with all the more reason.
+        """
+        name = request.request_id
+        if self._awaited_by.get(name) in self._awaited:
+            return True
+        key = None if request.skip_reading_prefix_cache else self._awaited_key(request)
+        if key is None:
+            self._awaited_by.pop(name, None)
+            return False
+        self._awaited_by[name] = key
+        self._awaited.add(key)
+        return True
+
+    def _awaited_key(self, request: "Request") -> Hashable | None:
+        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
+        prefix = self._books.prefixes.find(self._requests.key(request))
+        if prefix is None:
+            return self.uncompressed.awaited(request)
+        if prefix.is_ready:
+            return None
+        self._hurry(prefix, request)
+        return prefix.number
+
+    def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
+        """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
+        producer = self._requests.in_flight.get(prefix.producer[0])
+        if producer is not None:
+            producer.priority = min(producer.priority, waiting.priority)
+
+    # What goes.
+
+    def make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
+        """Drop until every rank has room for an account at ``tokens`` tokens; None if none has.
+
+        For a new request nothing is dropped in vain. Before one that runs is preempted, all prefixes go that nobody
+        uses; one that somebody does only if that is enough.
+
+        Returns:
+            What the account needs then: more, if the prefix that it borrowed from is its own now.
+        """
+        need, books = account.need_at(tokens), self._books
+        if books.fits(account, need):
+            return need
+        untouchable, kept = (account.prefix, account.segment) if is_new else (None, None)
+        is_enough = books.fits(account, need, self.droppable_pages(untouchable, kept))
+        if is_new and not is_enough:
+            return None
+        # Uncompressed prefixes go first.
+        books.segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
+        if books.fits(account, need):
+            return need
+        while (prefix := self.compressed.next_to_drop(untouchable, is_enough)) is not None:
+            self.compressed.drop(prefix)
+            need = account.need_at(tokens)
+            if books.fits(account, need):
+                return need
+        return None
+
+    def droppable_pages(
+        self, untouchable: Prefix | None = None, kept: Segment | None = None
+    ) -> Sequence[int]:
+        """Pages of each rank that would be freed if all went that may, apart from one."""
+        pages = self._books.prefixes.droppable_pages(self._outbox.admitted, untouchable)
+        return self._books.with_columns(pages, self._books.segments.droppable(kept))
+
+    def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
+        """Part an account that ends from all that it borrows, or reads for others."""
+        self.compressed.part_from(request.request_id, account, untold)
+        self.uncompressed.part_from(request, account, untold)
+
+    def forget(self) -> bool:
+        """Let no further request begin with what is cached, or with what a request reads or writes that is admitted.
+
+        Returns:
+            Whether no request uses what was cached; else the pages of such go when those requests end.
+        """
+        for account in self._requests.accounts.values():
+            account.become_stale()
+        self._books.prefixes.forget()
+        self._books.segments.forget()
+        self.compressed.drop_forgotten()
+        return not (self.compressed.are_used or self._books.segments.pinned)
+
+    def forget_waiting(self, name: str) -> None:
+        """A request is finished."""
+        self._awaited_by.pop(name, None)
