@@ -284,8 +284,8 @@ def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytes
 
     def stubborn(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
-        if self._pausing_for in self._postponed:
-            self._postponed[self._pausing_for] = MOST_POSTPONED
+        if self._step.pausing_for in self._postponed:
+            self._postponed[self._step.pausing_for] = MOST_POSTPONED
         return output
 
     monkeypatch.setattr(_EvictionMixin, "schedule", stubborn)

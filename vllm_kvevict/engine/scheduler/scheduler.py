@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,30 @@ MOST_POSTPONED = 8
 """Steps that a prompt waits for one that has room for all of it, before others pause for that."""
 
 
+@dataclass
+class Step:
+    """The step that is being scheduled, as far as that has come.
+
+    Attributes:
+        taken: tokens of the requests that run.
+        tokens_left: those that nobody takes.
+        room_for_drafts: pages of each rank that drafts may still take.
+        pausing_for: the prompt that everybody else pauses for.
+        queue_waits: whether a prompt was put off; nobody overtakes it.
+    """
+
+    taken: dict[str, int]
+    tokens_left: int
+    room_for_drafts: list[int]
+    pausing_for: str | None
+    queue_waits: bool = False
+
+    def take(self, name: str, tokens: int) -> None:
+        """It computes so many tokens of a request."""
+        self.tokens_left -= tokens - self.taken.get(name, 0)
+        self.taken[name] = tokens
+
+
 class _EvictionMixin:
     """Swaps the manager, ends prefill chunks where evictions are due, and sends probes along with them."""
 
@@ -41,17 +66,9 @@ class _EvictionMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._pausing_for: str | None = None
-        self._queue_waits = False
-        """Whether a prompt was put off in the step that is being scheduled; nobody overtakes it."""
+        self._step = Step({}, 0, [], None)
         self._postponed: dict[str, int] = {}
         """How often a prompt that no step had room for was put off."""
-        self._taken: dict[str, int] = {}
-        """Tokens of the requests that run in the step that is being scheduled, so far."""
-        self._tokens_left = 0
-        """Tokens of that step that nobody takes so far."""
-        self._room_for_drafts: list[int] = []
-        """Pages of each rank that the drafts of the step that is being scheduled may still take."""
         self._ended: list[Request] = []
         vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
         options = require_options(vllm_config)
@@ -83,7 +100,7 @@ class _EvictionMixin:
             ),
         )
         self.kv_cache_manager.waiting_requests = self._waiting_requests
-        self.kv_cache_manager.tokens_left = lambda: self._tokens_left
+        self.kv_cache_manager.tokens_left = lambda: self._step.tokens_left
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
 
     def _waiting_requests(self) -> Iterable[Request]:
@@ -95,12 +112,7 @@ class _EvictionMixin:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         is_paused = self.pause_state == PauseState.PAUSED_ALL  # type: ignore[attr-defined]
         self.kv_cache_manager.turn.begin_step(may_repeat=not is_paused)
-        self._pausing_for = self._next_in_line()
-        self._queue_waits = False
-        self._taken = {request.request_id: 0 for request in self.running}
-        self._tokens_left = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        if self.num_spec_tokens:  # type: ignore[attr-defined]
-            self._room_for_drafts = self.kv_cache_manager.room_for_drafts()
+        self._step = self._begin_step()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         message = output.kv_connector_metadata
         assert isinstance(message, StepMessage)
@@ -109,11 +121,20 @@ class _EvictionMixin:
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
-        if self._pausing_for in self._postponed:
+        if self._step.pausing_for in self._postponed:
             # vLLM did not admit it. Everybody goes on before the next try, whatever the reason was.
-            self._postponed[self._pausing_for] = 0
+            self._postponed[self._step.pausing_for] = 0
         self._end_hopeless()
         return output
+
+    def _begin_step(self) -> Step:
+        scheduler: Any = self
+        return Step(
+            {request.request_id: 0 for request in self.running},
+            scheduler.max_num_scheduled_tokens,
+            self.kv_cache_manager.room_for_drafts() if scheduler.num_spec_tokens else [],
+            self._next_in_line(),
+        )
 
     def _end_hopeless(self) -> None:
         """End requests that can never go on; their clients hear of it with the next outputs."""
@@ -177,9 +198,10 @@ class _EvictionMixin:
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        is_running = request.request_id in self._taken
-        others_pause = self._pausing_for not in (None, request.request_id)
-        pauses = others_pause if is_running else self._queue_waits
+        step = self._step
+        is_running = request.request_id in step.taken
+        others_pause = step.pausing_for not in (None, request.request_id)
+        pauses = others_pause if is_running else step.queue_waits
         # Steps that run ahead of their outputs would go on beyond the answer's end, where there may be no memory.
         done = num_computed_tokens >= request.num_prompt_tokens + request.max_tokens - 1
         if pauses or done or self.kv_cache_manager.must_wait(request.request_id):
@@ -189,9 +211,8 @@ class _EvictionMixin:
         if left > 1 and is_running:
             left = self._cut_drafts(request, left)
         if not is_running and num_new_tokens > 0 and left == 0:
-            self._queue_waits = True
-        self._tokens_left -= left - self._taken.get(request.request_id, 0)
-        self._taken[request.request_id] = left
+            step.queue_waits = True
+        step.take(request.request_id, left)
         return left
 
     def _cut_drafts(self, request: Request, num_new_tokens: int) -> int:
@@ -206,10 +227,10 @@ class _EvictionMixin:
         ledger = self.kv_cache_manager
         num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request.num_tokens) - computed)
         more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
-        room = [free - pages for free, pages in zip(self._room_for_drafts, more, strict=True)]
+        room = [free - pages for free, pages in zip(self._step.room_for_drafts, more, strict=True)]
         if min(room) < 0:
             return known
-        self._room_for_drafts = room
+        self._step.room_for_drafts = room
         return num_new_tokens
 
     def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -251,7 +272,7 @@ class _EvictionMixin:
         scheduler: Any = self
         tokens: int = scheduler.max_num_scheduled_tokens
         for request in self.running:
-            done = request.num_computed_tokens + self._taken.get(request.request_id, 0)
+            done = request.num_computed_tokens + self._step.taken.get(request.request_id, 0)
             most = max(1 + scheduler.num_spec_tokens, request.num_tokens - done)
             tokens -= min(most, self.kv_cache_manager.bounds.longest_step)
         return tokens
