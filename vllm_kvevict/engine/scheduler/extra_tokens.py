@@ -59,13 +59,14 @@ class Turn:
         """
         if self._probing is not None and self._probing in scheduled:
             return self._probe(self._probing)
-        account = self._requests.accounts.get(self._repeating or "")
+        return None if self._repeating is None else self._repeat(self._repeating)
+
+    def _repeat(self, request_id: str) -> ExtraTokens | None:
+        account = self._requests.accounts.get(request_id)
         if account is None or not account.waits_for_repeats:
             return None
         start, stop = account.take_chunk()
-        return ExtraTokens(
-            f"{self._repeating}-repeat-{account.epoch}-{start}", str(self._repeating), start, stop
-        )
+        return ExtraTokens(f"{request_id}-repeat-{account.epoch}-{start}", request_id, start, stop)
 
     def _probe(self, request_id: str) -> ExtraTokens:
         account = self._requests.accounts[request_id]
