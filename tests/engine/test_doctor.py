@@ -16,7 +16,7 @@ from tests.engine.families import SMALL as LLAMA
 from tests.engine.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, WINDOWED, save_config
 from vllm_kvevict import compatibility, doctor, machine
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.frontend import plugin
+from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.kernels import build
 from vllm_kvevict.policies import available
 
@@ -32,7 +32,7 @@ def _inspect_models_here(monkeypatch):
 @pytest.fixture(autouse=True)
 def _python_caller(monkeypatch):
     """The command ends its process when arguments are wrong, so nobody calls from Python after it."""
-    monkeypatch.setattr(plugin, "_on_command_line", False)
+    monkeypatch.setattr(command_line, "_on_command_line", False)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import vllm_kvevict.engine  # noqa: F401
 from tests.engine.serving import ROOT, VLLM, command
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, ENGINE_MEANINGS, KEY, KVEvictionError, Options
-from vllm_kvevict.engine.frontend import plugin
+from vllm_kvevict.engine.frontend import command_line, plugin
 from vllm_kvevict.policies import available, parameters
 
 FLAGS = ("--kv-eviction", "--kv-budget", "--kv-eviction-config")
@@ -26,7 +26,7 @@ FLAGS = ("--kv-eviction", "--kv-budget", "--kv-eviction-config")
 @pytest.fixture(autouse=True)
 def _python_caller(monkeypatch):
     """Parsing a command line makes the process a command; each test decides for itself."""
-    monkeypatch.setattr(plugin, "_on_command_line", False)
+    monkeypatch.setattr(command_line, "_on_command_line", False)
 
 
 @pytest.fixture

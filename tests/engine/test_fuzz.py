@@ -29,7 +29,7 @@ from vllm_kvevict.engine.config import (
     Options,
     needs_reserve,
 )
-from vllm_kvevict.engine.frontend import plugin
+from vllm_kvevict.engine.frontend import command_line, plugin
 from vllm_kvevict.policies import available, parameters
 from vllm_kvevict.policies.registry import lookup
 
@@ -188,7 +188,7 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
 @pytest.fixture(autouse=True)
 def _python_caller(monkeypatch):
     """Parsing a command line makes the process a command; here it ends with each test."""
-    monkeypatch.setattr(plugin, "_on_command_line", False)
+    monkeypatch.setattr(command_line, "_on_command_line", False)
 
 
 @pytest.fixture

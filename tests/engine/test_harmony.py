@@ -10,7 +10,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.chats import DOCUMENT, SYSTEM, TURN, ask, byte_renderers
-from vllm_kvevict.engine.frontend import requests
+from vllm_kvevict.engine.frontend import harmony
 from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import REPEAT_ALL, repeat_prompts
 
@@ -25,7 +25,7 @@ def encoding():
 @pytest.fixture(scope="module")
 def render(tmp_path_factory, encoding):
     """A server's renderer of such chats."""
-    requests.install_in_server()
+    harmony.install()
     with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
 
         def make(**options):

@@ -79,7 +79,7 @@ def test_nothing_is_wrapped_or_imported(model):
     assert other.returncode == 0, other.stderr
     assert '"wrapped": false, "fields": []' in other.stdout and '"scheduler": "None"' in other.stdout
     loaded = re.findall(r'"(vllm_kvevict[^"]*)"', other.stdout)
-    engine = [f"vllm_kvevict.engine{name}" for name in ("", ".errors", ".registration")]
+    engine = [f"vllm_kvevict.engine{name}" for name in ("", ".errors", ".names", ".registration")]
     assert loaded == ["vllm_kvevict", "vllm_kvevict.compatibility", *engine]
     # The control: what is looked for is there in a version that the plugin was made for.
     assert '"wrapped": true' in tested.stdout and "vllm_kvevict.engine.frontend.plugin" in tested.stdout

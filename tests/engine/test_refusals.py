@@ -37,7 +37,7 @@ from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.connector import EvictionConnector
 from vllm_kvevict.engine.errors import in_one_line
-from vllm_kvevict.engine.frontend import checks, plugin, requests
+from vllm_kvevict.engine.frontend import checks, command_line, plugin, requests
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.engine.scheduler.scheduler import EvictionScheduler
 from vllm_kvevict.policies import EvictionConfig, available, take
@@ -251,7 +251,7 @@ def test_a_scheduler_that_is_set_later_is_named_before_an_engine_starts(name, sc
 
 def test_a_server_says_so_in_one_line(model, set_later, monkeypatch, capsys):
     set_later(VLLMS)
-    monkeypatch.setattr(plugin, "_on_command_line", True)
+    monkeypatch.setattr(command_line, "_on_command_line", True)
     vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
     with pytest.raises(SystemExit):
         InputProcessor(vllm_config, SimpleNamespace())

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_kvevict.engine import read
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.errors import KVEvictionError
+from vllm_kvevict.engine.names import KEY as KEY
 from vllm_kvevict.engine.parameters import (
     ANY_BUDGET,
     FIELD,
@@ -23,7 +24,6 @@ from vllm_kvevict.engine.parameters import (
     parameters_of_request,
 )
 from vllm_kvevict.engine.read import ALL, UNRESERVED
-from vllm_kvevict.engine.registration import KEY as KEY
 from vllm_kvevict.policies import EvictionConfig, available, needs
 from vllm_kvevict.policies.params import DEFAULTS
 from vllm_kvevict.schedules import sums

@@ -17,7 +17,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.errors import in_one_line, no_rotary
-from vllm_kvevict.engine.frontend import checks, plugin
+from vllm_kvevict.engine.frontend import checks, command_line, plugin
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import available
 
@@ -76,7 +76,7 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
         args = AsyncEngineArgs.from_cli_args(namespace)
     except Exception as error:
         return Diagnosis(namespace.model, namespace.kv_eviction or "full", _by_vllm(error), None)
-    plugin.raise_errors()
+    command_line.raise_errors()
     options = plugin.requested_options(args) or Options.parse({"policy": "full"})
     config, refusal = _configure(_with_options(args, options))
     if refusal is not None and not refusal.startswith(BY_VLLM) and options.policy != "full":

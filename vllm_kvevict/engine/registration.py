@@ -12,11 +12,7 @@ import yaml
 
 from vllm_kvevict.compatibility import refusal
 from vllm_kvevict.engine.errors import KVEvictionError, end_command
-
-KEY = "kv_eviction"
-"""The key of our part of ``VllmConfig.additional_config``."""
-
-FLAGS = {"--kv-eviction", "--kv-budget", "--kv-eviction-config"}
+from vllm_kvevict.engine.names import FLAGS, KEY
 
 
 @functools.cache

@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import DEFAULTS, Parameter, ParamValue
 
-if TYPE_CHECKING:
-    from .config import EvictionConfig
+Config = TypeVar("Config")
+"""What a policy's functions take as configuration: EvictionConfig, which asks this module for the policy."""
 
-ScoreFn = Callable[["EvictionConfig", LayerInputs, int, int, Comm | None], LayerScores]
-SelectFn = Callable[["EvictionConfig", Sequence[LayerScores], int, Comm | None], Kept]
+ScoreFn = Callable[[Config, LayerInputs, int, int, Comm | None], LayerScores]
+SelectFn = Callable[[Config, Sequence[LayerScores], int, Comm | None], Kept]
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Generic[Config]):
     """What distinguishes one eviction method.
 
     score(cfg, inputs, layer, num_layers, comm) and select(cfg, layers, n, comm) have the signatures of
@@ -27,8 +27,8 @@ class Policy:
     """What it keeps, in a few words for the table of policies."""
     source: str
     """The paper, and where in it."""
-    score: ScoreFn
-    select: SelectFn
+    score: ScoreFn[Config]
+    select: SelectFn[Config]
     parameters: tuple[Parameter, ...] = ()
     url: str = ""
     """Where the paper can be read."""
@@ -51,7 +51,7 @@ class Policy:
     """Whether the KV heads of a layer share its budget."""
     guarantee: str = "alpha"
     """The parameter, where the policy has it, for the share of its budget that each head is sure of."""
-    layer_budgets: "Callable[[EvictionConfig, int, int], list[int]] | None" = None
+    layer_budgets: Callable[[Config, int, int], list[int]] | None = None
     """Of (cfg, n, num_layers): tokens per KV head that each layer keeps, where that depends on the layer but not on
     data; None where every layer gets B."""
     always_kept: tuple[str, ...] = ()

@@ -1,9 +1,7 @@
 """The report's text; every figure in it is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvevict.quality.cases import TEXT
 from vllm_kvevict.quality.fidelity_report import fidelity_section
@@ -18,14 +16,12 @@ from vllm_kvevict.quality.findings import (
     pick,
     too_hard,
 )
+from vllm_kvevict.quality.gathered import Report
 from vllm_kvevict.quality.plots import SCOPE_TITLES
 from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import RESAMPLES, Mean, Scores, of_length, of_task
 from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
-
-if TYPE_CHECKING:
-    from vllm_kvevict.quality.report import Report
 
 NONE = "-"
 INTERVALS = (

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +14,11 @@ from vllm_kvevict.quality import markdown, plots
 from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
 from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity, summarise_fidelity
 from vllm_kvevict.quality.findings import check_claims, full_scores, pick, too_hard
+from vllm_kvevict.quality.gathered import Report
 from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, Settings, read, read_settings
 from vllm_kvevict.quality.scores import Mean, Scores, of_length, of_task
 
 SUMMARY = "summary.json"
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that the text is made from.
-
-    Attributes:
-        title: of the text.
-        settings, runs: see write_settings.
-        results: all.
-        full: the full cache's mean scores by task.
-        scores: of samples with a random depth, or of all if there are no others, of tasks that the model can do.
-        needles: of samples with a given depth, None if there are none.
-        budget: of the tables by task and of the maps, None if there are no budgets.
-        kept: shares by column, [layers, KV heads].
-        fidelity: None if that was not measured.
-    """
-
-    title: str
-    settings: Settings
-    runs: Sequence[Mapping[str, Any]]
-    results: Sequence[Result]
-    full: Mapping[str, float]
-    scores: Scores
-    needles: Scores | None
-    budget: float | None
-    kept: Mapping[Column, np.ndarray]
-    fidelity: Measures | None
 
 
 def write_report(

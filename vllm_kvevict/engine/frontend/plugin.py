@@ -1,12 +1,10 @@
 """Flags of ``vllm serve``, keywords of ``LLM(...)``, and the wiring into vLLM's configuration."""
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.logger import init_logger
@@ -21,7 +19,9 @@ from vllm_kvevict.engine.config import (
     Options,
 )
 from vllm_kvevict.engine.devices import CPU, Device
-from vllm_kvevict.engine.errors import end_command, other_scheduler
+from vllm_kvevict.engine.errors import other_scheduler
+from vllm_kvevict.engine.frontend import command_line
+from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.registry import lookup
@@ -33,9 +33,6 @@ EVICTED_KIND = "full_attention"
 """vLLM's name for the layers whose KV is evicted."""
 
 FIELDS = ("kv_eviction", "kv_budget", "kv_eviction_config")
-
-_on_command_line = False
-"""Whether this process took its engine arguments from a command line, whose users want no traceback."""
 
 
 @functools.cache
@@ -59,8 +56,7 @@ def register() -> None:
 
     @functools.wraps(from_cli_args)
     def with_our_options(cls: Any, args: argparse.Namespace) -> Any:
-        global _on_command_line
-        _on_command_line = True
+        command_line.note()
         engine_args = from_cli_args(cls, args)
         with errors_in_one_line():
             options = requested_options(engine_args)
@@ -83,23 +79,6 @@ def register() -> None:
     EngineArgs.add_cli_args = staticmethod(with_our_flags)  # type: ignore[method-assign]
     EngineArgs.from_cli_args = classmethod(with_our_options)  # type: ignore[method-assign,assignment]
     EngineArgs.create_engine_config = with_eviction  # type: ignore[method-assign]
-
-
-def raise_errors() -> None:
-    """Let this process, though its arguments came from a command line, get errors as exceptions."""
-    global _on_command_line
-    _on_command_line = False
-
-
-@contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """End a command like argparse does: one line on stderr, exit code 2. Callers from Python get the exception."""
-    try:
-        yield
-    except KVEvictionError as error:
-        if not _on_command_line:
-            raise
-        end_command(error)
 
 
 def _check_bodies(args: argparse.Namespace) -> None:
@@ -159,7 +138,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     """Make the engine's configuration with our scheduler, worker and transport in it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_kvevict.engine.frontend import checks, requests, stopping
+    from vllm_kvevict.engine.frontend import checks, requests
     from vllm_kvevict.engine.groups import layer_groups
 
     device = checks.check_environment()
@@ -181,10 +160,19 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     scheduling.scheduler_cls = f"{checks.SCHEDULERS}.{kind}"
     requests.install()
     if isinstance(args, AsyncEngineArgs):
-        requests.install_in_server()
-        stopping.install()
+        _install_in_server()
     _warn(args, options, vllm_config, device)
     return vllm_config
+
+
+def _install_in_server() -> None:
+    """Wrap what only servers have. Some chats have their own renderer there."""
+    from vllm_kvevict.engine.frontend import harmony, rendering, requests, stopping
+
+    harmony.install()
+    rendering.install()
+    requests.install_in_server()
+    stopping.install()
 
 
 def _our_arguments(args: Any, options: Options, device: Device) -> Any:

@@ -25,7 +25,7 @@ from vllm_kvevict.engine.config import (
 )
 from vllm_kvevict.engine.frontend import chat, media
 from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
-from vllm_kvevict.engine.frontend.plugin import errors_in_one_line
+from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.schedules.plan import Plan
@@ -80,16 +80,9 @@ def install() -> None:
 
 @functools.cache
 def install_in_server() -> None:
-    """The same for what only servers have.
-
-    One endpoint calls ``AsyncLLM.generate`` only after its stream has begun, and some chats have their own renderer.
-    """
+    """The same for the one endpoint that calls ``AsyncLLM.generate`` after its stream began; only servers have it."""
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-    from vllm_kvevict.engine.frontend import harmony, rendering
-
-    harmony.install()
-    rendering.install()
     _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
 
