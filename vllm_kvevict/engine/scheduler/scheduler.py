@@ -1,7 +1,7 @@
 """vLLM's schedulers with the page ledger in the block manager's place."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,6 +55,18 @@ class Step:
         """It computes so many tokens of a request."""
         self.tokens_left -= tokens - self.taken.get(name, 0)
         self.taken[name] = tokens
+
+    def put_off(self) -> None:
+        """It computes nothing of a prompt that might have begun."""
+        self.queue_waits = True
+
+    def take_for_drafts(self, pages: Sequence[int]) -> bool:
+        """Take pages of each rank for drafts, if there are so many."""
+        left = [free - more for free, more in zip(self.room_for_drafts, pages, strict=True)]
+        if min(left) < 0:
+            return False
+        self.room_for_drafts = left
+        return True
 
 
 class _EvictionMixin:
@@ -211,7 +223,7 @@ class _EvictionMixin:
         if left > 1 and is_running:
             left = self._cut_drafts(request, left)
         if not is_running and num_new_tokens > 0 and left == 0:
-            step.queue_waits = True
+            step.put_off()
         step.take(request.request_id, left)
         return left
 
@@ -227,11 +239,7 @@ class _EvictionMixin:
         ledger = self.kv_cache_manager
         num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request.num_tokens) - computed)
         more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
-        room = [free - pages for free, pages in zip(self._step.room_for_drafts, more, strict=True)]
-        if min(room) < 0:
-            return known
-        self._step.room_for_drafts = room
-        return num_new_tokens
+        return num_new_tokens if self._step.take_for_drafts(more) else known
 
     def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """How many of the tokens a step may compute; 0 for a prompt that is better read in a later step."""
