@@ -261,11 +261,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.read_layer_by_layer(data.draw(st.sampled_from(empty)), tokens, fractions, rng)
 
     def own(self):
-        """Requests that hold something, all of it their own."""
+        """Requests that hold something in each row, all of it their own."""
         return [
             slot
             for slot, rows in sorted(self.model.rows.items())
-            if rows[0] and slot not in self.model.borrows
+            if all(rows) and slot not in self.model.borrows
         ]
 
     @precondition(lambda self: self.own() and not self.is_full)
@@ -297,10 +297,12 @@ class CacheMachine(RuleBasedStateMachine):
         shortest = {slot: min(map(len, self.model.rows[slot])) for slot in slots}
         self.model.truncate({slot: data.draw(st.integers(0, most)) for slot, most in shortest.items()})
 
-    @precondition(lambda self: any(rows[0] for rows in self.model.rows.values()) and not self.is_full)
+    @precondition(lambda self: any(map(all, self.model.rows.values())) and not self.is_full)
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def copy_entries(self, data, rng):
-        source = data.draw(st.sampled_from(sorted(slot for slot, rows in self.model.rows.items() if rows[0])))
+        source = data.draw(
+            st.sampled_from(sorted(slot for slot, rows in self.model.rows.items() if all(rows)))
+        )
         shortest = min(map(len, self.model.rows[source]))
         count = data.draw(st.integers(1, shortest))
         self.model.copy_entries(source, sorted(rng.sample(range(shortest), count)))

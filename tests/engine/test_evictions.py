@@ -8,38 +8,17 @@ import pytest
 from vllm import EngineArgs
 
 from tests.engine.running import Ask, evicting_engine, run
+from tests.schedules.ranks import eviction_of_eight_ranks, report
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import checks
 from vllm_kvevict.engine.metrics import EvictionStats
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
-from vllm_kvevict.schedules.reports import Eviction, Report, join
-
-
-def report(first_layer: int, first_head: int, kept: list[list[int]], seconds: float = 0.0) -> Report:
-    """What one rank says of a prompt of 500 tokens."""
-    return Report(
-        policy="ada-snapkv",
-        epoch=1,
-        tokens=500,
-        last=True,
-        pages=8,
-        freed_pages=24,
-        peak_pages=32,
-        residues=[0] * 32,
-        first_layer=first_layer,
-        first_head=first_head,
-        kept=kept,
-        decision_seconds=seconds,
-        compaction_seconds=2 * seconds,
-    )
+from vllm_kvevict.schedules.reports import Eviction, join
 
 
 @pytest.fixture
 def eviction() -> Eviction:
-    """Of four tensor-parallel ranks in each of two stages, two KV heads: two ranks of a stage hold the same head."""
-    kept = {(0, 0): [[90]], (0, 1): [[110]], (1, 0): [[120]], (1, 1): [[80]]}
-    ranks = [(layer, head) for layer in (1, 0) for head in (1, 1, 0, 0)]
-    return join("r", [report(*rank, kept[rank], index) for index, rank in enumerate(ranks)])
+    return eviction_of_eight_ranks()
 
 
 @pytest.fixture
@@ -56,22 +35,12 @@ def records():
     logger.setLevel(level)
 
 
-def test_a_kv_head_counts_once_however_many_ranks_hold_it(eviction):
-    assert eviction.heads == [[90, 110], [120, 80]]
-    assert (eviction.kept, eviction.stored) == (400, 4 * 500)
-    # Each of the eight ranks has pages of its own, and the request waits for the slowest.
-    assert (eviction.freed_pages, eviction.held_pages) == (8 * 24, 8 * 32)
-    assert (eviction.decision_seconds, eviction.compaction_seconds) == (7, 14)
+def test_an_eviction_is_counted(eviction):
     statistics = EvictionStats()
     statistics.on_eviction(eviction)
     assert statistics.data["evicted_tokens"] == 4 * 500 - 400
     assert statistics.data["kept_ratio"] == [0.2]
     assert statistics.data["freed_pages"] == 8 * 24
-
-
-def test_ranks_with_several_layers_and_heads():
-    reports = [report(2, 0, [[5, 6]]), report(0, 2, [[3, 4], [7, 8]]), report(0, 0, [[1, 2], [5, 6]])]
-    assert join("r", [*reports, report(2, 2, [[7, 8]])]).heads == [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 8]]
 
 
 def test_the_line_for_people(eviction, records):

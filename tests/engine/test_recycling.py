@@ -99,9 +99,3 @@ def test_a_prompt_fits_a_pool_that_could_not_hold_it_whole(model) -> None:
             match="1024 tokens do not fit the KV cache: the longest prompt that fits with kv_evict",
         ):
             run(llm, [Ask(LENGTH, "full")])
-
-
-def test_the_bound_is_what_admission_uses() -> None:
-    """Of one prompt alone: a layer, and what the others keep."""
-    plan = plan_of(EvictionConfig("snapkv", keep_ratio=BUDGET), LENGTH)
-    assert BOUNDS.until_read(plan, LENGTH, by_layer=True) == [2 * (32 + 15 * 4)]

@@ -42,7 +42,7 @@ from vllm_kvevict.engine.frontend import repeats, requests
 from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
-from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
+from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +54,6 @@ def renderers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def renderer(renderers):
     return renderers(policy="kvzip", scope="prefix")
-
-
-# The rows of a chunk.
-
-PROMPTS = RepeatPrompts((1, 2), (3,), (4, 5))
-
-
-@pytest.mark.parametrize(
-    "lo, hi, rows",
-    [
-        (0, 3, [1, 2, 100, 101, 102]),
-        (20, 22, [3, *range(112, 120), 4, 5, 120, 121]),
-        (8, 9, [3, *range(100, 108), 4, 5, 108]),
-        (5, 6, [3, *range(100, 105), 4, 5, 105]),  # fewer tokens than a hint has
-    ],
-)
-def test_rows_of_a_chunk(lo, hi, rows):
-    assert PROMPTS.rows(range(100, 130), lo, hi) == rows
-    assert len(rows) - (hi - lo) <= PROMPTS.overhead == 1 + HINT + 2
-
-
-def test_the_longer_form_is_the_overhead():
-    assert RepeatPrompts((1,) * 30, (), ()).overhead == 30
-    assert RepeatPrompts((), (), ()).overhead == HINT
-    assert RepeatPrompts((), (), ()).rows(range(100), 20, 22) == [*range(12, 20), 20, 21]
-
-
-def test_lists_travel():
-    assert RepeatPrompts.from_lists(PROMPTS.to_lists()) == PROMPTS
-    assert hash(RepeatPrompts.from_lists([[1, 2], [3], [4, 5]])) == hash(PROMPTS)
 
 
 # In the words of a template.

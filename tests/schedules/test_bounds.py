@@ -70,6 +70,11 @@ def lengths(kept: list[list[torch.Tensor]]) -> list[list[int]]:
     return [[len(head) for head in layer] for layer in kept]
 
 
+def test_a_prompt_evicted_layer_by_layer_is_a_layer_and_what_the_others_keep() -> None:
+    plan = plan_of(EvictionConfig("snapkv", keep_ratio=0.1), 1024)
+    assert until_read(plan, 1024, room(16), by_layer=True) == HEADS * (32 + 15 * 4)
+
+
 @pytest.mark.parametrize("policy", RECYCLING)
 def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> None:
     choose = random.Random(policy)

@@ -1,0 +1,18 @@
+"""What all ranks say of an eviction becomes one."""
+
+from tests.schedules.ranks import eviction_of_eight_ranks, report
+from vllm_kvevict.schedules.reports import join
+
+
+def test_a_kv_head_counts_once_however_many_ranks_hold_it() -> None:
+    eviction = eviction_of_eight_ranks()
+    assert eviction.heads == [[90, 110], [120, 80]]
+    assert (eviction.kept, eviction.stored) == (400, 4 * 500)
+    # Each of the eight ranks has pages of its own, and the request waits for the slowest.
+    assert (eviction.freed_pages, eviction.held_pages) == (8 * 24, 8 * 32)
+    assert (eviction.decision_seconds, eviction.compaction_seconds) == (7, 14)
+
+
+def test_ranks_with_several_layers_and_heads() -> None:
+    reports = [report(2, 0, [[5, 6]]), report(0, 2, [[3, 4], [7, 8]]), report(0, 0, [[1, 2], [5, 6]])]
+    assert join("r", [*reports, report(2, 2, [[7, 8]])]).heads == [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 8]]
