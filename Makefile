@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python >=3.11,<3.15 and git: both build .venv first.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-fast test-next test-vllm record docs lint types format clean
+.PHONY: help check install demo test test-fast test-next test-vllm record docs lint types format clean
 
 BIN := .venv/bin
 # Two processes; each runs whole files, so that the tests of a file share their engines and servers. In the order of the
@@ -9,6 +9,8 @@ BIN := .venv/bin
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
+CHECKED := tests/test_house.py tests/policies tests/cache tests/schedules \
+           $(patsubst %,tests/engine/test_%.py,admission ledger segments blocks)
 
 # Nothing that runs from here reports usage statistics.
 export VLLM_NO_USAGE_STATS := 1
@@ -17,6 +19,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+check: lint  ## after each edit, in less than a minute: lint, and the tests of what needs no engine, with few seeds
+	$(PYTEST) -q -m "not engine and not long" $(CHECKED) $(ARGS)
 
 demo: $(INSTALLED)  ## show what eviction does, on a small model (ARGS=... are passed on)
 	$(BIN)/python -m benchmarks.demo $(ARGS)

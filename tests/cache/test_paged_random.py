@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -343,7 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
 CacheMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.long(CacheMachine.TestCase)
 
 
 def test_soak():

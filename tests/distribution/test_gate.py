@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_its_python_is_supported():
         if "setup-python" in step.get("uses", "")
     )
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+
+
+def test_what_is_checked_after_each_edit_is_there_and_starts_no_engine():
+    make = ["make", "-n", "-o", ".venv/.installed", "check"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    shown = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    (tests,) = (shlex.split(line) for line in shown.splitlines() if "pytest" in line)
+    paths = [word for word in tests if word.startswith("tests/")]
+    assert {"tests/policies", "tests/cache", "tests/schedules"} < {*paths}
+    assert all((ROOT / path).exists() for path in paths)
+    assert "not engine and not long" in tests and shown.startswith(".venv/bin/ruff check")
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook["id"])

@@ -260,7 +260,7 @@ def check_stages(cfg: EvictionConfig, layers: list[LayerScores], n: int, kept: l
         assert as_lists(select(cfg, given, n))[0] == wanted
 
 
-@pytest.mark.parametrize("first", range(0, 120, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(20, 120, 20))])
 @pytest.mark.parametrize("policy", available())
 def test_random_shapes(policy, first):
     for seed in range(first, first + 20):
@@ -322,6 +322,7 @@ def test_no_window(policy):
         run_case(random.Random(n), EvictionConfig(policy, keep_ratio=0.1, **sizes), n, torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", SCORED)
 def test_long_prompts(policy):
     """Longer than what the fast code may take in one piece."""

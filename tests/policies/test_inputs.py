@@ -322,6 +322,7 @@ def test_a_name_is_registered_once():
         register(Policy("snapkv", "", "", None, None))
 
 
+@pytest.mark.long
 def test_policies_need_torch_alone():
     code = (
         "import sys, vllm_kvevict.policies, vllm_kvevict.parallel;"

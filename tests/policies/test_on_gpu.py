@@ -123,6 +123,7 @@ def test_what_is_received_in_another_shape(received, name):
         score_layer(EvictionConfig("snapkv", budget=40, rows=name.removeprefix("window_")), inputs, 0, LAYERS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [name for name in available() if name != "full"])
 def test_kernels_select_the_same(policy, monkeypatch):
     sizes = {"sinks": 4, "window": 32} if policy == "compactor" else {}

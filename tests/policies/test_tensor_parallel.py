@@ -273,6 +273,7 @@ def worker(rank: int, init: str, wanted: dict[tuple[int, int], References]) -> N
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ranks_decide_like_one_device(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on the ranks, lest sums differ in their last digit
