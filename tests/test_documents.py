@@ -113,41 +113,31 @@ def test_python_that_starts_an_engine_may_be_saved_as_a_file(document):
         assert not re.search(r"\bLLM\(", block) or '\nif __name__ == "__main__":' in block
 
 
-PAGES = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
-UNCLEAR = (
-    "nothing behind them is evicted",
-    "whose own policy cannot do with it",
-    "parameters belong into",
-    "an answer ends where the memory does",
-    "of what is possible without saving prefill",
-    "whose last tokens choose",
-    "who outlives that is expected to double",
-    "the mark goes with a recorded run",
-    "and mended here",
-    "what comes behind",
-    "as of --kv-budget",
-    "not to be told from",
-    "lies on its good side",
-    "who waits",
-    "when the producer",
-)
-"""Phrases at which readers stumbled: each was replaced by a plain sentence."""
+GUIDES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("ADDING-*.md"))]
 
 
-def unclear(text: str) -> list[str]:
-    """The phrases of UNCLEAR in a text, also where lines or columns break them."""
-    words = " ".join(re.sub(r"[|*`]", " ", text).lower().split())
-    return [phrase for phrase in UNCLEAR if phrase in words]
+def not_there(text: str) -> list[str]:
+    """Files that a text names and that there are not, and names that it says are in one and that are not."""
+    roots = (ROOT, ROOT / "vllm_kvevict", ROOT / "vllm_kvevict/engine")
+    missing = []
+    for name, path in re.findall(r"(?:`(\w+)`\s+in\s+)?`([\w/-]+(?:\.py|/))`", text):
+        found = [root / path for root in roots if (root / path).exists()]
+        if not found or (name and not re.search(rf"\b{name}\b", found[0].read_text())):
+            missing.append(f"{name} in {path}" if name else path)
+    return missing
 
 
-def test_an_unclear_phrase_is_seen():
-    assert unclear("Found by the soak, **and\nmended** here") == ["and mended here"]
-    assert not unclear("found by the soak and fixed")
+def test_what_guides_name_is_there():
+    told = "`LAYER_TYPES` in `engine/groups.py`, `cache/`, `of_old` in\n`engine/groups.py`, `engine/old.py`"
+    assert not_there(told) == ["of_old in engine/groups.py", "engine/old.py"]
+    missing = [f"{guide.name}: {name}" for guide in GUIDES for name in not_there(guide.read_text())]
+    assert not missing, "\n".join(missing)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_unclear_phrase_is_left(page):
-    assert not unclear(page.read_text())
+def test_the_schedule_of_the_guide_is_the_one_that_is_tested():
+    tested = (ROOT / "tests/engine/test_new_schedule.py").read_text()
+    shown = blocks(ROOT / "docs/ADDING-A-SCHEDULE.md", "python")
+    assert shown and all(f"\n{block}" in tested for block in shown)
 
 
 def test_links_lead_somewhere():

@@ -31,7 +31,7 @@ class Every64(Schedule):
     def positions(self, config: EvictionConfig, n: int) -> tuple[int, ...]:
         return (*range(EVERY, n, EVERY), n)
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, recycles: bool) -> int:
+    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         return rank.rows * pages_for(BUDGET + EVERY, page_size)
 
     def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
