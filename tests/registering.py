@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_kvevict.policies import ada_snapkv, registry, snapkv
+from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.params import measured
 from vllm_kvevict.policies.registry import Policy, register
 
@@ -22,9 +23,9 @@ def policy_with_both_defaults(monkeypatch: pytest.MonkeyPatch, **ours: str | int
         "as ada-snapkv, with other defaults",
         "a test",
         snapkv.score,
-        ada_snapkv.select,
+        ada_snapkv.POLICY.select,
         parameters,
-        needs=("q_window",),
+        needs=(Q_WINDOW,),
         window_rows="mean",
         heads_compete=True,
         always_kept=("window",),

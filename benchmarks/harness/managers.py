@@ -20,8 +20,8 @@ from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.reports import Report
-from vllm_kvevict.schedules.sums import HeadDims
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096

@@ -42,7 +42,7 @@ from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.sums import HeadDims
+from vllm_kvevict.schedules.inputs import HeadDims
 
 PAGE = 32
 HEAD_SIZE = 32

@@ -55,13 +55,13 @@ def test_requests_keep_what_a_server_with_their_parameters_keeps(models):
 def _note_windows(worker) -> None:
     """Let the rank remember how many rows its kernel was called with."""
     evictor = get_runtime().evictor
-    attend, evictor.called_with = evictor.window_attention, set()
+    attend, evictor.called_with = evictor.sources.window_attention, set()
 
     def noted(query, *others):
         evictor.called_with.add(len(query))
         return attend(query, *others)
 
-    evictor.window_attention = noted
+    evictor.sources.window_attention = noted
 
 
 def _noted(worker) -> list[int]:

@@ -25,8 +25,8 @@ from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import needs_reserve
-from vllm_kvevict.schedules.sums import HeadDims
 
 LONGEST = 2048
 RESERVING = ["h2o", "kvzip", "compactor", "expected-attention"]
@@ -324,7 +324,7 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
 
         def recording(step, rows):
             after(step, rows)
-            held = [rows.resident.window, *rows.resident.probe.values()]
+            held = [rows.resident.collected.window, *rows.resident.probe.values()]
             sizes = [x.untyped_storage().nbytes() for x in held if x is not None]
             kept.setdefault(rows.resident.plan.config.policy, []).extend(sizes)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan, plan_of
-from vllm_kvevict.schedules.sums import HeadDims
 
 N, WINDOW = 700, 32
 

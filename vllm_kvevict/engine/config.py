@@ -24,15 +24,15 @@ from vllm_kvevict.engine.parameters import (
     parameters_of_request,
 )
 from vllm_kvevict.engine.read import ALL, UNRESERVED
-from vllm_kvevict.policies import EvictionConfig, available, needs
+from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.params import DEFAULTS
-from vllm_kvevict.schedules import sums
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 DEFAULT_BUDGET = 0.2
-LONG = 1 << 40
-"""Tokens of a prompt that is longer than any window."""
+LONG = 1 << 40  # tokens of a prompt that is longer than any window
 
 SCOPES = ("prompt", "prefix")
 """What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
@@ -200,20 +200,20 @@ class Options:
     @property
     def kernel_windows(self) -> list[int]:
         """Numbers of rows that a GPU's kernel for the window's attention is compiled for; others would take seconds."""
-        scoring = [config for config in self.configs if config.combines_rows_by]
-        return sorted({config.window_for(LONG) for config in scoring})
+        return sorted({config.window_for(LONG) for config in self.configs if config.combines_rows_by})
 
     @property
     def reserved_for(self) -> list[str]:
         """Policies that requests may have and that need a reserve."""
         return [policy for policy in available() if self.allows(policy) and needs_reserve(policy)]
 
-    def reserve_size(self, max_model_len: int, dims: sums.HeadDims) -> int:
+    def reserve_size(self, max_model_len: int, dims: inputs.HeadDims) -> int:
         """What workers reserve for them: as much as one prompt of ``max_model_len`` tokens needs, of any of them.
 
         Numbers for each layer and query head.
         """
-        return max((sums.size(needs(name), max_model_len, dims) for name in self.reserved_for), default=0)
+        sizes = [inputs.size(lookup(name).needs, max_model_len, dims) for name in self.reserved_for]
+        return max(sizes, default=0)
 
     def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
         """Apply one request's ``vllm_xargs`` to the server's options.

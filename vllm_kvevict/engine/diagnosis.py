@@ -16,10 +16,11 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
-from vllm_kvevict.engine.errors import in_one_line, no_rotary
+from vllm_kvevict.engine.errors import finds_none, in_one_line
 from vllm_kvevict.engine.frontend import checks, command_line, plugin
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import available
+from vllm_kvevict.policies.inputs import ROTARY_EMBEDDING
 
 BY_VLLM = "vLLM itself refuses: "
 
@@ -122,8 +123,8 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
             wanted = policy_config(policy, options.budget, options.params_of(policy), options.defaults)
             checks.check_policy(config, wanted)
             # Workers look at the modules of the model, which are not there; with these positions the outcome is known.
-            if "rotary" in wanted.needs and config.model_config.uses_mrope:
-                raise no_rotary(policy)
+            if ROTARY_EMBEDDING in wanted.needs_of_model and config.model_config.uses_mrope:
+                raise finds_none(policy, ROTARY_EMBEDDING)
         except KVEvictionError as error:
             refused[policy] = str(error)
         except ValueError as error:

@@ -6,6 +6,8 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
+from vllm_kvevict.policies.inputs import ModelPart
+
 
 class KVEvictionError(ValueError):
     """A setting that cannot be served; the message is one sentence that names the flag or field."""
@@ -15,11 +17,10 @@ class KVEvictionError(ValueError):
         self.field_name = field_name
 
 
-def no_rotary(policy: str) -> KVEvictionError:
-    """What a server says of a policy that would undo the model's rotary embedding, and cannot."""
+def finds_none(policy: str, part: ModelPart) -> KVEvictionError:
+    """What a server says of a policy that needs something of the model which it has not, or not so that it is read."""
     return KVEvictionError(
-        f"--kv-eviction {policy} needs a rotary embedding that depends on the position alone and is the same in every "
-        "layer, and finds none in this model: choose another policy"
+        f"--kv-eviction {policy} needs {part.words}, and finds none in this model: choose another policy"
     )
 
 

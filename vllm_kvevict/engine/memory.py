@@ -12,9 +12,9 @@ from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.groups import layer_groups
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies
-from vllm_kvevict.schedules.sums import HeadDims
 
 
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:

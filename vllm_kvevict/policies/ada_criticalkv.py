@@ -5,6 +5,7 @@ tp_local); each fills its share b_h in two rounds, of which the first takes floo
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from . import criticalkv
 from .config import EvictionConfig
@@ -12,7 +13,7 @@ from .criticalkv import select_in_rounds
 from .heads import adaptive_counts
 from .layer import Comm, Kept, LayerScores
 from .params import ADA_SAFEGUARD, ALPHA, TP_LOCAL
-from .registry import Policy, register
+from .registry import register
 
 PARAMETERS = (*criticalkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL)
 
@@ -25,17 +26,13 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
 
 
 register(
-    Policy(
-        "ada-criticalkv",
-        "as criticalkv, the heads of a layer compete for its budget",
-        "CriticalKV; Ada-KV Alg. 2",
-        criticalkv.score,
-        select,
-        PARAMETERS,
-        needs=("q_window", "values", "w_o"),
-        window_rows="mean",
+    replace(
+        criticalkv.POLICY,
+        name="ada-criticalkv",
+        summary="as criticalkv, the heads of a layer compete for its budget",
+        source="CriticalKV; Ada-KV Alg. 2",
+        select=select,
+        parameters=PARAMETERS,
         heads_compete=True,
-        always_kept=("window",),
-        url="https://arxiv.org/abs/2502.03805",
     )
 )

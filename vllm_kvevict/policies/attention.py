@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .inputs import Q_WINDOW, RECEIVED
 from .layer import Comm, LayerInputs
 
 _BLOCK = 128
@@ -88,19 +89,27 @@ def _fading(scores: Tensor, reach: int) -> Tensor:
     return result
 
 
+def window_queries(inputs: LayerInputs, window: int) -> Tensor:
+    """The queries of the last tokens by KV head, times the factor of the logits: fp32 [Hkv, g, window, d].
+
+    Raises ValueError naming q_window if it is missing or has a wrong shape.
+    """
+    query = inputs.read(Q_WINDOW, window)
+    query = query[:, query.shape[1] - window :].float().mul(logit_scale(inputs))
+    return query.view(inputs.num_kv_heads, -1, window, query.shape[2])
+
+
 def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
     """For each KV head in turn the window's attention, fp32 [g, window, n]; the next head overwrites it.
 
     Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4).
-    Raises ValueError naming q_window if it is missing or has a wrong shape.
+    Raises ValueError as `window_queries`.
     """
-    query = inputs.check_queries(window)
-    heads, n, size = inputs.keys.shape
-    grouped = query.float().mul(logit_scale(inputs)).view(heads, -1, window, size)
+    grouped = window_queries(inputs, window)
     # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
-    buffer = query.new_empty(grouped.shape[1], window, n, dtype=torch.float32)
-    for head in range(heads):
-        yield window_attention(grouped[head], inputs.keys[head], inputs.logit_softcap, buffer)
+    buffer = grouped.new_empty(grouped.shape[1], window, inputs.num_tokens)
+    for query, keys in zip(grouped, inputs.keys, strict=True):
+        yield window_attention(query, keys, inputs.logit_softcap, buffer)
 
 
 def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
@@ -109,9 +118,8 @@ def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Te
     how: over the window's rows, see `combine_rows`. Raises ValueError naming window_mean, window_max or window_recent,
     or q_window as `window_rows` does.
     """
-    given = inputs.check_received(window, how)
-    if given is not None:
-        yield from given
+    if inputs.has(RECEIVED[how]):
+        yield from inputs.read(RECEIVED[how], window).unflatten(0, (inputs.num_kv_heads, -1))
         return
     m = inputs.num_tokens - window
     for rows in window_rows(inputs, window):

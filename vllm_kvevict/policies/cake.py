@@ -9,17 +9,15 @@ P        = Hs^(1/tau1) * Vt^(1/tau2), with Hs = -sum A log(A + 1e-10) and Vt = s
 gamma=200; tau1=tau2=1 (the authors tune both per model and budget). LAVa evaluated it with pooling="max", kernel=7.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from .attention import pool, reduce_group, window_rows
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .inputs import Q_WINDOW
+from .layer import Comm, LayerInputs, LayerScores
 from .params import GQA, MILLION, WINDOW, choice, kernel_width, limited, measured, real, unless
 from .registry import Policy, register
-from .shares import shared_budgets
 
 PARAMETERS = (
     WINDOW,
@@ -64,20 +62,15 @@ def score(
     )
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window and the b_l best candidates of each head."""
-    return select_uniform(layers, shared_budgets(cfg, layers, n), n, cfg.window_for(n))
-
-
 register(
     Policy(
         "cake",
         "mean and variance of the window's attention; layers share the budget by dispersion",
         "CAKE; LAVa app. B",
         score,
-        select,
+        best_of_each_head,
         PARAMETERS,
-        needs=("q_window",),
+        needs=(Q_WINDOW,),
         schedule="by weight",
         always_kept=("window",),
         url="https://arxiv.org/abs/2503.12491",

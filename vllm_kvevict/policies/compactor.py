@@ -15,18 +15,18 @@ play no part.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from .attention import add_rows, reduce_group
 from .config import EvictionConfig
-from .heads import select_adaptive
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_layer
+from .inputs import ROTARY, TILE_SUMS
+from .layer import Comm, LayerInputs, LayerScores
 from .params import MILLION, ParamValue, first_tokens, integer, limited, real, server_only
 from .registry import Policy, register
-from .sinks import keep_sinks
 from .tiles import tile_sums
 
 SKETCH, REGULARIZER, SEED, SMALLEST = 48, 5e-3, 42, 1e-6
@@ -63,7 +63,7 @@ def leverage(inputs: LayerInputs, size: int) -> Iterator[Tensor]:
 
     In float64: of a short chunk, or of keys that are nearly alike, only what differs in the last digits counts.
     """
-    rotary, keys = inputs.check_rotary(), inputs.keys
+    rotary, keys = inputs.read_rotary(), inputs.keys
     phi = projection(keys.shape[2]).to(keys.device)
     for first in range(0, inputs.num_tokens, size):
         before = rotary.undo(keys[:, first : first + size].double(), first)
@@ -102,21 +102,15 @@ def _mean(rows: Tensor, comm: Comm | None) -> Tensor:
     return add_rows(sums) / (len(sums) * rows.shape[1])
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The sinks, the window, and the best of the other tokens of each layer."""
-    budgets = [cfg.budget_for(n) - cfg.window_for(n)] * len(layers)
-    return select_adaptive(cfg, keep_sinks(cfg, layers, n), budgets, n, comm)
-
-
 register(
     Policy(
         "compactor",
         "without the question: unusual keys and attention among neighbours, heads compete",
         "Compactor, authors' code",
         score,
-        select,
+        best_of_each_layer,
         PARAMETERS,
-        needs=("rotary", "tile_sums"),
+        needs=(ROTARY, TILE_SUMS),
         heads_compete=True,
         always_kept=("window", "sinks"),
         check=_check,

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .inputs import Q_WINDOW, Input, ModelPart
 from .params import ParamValue, to_float, to_int
-from .registry import Policy, available, lookup, needs, parameters
+from .registry import Policy, available, lookup, parameters
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -103,8 +104,19 @@ class EvictionConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of LayerInputs, besides keys, that scoring reads."""
-        return needs(self.policy).union(lookup(self.policy).window_needs if self.params.get("window") else ())
+        """Names of `inputs`."""
+        return frozenset(what.name for what in self.inputs)
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """What scoring reads besides keys."""
+        method = lookup(self.policy)
+        return method.needs + (method.window_needs if self.params.get("window") else ())
+
+    @property
+    def needs_of_model(self) -> tuple[ModelPart, ...]:
+        """What its inputs need of the model."""
+        return tuple(what.of_model for what in self.inputs if what.of_model)
 
     @property
     def combines_rows_by(self) -> str | None:
@@ -113,7 +125,7 @@ class EvictionConfig:
         LayerInputs.window_mean, window_max or window_recent can then stand in for queries and keys.
         """
         rows: str | None = self.params.get("rows", lookup(self.policy).window_rows)
-        return rows if "q_window" in self.needs else None
+        return rows if Q_WINDOW in self.inputs else None
 
     @property
     def scores_by_mean(self) -> bool:

@@ -19,6 +19,7 @@ from . import snapkv
 from .budgets import guaranteed_tokens
 from .config import EvictionConfig
 from .heads import past_scores, with_window
+from .inputs import Q_WINDOW, VALUES, W_O
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .norms import projected_norms
 from .params import unit_interval
@@ -68,17 +69,16 @@ def select_in_rounds(
     return kept
 
 
-register(
-    Policy(
-        "criticalkv",
-        "as snapkv, but half of the tokens by score x projected value norm",
-        "CriticalKV",
-        score,
-        select,
-        PARAMETERS,
-        needs=("q_window", "values", "w_o"),
-        window_rows="mean",
-        always_kept=("window",),
-        url="https://arxiv.org/abs/2502.03805",
-    )
+POLICY = Policy(
+    "criticalkv",
+    "as snapkv, but half of the tokens by score x projected value norm",
+    "CriticalKV",
+    score,
+    select,
+    PARAMETERS,
+    needs=(Q_WINDOW, VALUES, W_O),
+    window_rows="mean",
+    always_kept=("window",),
+    url="https://arxiv.org/abs/2502.03805",
 )
+register(POLICY)

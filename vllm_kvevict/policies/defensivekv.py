@@ -14,15 +14,14 @@ Factors with a divisor of 0 are 0, and a head without past mass lifts nothing. T
 the layer stay, whichever heads they belong to, and each head's window=32. tp_local as in ada-snapkv.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .attention import add_rows, pool, reduce_group, window_rows
 from .config import EvictionConfig
-from .heads import select_adaptive
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_layer
+from .inputs import Q_WINDOW, VALUES, W_O
+from .layer import Comm, LayerInputs, LayerScores
 from .norms import projected_norms
 from .params import TP_LOCAL, WINDOW, choice, kernel_width, measured, unit_interval
 from .registry import Policy, register
@@ -86,24 +85,17 @@ def _lifted(mean: Tensor, mass: float, most: int) -> Tensor:
     return torch.zeros_like(below).scatter_(0, order, below)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window of each head and the best Hkv*(B - window) candidates of each layer."""
-    budgets = [cfg.budget_for(n) - cfg.window_for(n)] * len(layers)
-    return select_adaptive(cfg, layers, budgets, n, comm)
-
-
-register(
-    Policy(
-        "defensivekv",
-        "worst-case attention x projected value norm, heads compete",
-        "DefensiveKV, authors' code",
-        score,
-        select,
-        PARAMETERS,
-        needs=("q_window", "values", "w_o"),
-        heads_compete=True,
-        always_kept=("window",),
-        experimental=True,
-        url="https://arxiv.org/abs/2510.13334",
-    )
+POLICY = Policy(
+    "defensivekv",
+    "worst-case attention x projected value norm, heads compete",
+    "DefensiveKV, authors' code",
+    score,
+    best_of_each_layer,
+    PARAMETERS,
+    needs=(Q_WINDOW, VALUES, W_O),
+    heads_compete=True,
+    always_kept=("window",),
+    experimental=True,
+    url="https://arxiv.org/abs/2510.13334",
 )
+register(POLICY)

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import whole_model
 from .attention import add_rows, pool, window_rows
 from .config import EvictionConfig
+from .inputs import Q_WINDOW, VALUES
 from .layer import Comm, LayerInputs, LayerScores
 from .params import POOLING, WINDOW, kernel_width, measured, unless
 from .registry import Policy, register
@@ -32,7 +33,7 @@ def score(
     """How far the window's outputs would move without each candidate."""
     p, n, window = cfg.params, inputs.num_tokens, cfg.window_for(inputs.num_tokens)
     scores = []
-    for rows, values in zip(window_rows(inputs, window), inputs.check_values(), strict=True):
+    for rows, values in zip(window_rows(inputs, window), inputs.read(VALUES), strict=True):
         # A copy: a BLAS may round by where the head lies in memory, which differs between ranks.
         own = values.to(torch.float32, copy=True)
         moved = torch.stack([moved_outputs(head.clone(), own, n - window) for head in rows])
@@ -70,7 +71,7 @@ register(
         score,
         whole_model.select_best,
         (WINDOW, KERNEL, measured(POOLING, "decay")),
-        needs=("q_window", "values"),
+        needs=(Q_WINDOW, VALUES),
         schedule="by score",
         always_kept=("window",),
         experimental=True,

@@ -11,18 +11,17 @@ The first sinks=4 tokens and the B - sinks best others of each head stay. Withou
 tokens compete as all others do. A softcap of the logits plays no part.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .attention import logit_scale, reduce_group
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .inputs import QUERY_MOMENTS, ROTARY, VALUES
+from .layer import Comm, LayerInputs, LayerScores
 from .params import MILLION, SINKS, integer, limited, real
 from .registry import Policy, register
-from .sinks import keep_sinks, num_sinks
+from .sinks import num_sinks
 from .tiles import query_moments
 
 PARAMETERS = (SINKS, limited(integer("n_future", 512, 1), 4096), limited(real("epsilon", 0.0), MILLION))
@@ -34,10 +33,10 @@ def score(
     """Expected attention times value norms; infinite for the sinks."""
     heads, n, size = inputs.keys.shape
     sinks, scale = num_sinks(cfg, n), logit_scale(inputs)
-    turn = inputs.check_rotary().mean(n, cfg.params["n_future"], size)
+    turn = inputs.read_rotary().mean(n, cfg.params["n_future"], size)
     queries = future_queries(query_moments(inputs, sinks), turn)
     means, covariances = (x.unflatten(0, (heads, -1)) for x in queries)
-    values = inputs.check_values()
+    values = inputs.read(VALUES)
     scores = []
     for head in range(heads):
         # A copy: a BLAS may round by where the head lies in memory, which differs between ranks.
@@ -71,20 +70,15 @@ def expected_logits(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float
     return (keys * mean).sum(1) * scale + spread * (scale * scale / 2)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The sinks and the best of the other tokens of each head."""
-    return select_uniform(keep_sinks(cfg, layers, n), [cfg.budget_for(n)] * len(layers), n, 0)
-
-
 register(
     Policy(
         "expected-attention",
         "without the question: per head, what queries like the prompt's would attend to, x value norm",
         "Expected Attention; kvpress",
         score,
-        select,
+        best_of_each_head,
         PARAMETERS,
-        needs=("values", "rotary", "query_moments"),
+        needs=(VALUES, ROTARY, QUERY_MOMENTS),
         always_kept=("sinks",),
         url="https://arxiv.org/abs/2510.00636",
     )

@@ -11,15 +11,14 @@ Reads col_sums [Hq, n], accumulated during prefill (`attention.add_column_sums`)
 [Hq, n, d]: a second pass over the prompt's attention, quadratic in time but not in memory.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .attention import add_column_sums, logit_scale, reduce_group
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .inputs import COL_SUMS, Q_ALL
+from .layer import Comm, LayerInputs, LayerScores
 from .params import OPTIONAL_WINDOW, choice
 from .registry import Policy, register
 
@@ -41,19 +40,12 @@ def score(
 
 def column_sums(inputs: LayerInputs) -> Tensor:
     """c, fp32 [Hq, n]. Raises ValueError naming col_sums or q_all where both are missing or one does not fit."""
-    n = inputs.num_tokens
-    if inputs.col_sums is not None:
-        return inputs.check_sums("col_sums", (n,))
-    query = inputs.check_q_all("col_sums [Hq, n]")
-    sums = torch.zeros(query.shape[0], n, device=query.device)
+    if inputs.has(COL_SUMS) or not inputs.has(Q_ALL):
+        return inputs.read(COL_SUMS).float()
+    query = inputs.read(Q_ALL)
+    sums = torch.zeros(query.shape[0], inputs.num_tokens, device=query.device)
     add_column_sums(sums, query, inputs.keys, logit_scale(inputs), inputs.logit_softcap)
     return sums
-
-
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window and the B - window best tokens of each head."""
-    window = cfg.window_for(n)
-    return select_uniform(layers, [cfg.budget_for(n) - window] * len(layers), n, window)
 
 
 register(
@@ -62,9 +54,9 @@ register(
         "per head, what all tokens of the prompt attend to most, and the last tokens",
         "H2O",
         score,
-        select,
+        best_of_each_head,
         PARAMETERS,
-        needs=("col_sums",),
+        needs=(COL_SUMS,),
         always_kept=("window",),
         url="https://arxiv.org/abs/2306.14048",
     )

@@ -1,5 +1,6 @@
 """From scores and layer budgets to kept positions: the same number for every KV head, or Ada-KV's numbers."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -8,7 +9,40 @@ from torch import Tensor
 from .budgets import MILLION, guaranteed_tokens, safeguard
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
+from .registry import lookup
 from .select import best_of_layers, count_best, order_keys
+from .shares import shared_budgets
+from .sinks import num_sinks
+
+
+def best_of_each_head(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """As a policy's `select`: the sinks, the window and the best others of each head, as many as its layer may keep."""
+    return select_uniform(keep_sinks(cfg, layers, n), past_budgets(cfg, layers, n), n, cfg.window_for(n))
+
+
+def best_of_each_layer(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
+    """Likewise, with the layer's best others, whichever heads they belong to (`adaptive_counts`)."""
+    return select_adaptive(cfg, keep_sinks(cfg, layers, n), past_budgets(cfg, layers, n), n, comm)
+
+
+def past_budgets(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int) -> list[int]:
+    """Tokens per KV head that each of `layers` keeps besides the window, by their weights if the policy has some."""
+    if lookup(cfg.policy).schedule == "by weight":
+        return shared_budgets(cfg, layers, n)
+    budgets = cfg.layer_budgets(n, layers[0].num_layers)
+    return [budgets[x.layer] - cfg.window_for(n) for x in layers]
+
+
+def keep_sinks(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int) -> list[LayerScores]:
+    """The same scores, but for the first tokens' that stay: no other of their head's is as high or comes first."""
+    sinks, m = num_sinks(cfg, n), n - cfg.window_for(n)
+    if not sinks:
+        return list(layers)
+
+    def lifted(scores: Tensor) -> Tensor:
+        return torch.cat((torch.full_like(scores[:, :sinks], torch.inf), scores[:, sinks:]), 1)
+
+    return [dataclasses.replace(x, scores=lifted(past_scores(x, m))) for x in layers]
 
 
 def select_uniform(layers: Sequence[LayerScores], budgets: Sequence[int], n: int, window: int) -> Kept:

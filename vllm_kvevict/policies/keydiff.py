@@ -7,14 +7,12 @@ window=32 last tokens stay (0: none in particular, they compete as all others do
 attention kernel will do.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .layer import Comm, LayerInputs, LayerScores
 from .params import OPTIONAL_WINDOW
 from .registry import Policy, register
 
@@ -38,19 +36,13 @@ def _cosines(keys: Tensor) -> Tensor:
     return (keys * anchor).sum(1) / (norms.clamp(min=1e-8) * length)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window and the B - window best tokens of each head."""
-    window = cfg.window_for(n)
-    return select_uniform(layers, [cfg.budget_for(n) - window] * len(layers), n, window)
-
-
 register(
     Policy(
         "keydiff",
         "per head, the tokens whose keys point away from the average key",
         "KeyDiff",
         score,
-        select,
+        best_of_each_head,
         (OPTIONAL_WINDOW,),
         always_kept=("window",),
         url="https://arxiv.org/abs/2504.15364",

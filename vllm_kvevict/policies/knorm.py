@@ -6,15 +6,13 @@ window=32 last tokens stay (0: none in particular, they compete as all others do
 the model keep everything, on top of the budget of the others. No queries are read, so any attention kernel will do.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .layer import Comm, LayerInputs, LayerScores
 from .params import OPTIONAL_WINDOW, integer, server_only
-from .registry import Policy, lookup, register
+from .registry import Policy, register
 
 PARAMETERS = (OPTIONAL_WINDOW, server_only(integer("skip_layers", 0, 0)))
 
@@ -29,18 +27,6 @@ def score(
     return LayerScores(layer, num_layers, inputs.num_kv_heads, -norms, device=norms.device)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window and the B - window best tokens of each head; everything in the skipped layers."""
-    window = cfg.window_for(n)
-    kept = []
-    for layer in layers:
-        if layer.layer < cfg.params["skip_layers"]:
-            kept += lookup("full").select(cfg, [layer], n, comm)
-        else:
-            kept += select_uniform([layer], [cfg.budget_for(n) - window], n, window)
-    return kept
-
-
 def layer_budgets(cfg: EvictionConfig, n: int, num_layers: int) -> list[int]:
     """n in the skipped layers, B in the others."""
     return [n if layer < cfg.params["skip_layers"] else cfg.budget_for(n) for layer in range(num_layers)]
@@ -52,7 +38,7 @@ register(
         "per head, the tokens with the smallest key norms",
         "Knorm",
         score,
-        select,
+        best_of_each_head,
         PARAMETERS,
         layer_budgets=layer_budgets,
         always_kept=("window",),

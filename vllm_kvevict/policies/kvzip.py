@@ -26,6 +26,7 @@ from torch import Tensor
 from . import whole_model
 from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
+from .inputs import Q_WINDOW, REPEATED
 from .layer import Comm, LayerInputs, LayerScores
 from .params import KERNEL, POOLING, SINKS, ParamValue, choice, integer, measured, server_only, unless
 from .registry import Policy, register
@@ -65,7 +66,7 @@ def score(
     """What each candidate received at most when the prompt was repeated, or from the window's queries."""
     p, window = cfg.params, cfg.window_for(inputs.num_tokens)
     # Ranks that share a KV head have query heads of their own.
-    rows = [reduce_group(head[None], "max", comm) for head in inputs.check_repeated()]
+    rows = [reduce_group(head[None], "max", comm) for head in inputs.read(REPEATED)]
     scores = torch.stack(rows)[:, : inputs.num_tokens - window]
     if window:
         asked = window_scores(
@@ -95,8 +96,8 @@ register(
             unless(KERNEL, window=0),
             unless(measured(POOLING, "decay"), window=0),
         ),
-        needs=("repeated",),
-        window_needs=("q_window",),
+        needs=(REPEATED,),
+        window_needs=(Q_WINDOW,),
         window_rows="max",
         schedule="by repeat",
         always_kept=("sinks", "window"),

@@ -15,19 +15,18 @@ authors' code does; pooling, kernel and gqa as in snapkv, with the reduction ove
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .attention import pool, received, reduce_group
 from .config import EvictionConfig
-from .heads import select_adaptive
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_layer
+from .inputs import Q_WINDOW, VALUES
+from .layer import Comm, LayerInputs, LayerScores
 from .norms import value_norms
 from .params import KERNEL, POOLING, TP_LOCAL, WINDOW, choice, measured, unit_interval
 from .registry import Policy, register
-from .shares import shared_budgets
 
 SCORING = (
     WINDOW,
@@ -55,7 +54,7 @@ def score_unweighted(
     p = cfg.params
     window = cfg.window_for(inputs.num_tokens)
     m = inputs.num_tokens - window
-    values = inputs.check_values()
+    values = inputs.read(VALUES)
     norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
     scores = []
     for head, attention in enumerate(received(inputs, window)):
@@ -82,24 +81,18 @@ def entropy(scores: Tensor, comm: Comm | None) -> Tensor:
     return torch.where(total <= 0, 1.0, (total.log() - logs / total) / size)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window of each head and the best Hkv*b_l candidates of each layer."""
-    return select_adaptive(cfg, layers, shared_budgets(cfg, layers, n), n, comm)
-
-
-register(
-    Policy(
-        "lava",
-        "attention x value norm; layers share the budget by entropy, heads compete",
-        "LAVa eq. 5-7, Alg. 1-2",
-        score,
-        select,
-        PARAMETERS,
-        needs=("q_window", "values"),
-        window_rows="mean",
-        schedule="by weight",
-        heads_compete=True,
-        always_kept=("window",),
-        url="https://arxiv.org/abs/2509.09754",
-    )
+POLICY = Policy(
+    "lava",
+    "attention x value norm; layers share the budget by entropy, heads compete",
+    "LAVa eq. 5-7, Alg. 1-2",
+    score,
+    best_of_each_layer,
+    PARAMETERS,
+    needs=(Q_WINDOW, VALUES),
+    window_rows="mean",
+    schedule="by weight",
+    heads_compete=True,
+    always_kept=("window",),
+    url="https://arxiv.org/abs/2509.09754",
 )
+register(POLICY)

@@ -1,12 +1,14 @@
 """What goes into and comes out of one layer's scoring."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .inputs import ROTARY, Input, shape_of
 from .rotary import Rotary
 
 Kept = list[list[Tensor]]
@@ -42,13 +44,12 @@ class LayerInputs:
     keys, values [Hkv, n, d]: cached entries in ascending position, keys after RoPE.
     scale: factor of the logits, None for 1/sqrt(d).
     logit_softcap: c for models whose logits become c*tanh(z/c); None or 0 is off.
-    q_all [Hq, n, d]: queries of all tokens, after RoPE; col_sums [Hq, n] fp32: what each token receives of the
-    attention of all queries, summed. h2o takes either.
+    q_all [Hq, n, d]: queries of all tokens, after RoPE, from which the three next follow: policies take either.
+    col_sums fp32 [Hq, n]: what each token receives of the attention of all queries, summed.
+    tile_sums fp32 [Hq, n]: what each token receives of the attention within its tile, as summed up by `tiles`.
+    query_moments fp32 [Hq, d+1, d+1]: sum over the queries q before RoPE, the sinks' left out, of x x' with x = (1, q).
     rotary: how positions turned queries and keys: a Rotary, or (cos, sin), each [positions, r/2] with at least n
     positions and r <= d, whose pairs are (i, i + r/2).
-    tile_sums fp32 [Hq, n]: what each token receives of the attention within its tile; compactor takes it or q_all.
-    query_moments fp32 [Hq, d+1, d+1]: sum over the queries q before RoPE, the sinks' left out, of x x' with x = (1, q);
-    expected-attention takes it or q_all. Both as summed up by `tiles`.
     w_o [Hq, d, hidden]: the part of the output projection that each query head feeds.
     window_mean, window_max, window_recent fp32 [Hq, m]: what each of the m tokens before the window receives of its
     attention, the mean or a maximum over its rows (`attention.combine_rows`), from whoever has it already. Policies
@@ -89,121 +90,40 @@ class LayerInputs:
     def check(self) -> None:
         """Raise ValueError, naming the field, unless keys and the logit parameters are usable."""
         if not isinstance(self.keys, Tensor) or self.keys.ndim != 3:
-            raise ValueError(f"keys must be a tensor [Hkv, n, d], not {_shape(self.keys)}")
+            raise ValueError(f"keys must be a tensor [Hkv, n, d], not {shape_of(self.keys)}")
         if self.scale is not None and not math.isfinite(self.scale):
             raise ValueError(f"scale must be finite or None, not {self.scale}")
         if self.logit_softcap is not None and not 0 <= self.logit_softcap < math.inf:
             raise ValueError(f"logit_softcap must be a number >= 0 or None, not {self.logit_softcap}")
 
-    def check_queries(self, window: int) -> Tensor:
-        """The last `window` query rows [Hq, window, d]. Raises ValueError naming q_window if unusable."""
-        query = self.q_window
-        if query is None:
-            raise ValueError("q_window is required: the queries of the last window tokens, [Hq, rows, d]")
-        heads, _, size = self.keys.shape
-        if query.ndim != 3 or query.shape[0] == 0 or query.shape[0] % heads or query.shape[2] != size:
-            raise ValueError(
-                f"q_window must be [Hq, rows, {size}] with Hq a multiple of Hkv={heads}, not {_shape(query)}"
-            )
-        if query.shape[1] < window:
-            raise ValueError(f"q_window must have at least {window} rows (the window), not {query.shape[1]}")
-        return query[:, query.shape[1] - window :]
+    def has(self, what: Input) -> bool:
+        """Whether the field of an input is given."""
+        return getattr(self, what.name) is not None
 
-    def check_received(self, window: int, how: str) -> Tensor | None:
-        """window_mean, window_max or window_recent by KV head, [Hkv, g, m]; None if it is not given.
+    def read(self, what: Input, window: int = 0) -> Tensor:
+        """The field of an input, of a prompt whose last `window` tokens are not scored.
 
-        how: "mean", "max" or "recent". Raises ValueError naming the field if of a wrong shape or dtype.
+        Raises ValueError naming the field, the shape that it must have and the one that it has.
         """
-        name = f"window_{how}"
-        given, heads, m = getattr(self, name), self.num_kv_heads, self.num_tokens - window
-        if given is None:
-            return None
-        if (
-            not isinstance(given, Tensor)
-            or given.dtype != torch.float32
-            or given.ndim != 2
-            or given.shape[0] == 0
-            or given.shape[0] % heads
-            or given.shape[1] != m
-        ):
-            raise ValueError(
-                f"{name} must be fp32 [Hq, {m}] with Hq a multiple of Hkv={heads}, not {_shape(given)}"
-            )
-        return given.unflatten(0, (heads, -1))
+        given: Tensor = getattr(self, what.name)
+        what.check(given, self._sizes(window))
+        return given
 
-    def check_repeated(self) -> Tensor:
-        """repeated [Hkv, n]. Raises ValueError naming it if missing or of a wrong shape or dtype."""
-        repeated, shape = self.repeated, self.keys.shape[:2]
-        if not isinstance(repeated, Tensor) or repeated.dtype != torch.float32 or repeated.shape != shape:
-            raise ValueError(
-                f"repeated is required, what each token received when the prompt was repeated: fp32 {list(shape)}, not "
-                f"{_shape(repeated)}"
-            )
-        return repeated
+    def read_rotary(self) -> Rotary:
+        """rotary. Raises ValueError as `read`."""
+        ROTARY.check(self.rotary, self._sizes(0))
+        assert self.rotary is not None
+        return Rotary(*self.rotary)
 
-    def check_q_all(self, instead: str) -> Tensor:
-        """q_all [Hq, n, d]. Raises ValueError naming it if of a wrong shape, and what may stand for it if missing."""
+    def _sizes(self, window: int) -> dict[str, range]:
+        """Valid sizes of the dimensions of inputs; of others any is."""
         heads, n, size = self.keys.shape
-        query = self.q_all
-        if query is None:
-            raise ValueError(f"{instead} or q_all [Hq, n, d] is required: what follows from all queries")
-        if query.ndim != 3 or query.shape[0] == 0 or query.shape[0] % heads or query.shape[1:] != (n, size):
-            raise ValueError(
-                f"q_all must be [Hq, {n}, {size}] with Hq a multiple of Hkv={heads}, not {list(query.shape)}"
-            )
-        return query
-
-    def check_sums(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The field of that name in fp32, [Hq, *shape]. Raises ValueError naming it if of another shape."""
-        sums, heads = getattr(self, name), self.num_kv_heads
-        if (
-            sums.ndim != 1 + len(shape)
-            or sums.shape[0] == 0
-            or sums.shape[0] % heads
-            or sums.shape[1:] != shape
-        ):
-            wanted = ", ".join(map(str, shape))
-            raise ValueError(
-                f"{name} must be [Hq, {wanted}] with Hq a multiple of Hkv={heads}, not {list(sums.shape)}"
-            )
-        return sums.float()
-
-    def check_rotary(self) -> Rotary:
-        """rotary. Raises ValueError naming it if missing or of a wrong shape."""
-        if self.rotary is None:
-            raise ValueError(
-                "rotary is required: (cos, sin) of the model's rotary embedding, [positions, r/2]"
-            )
-        rotary, (_, n, size) = Rotary(*self.rotary), self.keys.shape
-        cos, sin = rotary.cos, rotary.sin
-        if cos.ndim != 2 or cos.shape != sin.shape or len(cos) < n or not 0 < 2 * cos.shape[1] <= size:
-            raise ValueError(
-                f"rotary must be (cos, sin), each [>= {n}, r/2] with r <= {size}, not "
-                f"{list(cos.shape)} and {list(sin.shape)}"
-            )
-        return rotary
-
-    def check_values(self) -> Tensor:
-        """values [Hkv, n, d]. Raises ValueError naming them if missing or not shaped like keys."""
-        if self.values is None:
-            raise ValueError("values are required: [Hkv, n, d], as keys")
-        if self.values.ndim != 3 or self.values.shape[:2] != self.keys.shape[:2]:
-            raise ValueError(
-                f"values must be shaped like keys {list(self.keys.shape)}, not {_shape(self.values)}"
-            )
-        return self.values
-
-    def check_w_o(self) -> Tensor:
-        """w_o [Hq, d, hidden]. Raises ValueError naming it if missing or of a wrong shape."""
-        if self.w_o is None:
-            raise ValueError("w_o is required: the output projection of each query head, [Hq, d, hidden]")
-        heads, size = self.keys.shape[0], self.check_values().shape[2]
-        w_o = self.w_o
-        if w_o.ndim != 3 or w_o.shape[0] == 0 or w_o.shape[0] % heads or w_o.shape[1] != size:
-            raise ValueError(
-                f"w_o must be [Hq, {size}, hidden] with Hq a multiple of Hkv={heads}, not {_shape(w_o)}"
-            )
-        return w_o
+        exact = {"Hkv": heads, "n": n, "m": n - window, "d": size, "d+1": size + 1}
+        if self.values is not None and self.values.ndim == 3:
+            exact["d_v"] = self.values.shape[2]  # which need not be that of keys
+        sizes = {name: range(x, x + 1) for name, x in exact.items()}
+        sizes["Hq"], sizes["r/2"] = range(heads, sys.maxsize, heads), range(1, size // 2 + 1)
+        return sizes | {"rows": range(window, sys.maxsize), "positions": range(n, sys.maxsize)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +146,3 @@ class LayerScores:
     second: Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     budget: int | None = None
-
-
-def _shape(value: object) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else repr(value)

@@ -4,21 +4,19 @@ The L*Hkv*(B - window) best candidates of the whole model stay (`whole_model`). 
 tp_local.
 """
 
+from dataclasses import replace
+
 from . import defensivekv, whole_model
-from .registry import Policy, register
+from .registry import register
 
 register(
-    Policy(
-        "layer-defensivekv",
-        "as defensivekv, all heads of all layers compete",
-        "DefensiveKV, authors' code",
-        defensivekv.score,
-        whole_model.select_best,
-        defensivekv.SCORING,
-        needs=("q_window", "values", "w_o"),
+    replace(
+        defensivekv.POLICY,
+        name="layer-defensivekv",
+        summary="as defensivekv, all heads of all layers compete",
+        select=whole_model.select_best,
+        parameters=defensivekv.SCORING,
         schedule="by score",
-        always_kept=("window",),
-        experimental=True,
-        url="https://arxiv.org/abs/2510.13334",
+        heads_compete=False,
     )
 )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .attention import reduce_group
+from .inputs import VALUES, W_O
 from .layer import Comm, LayerInputs
 
 _BLOCK = 1024
@@ -22,7 +23,7 @@ def projected_norms(inputs: LayerInputs, m: int, comm: Comm | None) -> Tensor:
     blocks: memory is 1024 x hidden. As much arithmetic as one output projection of the m tokens.
     Raises ValueError naming values or w_o if missing or of a wrong shape.
     """
-    w_o, values = inputs.check_w_o(), inputs.check_values()[:, :m]
+    values, w_o = inputs.read(VALUES)[:, :m], inputs.read(W_O)
     grouped = w_o.unflatten(0, (values.shape[0], -1))
     buffer = torch.empty(min(m, _BLOCK), w_o.shape[2], dtype=torch.float32, device=values.device)
     rows = torch.empty(grouped.shape[1], m, dtype=torch.float32, device=values.device)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from .inputs import Input
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import DEFAULTS, Parameter, ParamValue
 
@@ -34,9 +35,9 @@ class Policy(Generic[Config]):
     """Where the paper can be read."""
     evicts: bool = True
     """False: keeps everything, takes no budget."""
-    needs: tuple[str, ...] = ()
-    """Fields of LayerInputs, besides keys, that `score` reads."""
-    window_needs: tuple[str, ...] = ()
+    needs: tuple[Input, ...] = ()
+    """What `score` reads besides keys."""
+    window_needs: tuple[Input, ...] = ()
     """What `score` reads besides unless the parameter `window` is 0."""
     window_rows: str | None = None
     """How `score` combines the window's rows, "mean", "max" or "recent", if of queries and keys it reads nothing but
@@ -89,7 +90,7 @@ def available() -> tuple[str, ...]:
 
 def needs(policy: str) -> frozenset[str]:
     """Fields of LayerInputs, besides keys, that scoring by `policy` reads, such as q_window, values, w_o, col_sums."""
-    return frozenset(lookup(policy).needs)
+    return frozenset(what.name for what in lookup(policy).needs)
 
 
 def parameters(policy: str, defaults: str = "measured") -> dict[str, ParamValue]:

@@ -6,12 +6,11 @@ reach it. The measured ones keep more behind each token that is found (pooling="
 as the one query that attends to it most (rows="recent"); in the mean over 32 queries such a token is lost.
 """
 
-from collections.abc import Sequence
-
 from .attention import window_scores
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .inputs import Q_WINDOW
+from .layer import Comm, LayerInputs, LayerScores
 from .params import GQA, KERNEL, POOLING, ROWS, WINDOW, measured
 from .registry import Policy, register
 
@@ -30,23 +29,16 @@ def score(
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The window and the B - window best tokens of each head."""
-    window = cfg.window_for(n)
-    return select_uniform(layers, [cfg.budget_for(n) - window] * len(layers), n, window)
-
-
-register(
-    Policy(
-        "snapkv",
-        "per head, what the last `window` tokens attend to most",
-        "SnapKV 4",
-        score,
-        select,
-        PARAMETERS,
-        needs=("q_window",),
-        window_rows="mean",
-        always_kept=("window",),
-        url="https://arxiv.org/abs/2404.14469",
-    )
+POLICY = Policy(
+    "snapkv",
+    "per head, what the last `window` tokens attend to most",
+    "SnapKV 4",
+    score,
+    best_of_each_head,
+    PARAMETERS,
+    needs=(Q_WINDOW,),
+    window_rows="mean",
+    always_kept=("window",),
+    url="https://arxiv.org/abs/2404.14469",
 )
+register(POLICY)

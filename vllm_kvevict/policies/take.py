@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import pool, reduce_group, window_attention
+from .attention import pool, reduce_group, window_attention, window_queries
 from .config import EvictionConfig
 from .heads import past_scores, select_uniform, with_window
+from .inputs import Q_WINDOW
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import GQA, choice, integer, kernel_width, or_auto, server_only, unit_interval
 from .registry import Policy, register
@@ -140,9 +141,7 @@ def select(
 
 def _scores(cfg: EvictionConfig, inputs: LayerInputs, probe: int, m: int, comm: Comm | None) -> Tensor:
     """Scores of the first m entries, fp32 [Hkv, m]."""
-    heads = inputs.num_kv_heads
-    scale = inputs.keys.shape[2] ** -0.5 if inputs.scale is None else inputs.scale
-    grouped = inputs.check_queries(probe).float().mul(scale).view(heads, -1, probe, inputs.keys.shape[2])
+    grouped = window_queries(inputs, probe)
     buffer = grouped.new_empty(grouped.shape[1], probe, m)
     scores = []
     for query, keys in zip(grouped, inputs.keys, strict=True):
@@ -193,7 +192,7 @@ register(
         score,
         select_prompt,
         PARAMETERS,
-        needs=("q_window",),
+        needs=(Q_WINDOW,),
         schedule="chunked",
         always_kept=("take_probe",),
         window="take_probe",

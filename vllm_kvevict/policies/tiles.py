@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .inputs import Q_ALL, QUERY_MOMENTS, TILE_SUMS
 from .layer import LayerInputs
 
 TILE = 128
@@ -40,9 +41,9 @@ def add_query_moments(out: Tensor, query: Tensor) -> None:
 def tile_sums(inputs: LayerInputs) -> Tensor:
     """fp32 [Hq, n]. Raises ValueError naming tile_sums or q_all where both are missing or one does not fit."""
     n = inputs.num_tokens
-    if inputs.tile_sums is not None:
-        return inputs.check_sums("tile_sums", (n,))
-    query = inputs.check_q_all("tile_sums [Hq, n]")
+    if inputs.has(TILE_SUMS) or not inputs.has(Q_ALL):
+        return inputs.read(TILE_SUMS).float()
+    query = inputs.read(Q_ALL)
     sums = torch.empty(query.shape[0], n, device=query.device)
     for tile in _tiles(n):
         add_tile_sums(sums[:, tile], query[:, tile], inputs.keys[:, tile])
@@ -56,9 +57,9 @@ def query_moments(inputs: LayerInputs, sinks: int) -> Tensor:
         sinks: first tokens that do not count.
     """
     n, size = inputs.keys.shape[1:]
-    if inputs.query_moments is not None:
-        return inputs.check_sums("query_moments", (size + 1, size + 1))
-    query, rotary = inputs.check_q_all("query_moments [Hq, d+1, d+1]"), inputs.check_rotary()
+    if inputs.has(QUERY_MOMENTS) or not inputs.has(Q_ALL):
+        return inputs.read(QUERY_MOMENTS).float()
+    query, rotary = inputs.read(Q_ALL), inputs.read_rotary()
     moments = torch.zeros(query.shape[0], size + 1, size + 1, device=query.device)
     for tile in _tiles(n):
         first = max(tile.start, sinks)

@@ -7,14 +7,13 @@ every KV head of the layer. tova_heads="kv": the mean over the query heads of ea
 The paper repeats this at every decoding step; here it is done once, after the prompt.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from .attention import add_rows, received, reduce_group
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .heads import best_of_each_head
+from .inputs import Q_WINDOW
+from .layer import Comm, LayerInputs, LayerScores
 from .params import choice
 from .registry import Policy, register
 
@@ -32,20 +31,15 @@ def score(
     return LayerScores(layer, num_layers, heads, scores, device=scores.device)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The last token and the B - 1 best of the others."""
-    return select_uniform(layers, [cfg.budget_for(n) - 1] * len(layers), n, 1)
-
-
 register(
     Policy(
         "tova",
         "what the last token attends to most, the same in all heads of a layer",
         "TOVA",
         score,
-        select,
+        best_of_each_head,
         (choice("tova_heads", "all", "kv"),),
-        needs=("q_window",),
+        needs=(Q_WINDOW,),
         window_rows="mean",
         last=1,
         url="https://arxiv.org/abs/2401.06104",

@@ -5,16 +5,15 @@ first tokens, whose values are so small that the product would drop them: sinks 
 counted inside the budget.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from . import snapkv
 from .config import EvictionConfig
-from .heads import select_uniform
-from .layer import Comm, Kept, LayerInputs, LayerScores
+from .inputs import VALUES
+from .layer import Comm, LayerInputs, LayerScores
 from .norms import value_norms
 from .params import first_tokens
-from .registry import Policy, register
-from .sinks import keep_sinks
+from .registry import register
 
 PARAMETERS = (*snapkv.PARAMETERS, first_tokens(0))
 
@@ -25,26 +24,19 @@ def score(
     """SnapKV's scores times value norms."""
     scores = snapkv.score(cfg, inputs, layer, num_layers, comm).scores
     assert scores is not None
-    scores = scores * value_norms(inputs.check_values()[:, : scores.shape[1]])
+    scores = scores * value_norms(inputs.read(VALUES)[:, : scores.shape[1]])
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
 
-def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
-    """The sinks, the window and the best of the other tokens of each head."""
-    window = cfg.window_for(n)
-    return select_uniform(keep_sinks(cfg, layers, n), [cfg.budget_for(n) - window] * len(layers), n, window)
-
-
 register(
-    Policy(
-        "vatp-snapkv",
-        "snapkv's score x the token's own value norm",
-        "VATP; LAVa app. B",
-        score,
-        select,
-        PARAMETERS,
-        needs=("q_window", "values"),
-        window_rows="mean",
+    replace(
+        snapkv.POLICY,
+        name="vatp-snapkv",
+        summary="snapkv's score x the token's own value norm",
+        source="VATP; LAVa app. B",
+        score=score,
+        parameters=PARAMETERS,
+        needs=(*snapkv.POLICY.needs, VALUES),
         always_kept=("window", "sinks"),
         url="https://arxiv.org/abs/2406.12335",
     )

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from .config import EvictionConfig
-from .heads import past_scores, with_window
+from .heads import keep_sinks, past_scores, with_window
 from .layer import Comm, Kept, LayerScores
 from .select import best_positions, count_best, order_keys
 from .shares import require_all_layers
-from .sinks import keep_sinks
 
 
 def order_of(

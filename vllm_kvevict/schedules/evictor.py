@@ -1,4 +1,9 @@
-"""Evictions on one rank: what a request records until then, and the steps that every schedule is made of."""
+"""Evictions on one rank: what a request records until then, and the steps that every schedule is made of.
+
+Owns the records of the requests that are not evicted yet, and the news for the scheduler until they are taken. What a
+record holds for an eviction is gone once it is decided, and an answer counts only for the admission that it was given
+to.
+"""
 
 import dataclasses
 import itertools
@@ -12,28 +17,13 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import (
-    Kept,
-    LayerInputs,
-    LayerScores,
-    Rotary,
-    cuts,
-    score_layer,
-    select,
-    whole_model,
-)
-from vllm_kvevict.policies.attention import add_column_sums
-from vllm_kvevict.policies.sinks import num_sinks
-from vllm_kvevict.policies.tiles import add_query_moments, add_tile_sums
+from vllm_kvevict.policies import Kept, LayerScores, Rotary, cuts, score_layer, select, whole_model
+from vllm_kvevict.schedules.inputs import Collected, LayerTokens, Sources, WindowAttention
+from vllm_kvevict.schedules.inputs import LayerStep as LayerStep
 from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens, LayerWeights, RankTally, Report
-from vllm_kvevict.schedules.sums import SUMMED_AS_READ, PromptSums
 
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.plan import Admission, Plan
-
-WindowAttention = Callable[[Tensor, Tensor, int, float, float, str], Tensor]
-"""Of (window's queries [w, Hq, d], page table int32 [Hkv, pages], n, scale, softcap, how the queries are combined):
-fp32 [Hq, n - w]."""
 
 
 @dataclass
@@ -44,9 +34,7 @@ class ResidentRequest:
         admission: what the scheduler decided.
         request_slot: the request's place in the cache.
         tokens: tokens stored so far, the running step's included.
-        window: last queries before the eviction position, [local layers, window, Hq, d], as far as computed, if no
-            step has all of them, or a later one chooses by them.
-        sums: what its prompt adds up to so far, in the rank's reserve; not if one step reads it all.
+        collected: what the policy will read.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
         stored: by local layer and head the positions stored, while a cascade trims what single steps of it keep.
         probe: by local layer the queries of the request's probe, averaged over chunks, fp32 [Hq, probe, d].
@@ -56,8 +44,7 @@ class ResidentRequest:
     admission: "Admission"
     request_slot: int
     tokens: int = 0
-    window: Tensor | None = None
-    sums: PromptSums | None = None
+    collected: Collected = field(default_factory=Collected)
     scratch: int | None = None
     probe: dict[int, Tensor] = field(default_factory=dict)
     scores: list[LayerScores] = field(default_factory=list)
@@ -97,7 +84,7 @@ class QueryRows:
 
     Attributes:
         rows: its rows in the batch, none while its prompt is repeated.
-        target: where the last of them, which belong to the window, go in :attr:`ResidentRequest.window`.
+        target: where the last of them, which belong to the window, go in :attr:`Collected.window`.
         window: how many rows the window has.
         evicts: whether the step ends at an eviction position, or with the last repeat.
         extra: what the step computes besides: a probe with the end of a chunk that is not the last, or a repeat.
@@ -114,28 +101,6 @@ class QueryRows:
     def count(self) -> int:
         """How many there are, without the extra ones."""
         return self.rows.stop - self.rows.start
-
-    @property
-    def must_be_summed_up(self) -> bool:
-        """Whether the policy scores by the queries of all tokens, and these are a part of them."""
-        plan = self.resident.plan
-        return self.count != plan.evict_at and not plan.config.needs.isdisjoint(SUMMED_AS_READ)
-
-
-@dataclass(frozen=True)
-class LayerStep:
-    """What a layer's attention computed in a step.
-
-    Attributes:
-        layer: index among the rank's layers.
-        query: [tokens, Hq, d] of the step, after RoPE.
-        scale, softcap: of its logits; a softcap of 0 is none.
-    """
-
-    layer: int
-    query: Tensor
-    scale: float
-    softcap: float
 
 
 def query_rows(resident: ResidentRequest, rows: slice, extra: ExtraRows | None) -> QueryRows | None:
@@ -183,15 +148,8 @@ class Evictor:
         first_layer: the rank's first layer in the model.
         num_model_layers: layers of the whole model.
         comm: the tensor-parallel group, None where it has one member.
-        output_projection: gives w_o of a local layer, [Hq, d, hidden].
         is_asynchronous: whether the device runs behind the host.
-        window_attention: computes what tokens receive of the window's attention (:attr:`LayerInputs.window_mean`,
-            :attr:`LayerInputs.window_max`, :attr:`LayerInputs.window_recent`) from pages, where the device
-            has a kernel for it.
-        rotary: gives how the model turns queries and keys by their positions.
-        reserve: fp32 [size, local layers * Hq], for :attr:`ResidentRequest.sums`; None where no policy needs it.
-        kernel_windows: numbers of a window's rows that `window_attention` is compiled for; None: it is for any. Others
-            are scored from queries and keys, since compiling would hold up all requests.
+        output_projection, window_attention, rotary, reserve, kernel_windows: as of :class:`Sources`.
     """
 
     def __init__(
@@ -211,12 +169,8 @@ class Evictor:
         self.first_layer = first_layer
         self.num_model_layers = num_model_layers
         self.comm = comm
-        self.output_projection = output_projection
         self.is_asynchronous = is_asynchronous
-        self.window_attention = window_attention
-        self.rotary = rotary
-        self.reserve = reserve
-        self.kernel_windows = kernel_windows
+        self.sources = Sources(cache, output_projection, rotary, window_attention, kernel_windows, reserve)
         self.reports: dict[str, Report] = {}
         self.claims: dict[str, Claim] = {}
         self.observer: Observer | None = None
@@ -244,11 +198,12 @@ class Evictor:
             held += self.cache.held(resident.scratch)
         resident.peak_pages = max(resident.peak_pages, held)
         started, moving = time.perf_counter(), resident.compaction_seconds
-        window = self._collect(step, rows, n)
+        tokens = self.tokens(step, rows.resident, rows.rows)
+        window = resident.collected.add(self.sources, tokens, rows.target, rows.window, rows.evicts)
         resident.plan.schedule.after_layer(self, step, rows, window)
         over = rows.evicts and self.is_last(step.layer)
         if over and resident.tokens == n:
-            resident.window = resident.sums = None
+            resident.collected = Collected()
             resident.probe = {}
         moving = resident.compaction_seconds - moving
         resident.decision_seconds += time.perf_counter() - started - moving
@@ -278,54 +233,31 @@ class Evictor:
         """Whether all of the model's layers are on this rank."""
         return self.cache.num_layers == self.num_model_layers
 
+    def tokens(self, step: LayerStep, resident: ResidentRequest, rows: slice) -> LayerTokens:
+        """A request's rows in a layer, as its inputs are collected from them."""
+        n = resident.plan.evict_at
+        assert n is not None
+        query, first = step.query[rows].transpose(0, 1), resident.tokens - (rows.stop - rows.start)
+        place = resident.admission.reserved_at
+        return LayerTokens(resident.plan.config, n, resident.request_slot, place, step, first, query)
+
     def score(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> int:
         """Add a layer's scores to the request's; how many tokens they are of, its window included.
 
         Args:
             window: queries of the window, [w, Hq, d], where the policy reads them.
         """
-        resident, n = rows.resident, rows.resident.plan.evict_at
-        assert n is not None
-        config, layer = resident.plan.config, step.layer
-        received = self._received(step, resident, window, n)
-        if received or ("repeated" in config.needs and "q_window" not in config.needs):
-            keys = torch.empty(self.cache.num_kv_heads, n, self.cache.head_dim, device="meta")
-        else:
-            keys = self.cache.read_keys(resident.request_slot, layer, n)
-        values = None
-        if "values" in config.needs:
-            values = self.cache.read_values(resident.request_slot, layer, n)
-        inputs = LayerInputs(
-            q_window=None if window is None else window.transpose(0, 1),
-            keys=keys,
-            values=values,
-            scale=step.scale,
-            logit_softcap=step.softcap or None,
-            w_o=self.output_projection(layer) if "w_o" in config.needs else None,
-            rotary=self.rotary() if "rotary" in config.needs else None,
-            # Where a step has the queries of all tokens, nothing was summed up.
-            q_all=step.query[rows.rows].transpose(0, 1) if rows.count == n else None,
-            **received,
-            **({} if resident.sums is None else resident.sums.of(layer)),
+        resident, tokens, layer = (
+            rows.resident,
+            self.tokens(step, rows.resident, rows.rows),
+            self.first_layer + step.layer,
         )
-        scores = score_layer(config, inputs, self.first_layer + layer, self.num_model_layers, self.comm)
+        inputs = resident.collected.of_layer(self.sources, tokens, window)
+        scores = score_layer(resident.plan.config, inputs, layer, self.num_model_layers, self.comm)
         resident.scores.append(scores)
         if self.observer is not None:
             self.observer.on_scores(resident, scores)
-        return n
-
-    def _received(
-        self, step: LayerStep, resident: ResidentRequest, window: Tensor | None, n: int
-    ) -> dict[str, Tensor]:
-        """What tokens receive of the window's attention, as a field of LayerInputs, where a kernel computes it."""
-        rows = resident.plan.config.combines_rows_by
-        if self.window_attention is None or rows is None:
-            return {}
-        assert window is not None
-        if self.kernel_windows is not None and len(window) not in self.kernel_windows:
-            return {}
-        table = self.cache.table(resident.request_slot, step.layer)
-        return {f"window_{rows}": self.window_attention(window, table, n, step.scale, step.softcap, rows)}
+        return tokens.n
 
     def decide(self, resident: ResidentRequest) -> None:
         """Decide for the layers scored so far and move their survivors."""
@@ -408,64 +340,6 @@ class Evictor:
             return
         self.cache.close([resident.scratch])
         resident.scratch = None
-
-    def _collect(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor | None:
-        """Keep what later steps or layers will need; the window's queries so far, [rows, Hq, d], if they matter."""
-        needs, window = rows.resident.plan.config.needs, None
-        if "q_window" in needs and rows.target.stop > rows.target.start:
-            window = self._collect_window(step, rows, n)
-        if rows.must_be_summed_up:
-            self._sum_up(step, rows)
-        return window
-
-    def _collect_window(self, step: LayerStep, rows: QueryRows, n: int) -> Tensor:
-        """The window's queries so far, [rows, Hq, d]; kept where they do not choose in this step."""
-        resident, count = rows.resident, rows.target.stop - rows.target.start
-        window = step.query[rows.rows.stop - count : rows.rows.stop].contiguous()
-        if count == rows.window and rows.evicts:
-            return window
-        if resident.window is None:
-            shape = (self.cache.num_layers, resident.plan.config.window_for(n), *step.query.shape[1:])
-            resident.window = step.query.new_empty(shape)
-        resident.window[step.layer, rows.target] = window
-        return resident.window[step.layer, : rows.window]
-
-    def sums_of(self, resident: ResidentRequest, query: Tensor) -> PromptSums:
-        """What a request's prompt adds up to so far.
-
-        Args:
-            query: [Hq, rows, d], of any step.
-        """
-        if resident.sums is None:
-            n, cache = resident.plan.evict_at, self.cache
-            assert self.reserve is not None and n is not None
-            place, needs = self.reserve[resident.admission.reserved_at :], resident.plan.config.needs
-            heads, _, size = query.shape
-            resident.sums = PromptSums(needs, n, place, cache.num_layers, heads, cache.num_kv_heads, size)
-        return resident.sums
-
-    def _sum_up(self, step: LayerStep, rows: QueryRows) -> None:
-        """Add a step's queries to what the request's prompt adds up to."""
-        resident, queries = rows.resident, step.query[rows.rows].transpose(0, 1)
-        sums = self.sums_of(resident, queries)
-        if "col_sums" in resident.plan.config.needs:
-            keys = self.cache.read_keys(resident.request_slot, step.layer, resident.tokens)
-            add_column_sums(sums.of(step.layer)["col_sums"], queries, keys, step.scale, step.softcap)
-            return
-        for first, tile in sums.finished_tiles(step.layer, queries, resident.tokens - rows.count):
-            self._add_tile(resident, step.layer, first, tile)
-
-    def _add_tile(self, resident: ResidentRequest, layer: int, first: int, queries: Tensor) -> None:
-        """Add a tile to them: its queries [Hq, r, d], from token ``first`` on."""
-        assert resident.sums is not None
-        config, sums, stop = resident.plan.config, resident.sums.of(layer), first + queries.shape[1]
-        if "tile_sums" in sums:
-            keys = self.cache.read_keys(resident.request_slot, layer, stop, first)
-            add_tile_sums(sums["tile_sums"][:, first:stop], queries, keys)
-        if "query_moments" in sums:
-            counted = max(first, num_sinks(config, resident.sums.n))
-            before = self.rotary().undo(queries[:, counted - first :].float(), counted)
-            add_query_moments(sums["query_moments"], before)
 
     def _keep(self, resident: ResidentRequest, layers: Sequence[LayerScores], chosen: Kept) -> None:
         """Compact layers to the chosen positions."""

@@ -1,18 +1,22 @@
-"""What happens to a request: when and how it is evicted, and what is settled when it is admitted."""
+"""What happens to a request: when and how it is evicted, and what is settled when it is admitted.
+
+Owns nothing: a plan has no state, and is equal in every process, since it follows from configuration and length alone.
+"""
 
 import bisect
 import functools
 from dataclasses import dataclass
 
-from vllm_kvevict.policies import EvictionConfig, needs
-from vllm_kvevict.schedules import sums
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.registry import begins_with_cached, leaves_cached, schedule_of
 
 
 def needs_reserve(policy: str) -> bool:
     """Whether requests of a policy hold so much beside their KV that workers keep a reserve for it."""
-    return not needs(policy).isdisjoint(sums.SUMMED)
+    return bool(inputs.shapes(lookup(policy).needs, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,15 @@ class Plan:
         """The way in which the policy evicts."""
         return schedule_of(self.config)
 
-    def reserved(self, dims: sums.HeadDims, in_one_step: bool = False) -> int:
+    def reserved(self, dims: inputs.HeadDims, in_one_step: bool = False) -> int:
         """What it takes of the workers' reserve until its eviction: numbers for each layer and query head.
 
         Args:
             in_one_step: whether one step reads all up to its eviction: it scores by the queries themselves.
         """
-        needs = self.config.needs
-        if self.evict_at is None or (in_one_step and sums.REPEATED not in needs):
+        if self.evict_at is None:
             return 0
-        return sums.size(needs, self.evict_at, dims)
+        return inputs.size(self.config.inputs, self.evict_at, dims, in_one_step)
 
     def next_eviction(self, tokens: int) -> int | None:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""

@@ -1,4 +1,7 @@
-"""The schedules by name; a policy says which one it has (:attr:`vllm_kvevict.policies.registry.Policy.schedule`)."""
+"""The schedules by name; a policy says which one it has (:attr:`vllm_kvevict.policies.registry.Policy.schedule`).
+
+Owns which schedule has which name, each of them once. What is asked of a policy here has one answer in every process.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +10,9 @@ from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
+from vllm_kvevict.schedules.inputs import sums_up
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
-from vllm_kvevict.schedules.sums import SUMMED_AS_READ
 from vllm_kvevict.schedules.whole import Whole
 
 _schedules: dict[str, Schedule] = {}
@@ -43,7 +46,7 @@ def begins_with_cached(config: EvictionConfig) -> bool:
     Not if its scores add up over the queries of all tokens, which are not stored; nor if later tokens are read with the
     earlier ones evicted, so that their KV is another.
     """
-    return config.needs.isdisjoint(SUMMED_AS_READ) and leaves_cached(config)
+    return not sums_up(config.inputs) and leaves_cached(config)
 
 
 def leaves_cached(config: EvictionConfig) -> bool:

@@ -7,6 +7,9 @@
 The rows stand at positions n, n + 1, ... for every chunk, and attend to the prompt and to the rows before them. The
 request has no rows of its own meanwhile. The last repeat is followed by the decision, as of other policies whose layers
 share one budget. The queries of the prompt's window, if the configuration has one, are kept until then.
+
+Owns nothing: a schedule has no state, and what the repeats say is the request's (``schedules/inputs.py``). What a
+repeat stores is dropped in its step.
 """
 
 from collections.abc import Mapping
@@ -17,13 +20,13 @@ from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.cuts import Question
+from vllm_kvevict.policies.inputs import REPEATED
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
 from vllm_kvevict.schedules.evictor import Evictor, ExtraRows, LayerStep, QueryRows, ResidentRequest
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 from vllm_kvevict.schedules.reports import ExtraTokens
 from vllm_kvevict.schedules.shared import ByScore
-from vllm_kvevict.schedules.sums import REPEATED
 
 
 class ByRepeat(ByScore):
@@ -70,7 +73,7 @@ class ByRepeat(ByScore):
         resident, last = rows.resident, evictor.is_last(step.layer)
         self._note(evictor, step, resident, rows.extra)
         if rows.evicts:
-            asked = resident.window
+            asked = resident.collected.window
             evictor.score(step, rows, None if asked is None else asked[step.layer])
         if not last:
             return
@@ -98,9 +101,10 @@ class ByRepeat(ByScore):
         else:
             keys = cache.read_keys(resident.scratch, step.layer, len(seen) + extra.count)
         places = slice(len(seen) - (chunk.stop - chunk.start), len(seen))
-        query = step.query[extra.rows].transpose(0, 1)
-        most = repeat_attention(query, keys, places, step.scale, step.softcap)
-        evictor.sums_of(resident, query).of(step.layer)[REPEATED][:, chunk.start : chunk.stop] = most
+        tokens = evictor.tokens(step, resident, extra.rows)
+        sums = resident.collected.sums_of(evictor.sources, tokens)
+        most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
+        sums[REPEATED][:, chunk.start : chunk.stop] = most
 
 
 def _chunk_size(config: EvictionConfig, n: int, longest: int) -> int:

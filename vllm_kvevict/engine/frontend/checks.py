@@ -303,10 +303,11 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
             name,
         )
     # Which layers a quantization leaves out is known to workers only, too late for the check of a request.
-    if "w_o" in config.needs and vllm_config.quant_config is not None:
+    weights = [part for part in config.needs_of_model if part.weights]
+    if weights and vllm_config.quant_config is not None:
         raise KVEvictionError(
-            f"{name} {config.policy} needs unquantized output projections, and this model is quantized (in which "
-            "layers is not checked): choose another policy",
+            f"{name} {config.policy} needs {weights[0].words}, and this model is quantized (in which layers is not "
+            "checked): choose another policy",
             name,
         )
     if vllm_config.lora_config is not None:
@@ -316,8 +317,9 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
 def _check_policy_with_lora(config: EvictionConfig, name: str) -> None:
     """Refuse a policy that cannot be carried out where requests bring adapters."""
     reason = None
-    if "w_o" in config.needs:
-        reason = "reads each layer's output projection, which adapters change"
+    for part in config.needs_of_model:
+        if part.weights:
+            reason = f"reads {part.weights}, which adapters change"
     if schedule_of(config).repeats_prompt:
         # vLLM counts the adapters of a step before the repeat is added to it.
         reason = "repeats prompts in steps that may already use --max-loras other adapters"

@@ -11,9 +11,9 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.reports import Answer, Claim
-from vllm_kvevict.schedules.sums import HeadDims
 
 STEPS_AHEAD = 3
 """Steps that may be dispatched before what the first of them evicts is reported, and one more."""

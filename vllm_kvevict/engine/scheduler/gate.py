@@ -10,7 +10,7 @@ from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
-from vllm_kvevict.schedules.sums import HeadDims
+from vllm_kvevict.schedules.inputs import HeadDims
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -38,8 +38,8 @@ from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Admission, Plan
-from vllm_kvevict.schedules.sums import HeadDims
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -16,6 +16,7 @@ from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.plan import Plan
 
 if TYPE_CHECKING:
@@ -82,11 +83,8 @@ class Requests:
 
     def _lacking(self, config: EvictionConfig) -> str | None:
         """What a policy needs of the model and the workers do not find in it."""
-        if "w_o" in config.needs and not self.has_w_o:
-            return "unquantized output projections"
-        if "rotary" in config.needs and not self.has_rotary:
-            return "a rotary embedding that depends on the position alone and is the same in every layer"
-        return None
+        found = {PROJECTIONS: self.has_w_o, ROTARY_EMBEDDING: self.has_rotary}
+        return next((part.words for part in config.needs_of_model if not found[part]), None)
 
     def key(self, request: "Request") -> Hashable | None:
         """What a request's prefix is cached under; None if it has none that could be cached."""

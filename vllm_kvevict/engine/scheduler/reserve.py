@@ -1,7 +1,7 @@
 """Memory for what prompts add up to while they are read: set aside at start-up, shared out by the scheduler.
 
 A policy that reads ``col_sums`` holds fp32 [layers, query heads, tokens] of a request from its first step to its
-eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Others hold as much or less (``schedules/sums.py``).
+eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Others hold as much or less (``schedules/inputs.py``).
 Clients decide when that happens, and the KV cache has taken what memory was free. So a worker of a server that allows
 such policies takes as much as one prompt of ``max_model_len`` needs before vLLM measures what is left for the KV cache,
 and the scheduler lets no more in. A prompt that one step reads whole needs none: its queries are all there

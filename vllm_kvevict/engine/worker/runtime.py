@@ -20,7 +20,7 @@ from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.errors import no_rotary
+from vllm_kvevict.engine.errors import finds_none
 from vllm_kvevict.engine.memory import evicted_layers_of_stages, head_dims
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
@@ -34,6 +34,7 @@ from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
+from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.base import most_prefixes
 from vllm_kvevict.schedules.evictor import (
     Evictor,
@@ -211,11 +212,8 @@ class Runtime:
             KVEvictionError: the server's policy is one of them, and the model has none that can be read.
         """
         projections = OutputProjections(self.runner.model, layers)
-        if "w_o" in self.options.request_config(None)[0].needs and not projections.available:
-            raise KVEvictionError(
-                f"--kv-eviction {self.options.policy} needs unquantized output projections, and finds none in this "
-                "model: choose another policy"
-            )
+        if PROJECTIONS in self.options.request_config(None)[0].needs_of_model and not projections.available:
+            raise finds_none(self.options.policy, PROJECTIONS)
         return projections
 
     def _find_rotary(self, layers: Sequence[Attention]) -> ModelRotary:
@@ -226,8 +224,8 @@ class Runtime:
         """
         model = self.vllm_config.model_config
         rotary = ModelRotary(self.runner.model, layers, model.max_model_len, model.get_head_size())
-        if "rotary" in self.options.request_config(None)[0].needs and not rotary.available:
-            raise no_rotary(self.options.policy)
+        if ROTARY_EMBEDDING in self.options.request_config(None)[0].needs_of_model and not rotary.available:
+            raise finds_none(self.options.policy, ROTARY_EMBEDDING)
         return rotary
 
     def _tensor_comm(self) -> TensorComm | None:
