@@ -14,11 +14,12 @@ from vllm_kvevict.policies import (
     Rotary,
     available,
     decide,
+    inputs,
     parameters,
     score_layer,
     select,
 )
-from vllm_kvevict.policies.registry import Policy, register
+from vllm_kvevict.policies.registry import Policy, lookup, register
 
 from .reference_scores import SCORE
 
@@ -329,3 +330,10 @@ def test_policies_need_torch_alone():
         "sys.exit(any(name in sys.modules for name in ('vllm', 'transformers', 'triton')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inputs_may_be_given_by_their_names() -> None:
+    policy = dataclasses.replace(lookup("snapkv"), needs=("q_window", inputs.VALUES))
+    assert policy.needs == (inputs.Q_WINDOW, inputs.VALUES)
+    with pytest.raises(ValueError, match=r"there is no input 'queries' .choose from q_window, values"):
+        dataclasses.replace(policy, window_needs=("queries",))

@@ -34,8 +34,8 @@ ROTARY_EMBEDDING = ModelPart(
 class Input:
     """A field of `LayerInputs`.
 
-    name: of the field. dims: names of its dimensions, as `LayerInputs` has them. meaning: what it is, for messages.
-    fp32: whether no other dtype fits. parts: names of its tensors if it is several, all of one shape.
+    name: of the field. dims: its dimensions, by their names in `LayerInputs`; d_v is the size of a value. meaning: what
+    it is, for messages. fp32: whether no other dtype fits. parts: its tensors' names if it is several of one shape.
     of_model: what it needs of the model. instead: what policies compute it from where it is not given.
     """
 
@@ -58,18 +58,18 @@ class Input:
         sizes: of dimensions those that are valid; of others any is.
         """
         dims = self.dims.split()
+        form = f"({', '.join(self.parts)}), each " if self.parts else "fp32 " if self.fp32 else ""
         if given is None:
-            shapes = [f"{x.name} [{', '.join(x.dims.split())}]" for x in (self, self.instead) if x]
-            raise ValueError(f"{self.name} is required: {self.meaning}; give {' or '.join(shapes)}")
+            other = f", or {self.instead.name}" if self.instead else ""
+            raise ValueError(f"{self.name} is required: {self.meaning}, {form}[{', '.join(dims)}]{other}")
         tensors: list[Any] = (
             list(given)[: len(self.parts)] if isinstance(given, Iterable) and self.parts else [given]
         )
         if all(self._fits(x, dims, sizes) and x.shape == tensors[0].shape for x in tensors):
             return
-        form = f"({', '.join(self.parts)}), each " if self.parts else "fp32 " if self.fp32 else ""
         shape = ", ".join(str(sizes[dim][0]) if len(sizes.get(dim, ())) == 1 else dim for dim in dims)
         conditions = " and ".join(filter(None, (_condition(dim, sizes.get(dim)) for dim in dims)))
-        found = " and ".join(map(shape_of, tensors))
+        found = " and ".join(shape_of(x, self.fp32) for x in tensors)
         raise ValueError(
             f"{self.name} must be {form}[{shape}]{conditions and ' with '}{conditions}, not {found}"
         )
@@ -100,9 +100,20 @@ RECEIVED = {"mean": WINDOW_MEAN, "max": WINDOW_MAX, "recent": WINDOW_RECENT}
 """By how the window's rows are combined; each stands in for q_window and keys."""
 
 
-def shape_of(given: object) -> str:
-    """For messages."""
-    return str(list(given.shape)) if isinstance(given, Tensor) else repr(given)
+BY_NAME = {value.name: value for value in list(globals().values()) if isinstance(value, Input)}
+
+
+def inputs_of(needs: Iterable[Input | str]) -> tuple[Input, ...]:
+    """Inputs, of which some may be given by their names. Raises ValueError where there is none of a name."""
+    names = [what for what in needs if isinstance(what, str)]
+    if unknown := set(names) - BY_NAME.keys():
+        raise ValueError(f"there is no input {min(unknown)!r} (choose from {', '.join(BY_NAME)})")
+    return tuple(BY_NAME[what] if isinstance(what, str) else what for what in needs)
+
+
+def shape_of(given: object, dtype: bool = False) -> str:
+    """A tensor's shape, behind its dtype if asked, for messages."""
+    return f"{f'{given.dtype} ' * dtype}{list(given.shape)}" if isinstance(given, Tensor) else repr(given)
 
 
 def _condition(dim: str, sizes: range | None) -> str | None:

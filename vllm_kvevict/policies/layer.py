@@ -119,7 +119,7 @@ class LayerInputs:
         """Valid sizes of the dimensions of inputs; of others any is."""
         heads, n, size = self.keys.shape
         exact = {"Hkv": heads, "n": n, "m": n - window, "d": size, "d+1": size + 1}
-        if self.values is not None and self.values.ndim == 3:
+        if isinstance(self.values, Tensor) and self.values.ndim == 3:
             exact["d_v"] = self.values.shape[2]  # which need not be that of keys
         sizes = {name: range(x, x + 1) for name, x in exact.items()}
         sizes["Hq"], sizes["r/2"] = range(heads, sys.maxsize, heads), range(1, size // 2 + 1)

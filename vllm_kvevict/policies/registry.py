@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .inputs import Input
+from .inputs import Input, inputs_of
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import DEFAULTS, Parameter, ParamValue
 
@@ -36,7 +36,7 @@ class Policy(Generic[Config]):
     evicts: bool = True
     """False: keeps everything, takes no budget."""
     needs: tuple[Input, ...] = ()
-    """What `score` reads besides keys."""
+    """What `score` reads besides keys; names of inputs will do."""
     window_needs: tuple[Input, ...] = ()
     """What `score` reads besides unless the parameter `window` is 0."""
     window_rows: str | None = None
@@ -64,6 +64,10 @@ class Policy(Generic[Config]):
     check: Callable[[Mapping[str, ParamValue]], None] | None = None
     """Raises ValueError where parameters do not go together."""
     experimental: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("needs", "window_needs"):
+            object.__setattr__(self, field, inputs_of(getattr(self, field)))
 
 
 _policies: dict[str, Policy] = {}

@@ -69,7 +69,7 @@ class LayerTokens:
     """Tokens of a request in one layer of a step.
 
     Attributes:
-        config, request_slot: of the request.
+        config, request_slot: of the request; step: of the layer.
         n: tokens after which it is evicted for the last time.
         reserved_at: where in the reserve its place begins.
         first: position of the first of them.
