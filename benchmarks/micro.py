@@ -37,7 +37,6 @@ from benchmarks.harness.load import entry_bytes
 from benchmarks.harness.measure import RESULTS, Estimate, estimate, record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_counts, add_dtype, positive
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.cache.runs import Runs
 from vllm_kvevict.engine.worker.batch import Call, lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
 
@@ -223,15 +222,14 @@ def prefix_operation(context: int, share: float, dtype: str) -> Operation:
     holding = Holding(3, context, share, OP, 5, dtype)
     cache = holding.cache
     cache.close([1, 2])
-    runs = Runs(cache)
-    run = runs.freeze(0)
-    lengths = cache.lengths.of(run)
+    cache.loans.freeze(1, 0)
+    lengths = cache.lengths.of(0)
     copied = int((lengths % PAGE > 0).sum()) * PAGE * entry_bytes(dtype)
     columns = (int(lengths.max()) // PAGE + 1) * lengths.size * cache.tables.arena.itemsize
     forks: list[int] = []
 
     def begin() -> None:
-        forks.append(runs.fork(run))
+        forks.append(cache.open([(1, None)]))
 
     def end() -> None:
         cache.close(forks)

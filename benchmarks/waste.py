@@ -105,7 +105,7 @@ def sample(engine: Engine) -> Sample:
     cache = runtime.cache
     return Sample(
         tokens=[request.num_computed_tokens for request in requests(engine)],
-        entries=cache.stored_entries,
+        entries=cache.lengths.total_entries,
         pages=cache.physical_pages,
         page_size=cache.page_size,
         page_bytes=cache.storage[0].nbytes,

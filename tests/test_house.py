@@ -64,7 +64,6 @@ LONG_FILES = [
     "benchmarks/report.py",
     "kernels/decode_attention.cpp",
     "kernels/paged_decode.py",
-    "vllm_kvevict/cache/paged.py",
     "vllm_kvevict/engine/scheduler/ledger.py",
     "vllm_kvevict/engine/worker/runtime.py",
 ]

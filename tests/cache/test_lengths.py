@@ -24,7 +24,7 @@ def test_demand_equals_counting_every_row():
         slot, layer = int(rng.integers(4)), int(rng.integers(3))
         if rng.random() < 0.3 and rows[slot].min() > 0:
             after = rng.integers(1, rows[slot][layer] + 1)
-            freed = lengths.replace(slot, layer, after)
+            freed = lengths.replace(slot, 2 * layer, after)
             assert freed == (ceil(rows[slot][layer], 32) - ceil(after, 32)).sum()
             rows[slot][layer] = after
         elif rng.random() < 0.05:

@@ -1,16 +1,23 @@
 import pytest
 import torch
 
-from vllm_kvevict.cache import PagedKVCache
-
-from .writers import Payload, grouped_dim_pairs, plain, token_pairs, transposed, vllm_cpu_writer, writer
+from .writers import (
+    Payload,
+    WritableCache,
+    grouped_dim_pairs,
+    plain,
+    token_pairs,
+    transposed,
+    vllm_cpu_writer,
+    writer,
+)
 
 L, H, D, PS = 3, 2, 32, 32
 
 
 def make(pages=400, max_requests=4, write=None, dtype=torch.float32):
     storage = torch.zeros(pages, 2 * PS * D, dtype=dtype)
-    return PagedKVCache(
+    return WritableCache(
         storage,
         num_layers=L,
         num_kv_heads=H,
@@ -26,7 +33,7 @@ def store(cache, step, payload):
     ids = payload.ids(slots.numel()).view(slots.shape)
     for layer in range(L):
         keys, values = payload.keys(ids[layer]), payload.values(ids[layer])
-        cache._write(cache.storage, keys, values, slots[layer])
+        cache.write(keys, values, slots[layer])
     return ids
 
 
@@ -41,8 +48,8 @@ def tail(cache, slot, layer, head):
     n = int(cache.lengths.of(slot)[layer, head])
     page = cache.tables.region(slot)[layer * H + head, (n - 1) // PS]
     unused = torch.arange(n % PS or PS, PS)
-    keys = cache.layout.keys.read(cache._keys, page.expand(unused.numel()), unused)
-    return torch.cat([keys, cache.layout.values.read(cache._values, page.expand(unused.numel()), unused)])
+    keys = cache.format.keys.read(cache.storage, page.expand(unused.numel()), unused)
+    return torch.cat([keys, cache.format.values.read(cache.storage, page.expand(unused.numel()), unused)])
 
 
 def test_prefill_is_token_then_head():
@@ -68,7 +75,7 @@ def test_prefill_is_token_then_head():
     cache.verify()
     assert cache.physical_pages == L * H * (3 + 2 + 1)
     assert cache.held(a) == L * H * 3
-    assert cache.stored_entries == L * H * (70 + 41 + 5)
+    assert cache.lengths.total_entries == L * H * (70 + 41 + 5)
 
 
 def test_an_all_decode_batch_is_batch_by_heads():
@@ -90,7 +97,7 @@ def test_an_all_decode_batch_is_batch_by_heads():
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [5, 1, 40]])
 def test_index_tensors_of_one_head_are_contiguous(tokens):
     storage = torch.zeros(100, 2 * PS * D)
-    cache = PagedKVCache(
+    cache = WritableCache(
         storage, num_layers=L, num_kv_heads=1, page_size=PS, max_requests=3, write=writer(PS)
     )
     step = cache.extend([cache.open() for _ in tokens], tokens)
@@ -98,7 +105,7 @@ def test_index_tensors_of_one_head_are_contiguous(tokens):
     for index in (
         cache.seq_lens(step.request_slots),
         cache.entry_slots(step),
-        cache.block_tables(step.request_slots, 2),
+        cache.tables.block_tables(step.request_slots, L, 2),
     ):
         assert index.is_contiguous()
 
@@ -108,8 +115,8 @@ def test_block_tables_list_each_row_in_order():
     slots = [cache.open() for _ in range(3)]
     step = cache.extend(slots, [100, 1, 64])
     tables, subsets = (
-        cache.block_tables(step.request_slots, 7),
-        cache.block_tables(step.request_slots[[2, 0]], 4),
+        cache.tables.block_tables(step.request_slots, L, 7),
+        cache.tables.block_tables(step.request_slots[[2, 0]], L, 4),
     )
     for layer, (table, subset) in enumerate(zip(tables, subsets, strict=True)):
         assert table.shape == (3 * H, 7)
@@ -299,7 +306,7 @@ def test_refuses_wrong_requests():
 @pytest.mark.parametrize("page_size", [24, 33, 0])
 def test_refuses_other_page_sizes(page_size):
     with pytest.raises(ValueError, match="page_size must be a multiple of 16"):
-        PagedKVCache(
+        WritableCache(
             torch.zeros(2, 64),
             num_layers=1,
             num_kv_heads=1,
@@ -312,7 +319,7 @@ def test_refuses_other_page_sizes(page_size):
 @pytest.mark.parametrize("storage", [torch.zeros(2, 65), torch.zeros(4, 64)[::2], torch.zeros(128)])
 def test_refuses_other_storage(storage):
     with pytest.raises(ValueError, match="storage must be contiguous"):
-        PagedKVCache(storage, num_layers=1, num_kv_heads=1, page_size=32, max_requests=1, write=writer(32))
+        WritableCache(storage, num_layers=1, num_kv_heads=1, page_size=32, max_requests=1, write=writer(32))
 
 
 def test_verify_notices_damage():
@@ -337,7 +344,7 @@ def test_with_vllms_cpu_kernel():
     step = cache.extend([slot], [77])
     keys, places = torch.randn(L, H * 77, D).bfloat16(), cache.entry_slots(step)
     for layer in range(L):
-        cache._write(cache.storage, keys[layer], -keys[layer], places[layer])
+        cache.write(keys[layer], -keys[layer], places[layer])
         stored = keys[layer].view(77, H, D).transpose(0, 1)
         assert torch.equal(cache.read_keys(slot, layer, 77), stored)
         kept = [torch.arange(3, 77, 3), torch.arange(76, 77)]
@@ -355,13 +362,13 @@ def test_one_layer_at_a_time_needs_the_pages_of_one():
     cache, payload = make(pages=H * 6), Payload(D)
     slot = cache.open()
     cache.announce(slot, 100)
-    assert cache.held(slot) == 0 and cache.stored_entries == 0
+    assert cache.held(slot) == 0 and cache.lengths.total_entries == 0
     stored = []
     for layer in range(L):
         cache.storage.index_fill_(0, cache.pool._ids[cache.pool._low : cache.pool._high].long(), float("nan"))
         places, pages = cache.fill(slot, layer, 100)
         ids = payload.ids(100 * H)
-        cache._write(cache.storage, payload.keys(ids), payload.values(ids), places)
+        cache.write(payload.keys(ids), payload.values(ids), places)
         assert torch.equal(pages, cache.tables.region(slot)[layer * H : (layer + 1) * H, :4])
         assert not tail(cache, slot, layer, 0).any()
         assert cache.held(slot) == H * (4 + layer) and cache.lengths.shortest(slot, layer) == 100

@@ -2,16 +2,12 @@
 
 import random
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.cache.runs import Runs
-
-from .writers import Payload, dim_pairs, plain, token_pairs, transposed, writer
+from .writers import Payload, WritableCache, dim_pairs, plain, token_pairs, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
 SLOTS = 5
@@ -19,15 +15,16 @@ ORDERS = [(plain, plain), (transposed, plain), (dim_pairs, token_pairs)]
 
 
 class Model:
-    """A cache and what it should hold: for each open request and each run the payload ids of every row.
+    """A cache and what it should hold: for each open request and each shared entry the payload ids of every row.
 
     Attributes:
-        borrows: the run of each request that borrows one.
+        firsts: columns of the parents of each shared entry, None where it is what an eviction left.
+        lent: what each request has begun with or frozen: numbers, and columns of each, None for all.
         outside: pages of the storage that were removed.
     """
 
     def __init__(self, pages, max_requests, orders):
-        self.cache = PagedKVCache(
+        self.cache = WritableCache(
             torch.zeros(pages, 2 * PS * D),
             num_layers=L,
             num_kv_heads=H,
@@ -39,9 +36,9 @@ class Model:
         self.outside: list[int] = []
         self.payload = Payload(D)
         self.rows: dict[int, list[list[int]]] = {}
-        self.runs = Runs(self.cache)
-        self.run_rows: dict[int, list[list[int]]] = {}
-        self.borrows: dict[int, int] = {}
+        self.shared: dict[int, list[list[int]]] = {}
+        self.firsts: dict[int, int | None] = {}
+        self.lent: dict[int, list[tuple[int, int | None]]] = {}
 
     def open(self):
         slot = self.cache.open()
@@ -65,8 +62,7 @@ class Model:
         places = self.cache.entry_slots(step)
         ids = self.payload.ids(places.numel()).view(L, -1)
         for layer in range(L):
-            self.cache._write(
-                self.cache.storage,
+            self.cache.write(
                 self.payload.keys(ids[layer]),
                 self.payload.values(ids[layer]),
                 places[layer],
@@ -89,7 +85,7 @@ class Model:
             places, pages = self.cache.fill(slot, layer, tokens)
             assert pages.shape == (H, -(-tokens // PS))
             ids = self.payload.ids(tokens * H)
-            self.cache._write(self.cache.storage, self.payload.keys(ids), self.payload.values(ids), places)
+            self.cache.write(self.payload.keys(ids), self.payload.values(ids), places)
             kept = []
             for head in range(H):
                 row = ids.view(tokens, H)[:, head].tolist()
@@ -102,7 +98,7 @@ class Model:
 
     def evict(self, slot, fractions, rng):
         """Keep a random part of each row, of about the given fraction of it."""
-        free = self.cache.num_free
+        free, borrows = self.cache.num_free, self.borrowed(slot) != [0] * (L * H)
         for layer in range(L):
             kept = []
             for head in range(H):
@@ -117,7 +113,8 @@ class Model:
         assert settled.kept.ravel().tolist() == [len(row) for row in rows]
         assert settled.pages == sum(-(-len(row) // PS) for row in rows)
         assert settled.residues.tolist() == [sum(len(row) % PS == m for row in rows) for m in range(PS)]
-        assert self.cache.num_free >= free
+        assert borrows or self.cache.num_free >= free
+        self.lent.pop(slot, None)
 
     def truncate(self, dropped):
         """Forget the newest entries of some requests, so many of each of their rows."""
@@ -145,51 +142,71 @@ class Model:
         self.cache.close(slots)
         for slot in slots:
             del self.rows[slot]
-            self.borrows.pop(slot, None)
+            self.lent.pop(slot, None)
 
-    def share(self, source, act, rows):
-        """Freeze or fork by ``act``, which needs a page for each row that ends within one."""
-        need = sum(len(row) % PS > 0 for row in rows)
-        if need > self.cache.num_free:
-            try:
-                act(source)
-            except RuntimeError as error:
-                assert f"{need} pages needed" in str(error)
-                return None
-            raise AssertionError("the pool gave pages that it does not have")
-        return act(source)
+    def borrowed(self, slot):
+        """Pages of each row that a request borrows."""
+        parts = [
+            [len(row) // PS if columns is None else columns for row in self.shared[number]]
+            for number, columns in self.lent.get(slot, ())
+        ]
+        return [sum(row) for row in zip(*parts, strict=True)] if parts else [0] * (L * H)
 
-    def freeze(self, slot):
-        run = self.share(slot, self.runs.freeze, self.rows[slot])
-        if run is not None:
-            self.run_rows[run] = [list(row) for row in self.rows[slot]]
-            self.lend(run, slot)
+    def share(self, need, act, *arguments):
+        """Freeze or begin by ``act``, which needs so many pages; whether there were as many."""
+        if need <= self.cache.num_free:
+            act(*arguments)
+            return True
+        try:
+            act(*arguments)
+        except RuntimeError as error:
+            assert f"{need} pages needed" in str(error)
+            return False
+        raise AssertionError("the pool gave pages that it does not have")
 
-    def fork(self, run):
-        slot = self.share(run, self.runs.fork, self.run_rows[run])
-        if slot is not None:
-            self.rows[slot] = [list(row) for row in self.run_rows[run]]
-            self.lend(run, slot)
+    def freeze(self, slot, columns):
+        """Share a request's next columns, or all that it holds."""
+        number, rows, first = self.pages + len(self.shared), self.rows[slot], max(self.borrowed(slot))
+        while number in self.shared:
+            number += 1
+        need = sum(len(row) % PS > 0 for row in rows) if columns is None else 0
+        if not self.share(need, self.cache.loans.freeze, number, slot, columns):
+            return
+        stop = None if columns is None else (first + columns) * PS
+        self.shared[number] = [row[first * PS : stop] for row in rows]
+        self.firsts[number] = None if columns is None else first
+        self.lend(slot, [(number, columns)])
 
-    def lend(self, run, slot):
+    def begin(self, parts):
+        """Begin a request with shared entries."""
+        cut = [(self.shared[n], None if columns is None else columns * PS) for n, columns in parts]
+        rows = [[entry for part, stop in cut for entry in part[i][:stop]] for i in range(L * H)]
+        before = set(self.rows)
+        if self.share(
+            sum(len(row) % PS > 0 for row in rows), lambda: self.rows.update({self.cache.open(parts): rows})
+        ):
+            (slot,) = set(self.rows) - before
+            self.lend(slot, parts)
+
+    def lend(self, slot, parts):
         """Only full pages are lent."""
-        if any(len(row) >= PS for row in self.run_rows[run]):
-            self.borrows[slot] = run
+        if any(columns or max(map(len, self.shared[number])) >= PS for number, columns in parts):
+            self.lent.setdefault(slot, []).extend(parts)
 
-    def drop(self, run):
-        borrowers = [slot for slot, lender in self.borrows.items() if lender == run]
-        assert sorted(self.runs.borrowers(run)) == sorted(borrowers)
-        if len(borrowers) > 1:
+    def drop(self, number):
+        borrowers = [slot for slot, parts in self.lent.items() if number in dict(parts)]
+        assert sorted(self.cache.loans.borrowers(number)) == sorted(borrowers)
+        if len(borrowers) > (self.firsts[number] is None):
             try:
-                self.runs.drop(run)
+                self.cache.loans.drop(number)
             except ValueError as error:
-                assert f"borrowed by {len(borrowers)} requests" in str(error)
+                assert f"shared entry {number} is borrowed by" in str(error)
                 return
-            raise AssertionError("a run was dropped that two requests borrow")
-        self.runs.drop(run)
-        del self.run_rows[run]
+            raise AssertionError("a shared entry was dropped that somebody needs")
+        self.cache.loans.drop(number)
+        del self.shared[number], self.firsts[number]
         for slot in borrowers:
-            del self.borrows[slot]
+            del self.lent[slot]
 
     def remove_pages(self, pages):
         self.cache.remove_pages(torch.tensor(pages, dtype=torch.int64))
@@ -201,26 +218,32 @@ class Model:
         self.outside = [page for page in self.outside if page not in pages]
 
     def check_content(self, slot):
-        rows = self.rows[slot] if slot in self.rows else self.run_rows[slot]
-        for i, row in enumerate(rows):
+        for i, row in enumerate(self.rows[slot]):
             heads = torch.full((len(row),), i % H)
-            keys, values = self.cache.gather(slot, i // H, heads, torch.arange(len(row)))
-            want = self.payload.keys(torch.tensor(row, dtype=torch.int64))
-            assert torch.equal(keys, want)
-            assert torch.equal(values, -want)
+            self.check_entries(row, *self.cache.gather(slot, i // H, heads, torch.arange(len(row))))
+
+    def check_shared(self, number):
+        table, parts = self.cache.loans[number].table, self.cache.format.parts
+        for i, row in enumerate(self.shared[number]):
+            places = self.cache.rows.places(table, torch.full((len(row),), i), torch.arange(len(row)))
+            self.check_entries(row, *(part.read(self.cache.storage, *places) for part in parts))
+
+    def check_entries(self, row, keys, values):
+        want = self.payload.keys(torch.tensor(row, dtype=torch.int64))
+        assert torch.equal(keys, want)
+        assert torch.equal(values, -want)
 
     def check_counts(self):
         self.cache.verify()
-        held = {
-            slot: sum(-(-len(row) // PS) for row in rows)
-            for slot, rows in (self.rows | self.run_rows).items()
-        }
-        for slot, run in self.borrows.items():
-            held[slot] -= sum(len(row) // PS for row in self.run_rows[run])
-        assert all(self.cache.held(slot) == pages for slot, pages in held.items())
-        assert self.cache.physical_pages == sum(held.values())
-        assert self.runs.pages == sum(held[run] for run in self.run_rows)
-        assert self.runs.entries == sum(len(row) for rows in self.run_rows.values() for row in rows)
+        filled = {slot: sum(-(-len(row) // PS) for row in rows) for slot, rows in self.rows.items()}
+        lent = {slot: sum(self.borrowed(slot)) for slot in self.rows}
+        assert {slot: self.cache.lent(slot) for slot in self.rows} == lent
+        assert {slot: self.cache.held(slot) + lent[slot] for slot in self.rows} == filled
+        shared = {number: sum(-(-len(row) // PS) for row in rows) for number, rows in self.shared.items()}
+        assert {number: len(self.cache.loans[number].pages) for number in self.cache.loans} == shared
+        compressed = sum(pages for number, pages in shared.items() if self.firsts[number] is None)
+        assert self.cache.loans.pages == {True: compressed, False: sum(shared.values()) - compressed}
+        assert self.cache.physical_pages == sum(filled.values()) - sum(lent.values()) + sum(shared.values())
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -230,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def is_full(self):
-        return len(self.model.rows) + len(self.model.run_rows) == SLOTS
+        return len(self.model.rows) == SLOTS
 
     @precondition(lambda self: not self.is_full)
     @rule()
@@ -251,59 +274,89 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, 40))):
             self.model.extend(slots, [1] * len(slots))
 
-    @precondition(lambda self: any(not rows[0] for rows in self.model.rows.values()))
+    @precondition(lambda self: any(not any(rows) for rows in self.model.rows.values()))
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def read_layer_by_layer(self, data, rng):
-        empty = [slot for slot, rows in sorted(self.model.rows.items()) if not rows[0]]
+        empty = [slot for slot, rows in sorted(self.model.rows.items()) if not any(rows)]
         tokens = data.draw(st.one_of(st.integers(1, 150), st.sampled_from([31, 32, 33, 64])))
         if self.model.cache.num_free < L * H * -(-tokens // PS):
             return
         fractions = data.draw(st.lists(st.floats(0, 1), min_size=L * H, max_size=L * H))
         self.model.read_layer_by_layer(data.draw(st.sampled_from(empty)), tokens, fractions, rng)
 
+    def filled(self):
+        """Requests that store something."""
+        return [slot for slot, rows in sorted(self.model.rows.items()) if all(rows)]
+
     def own(self):
-        """Requests that hold something in each row, all of it their own."""
-        return [
-            slot
-            for slot, rows in sorted(self.model.rows.items())
-            if all(rows) and slot not in self.model.borrows
-        ]
-
-    @precondition(lambda self: self.own() and not self.is_full)
-    @rule(data=st.data())
-    def freeze(self, data):
-        self.model.freeze(data.draw(st.sampled_from(self.own())))
-
-    @precondition(lambda self: self.model.run_rows and not self.is_full)
-    @rule(data=st.data())
-    def fork(self, data):
-        self.model.fork(data.draw(st.sampled_from(sorted(self.model.run_rows))))
-
-    @precondition(lambda self: self.model.run_rows)
-    @rule(data=st.data())
-    def drop(self, data):
-        self.model.drop(data.draw(st.sampled_from(sorted(self.model.run_rows))))
+        """Requests that hold something, all of it their own."""
+        return [slot for slot in self.filled() if slot not in self.model.lent]
 
     @precondition(lambda self: self.own())
+    @rule(data=st.data())
+    def freeze(self, data):
+        self.model.freeze(data.draw(st.sampled_from(self.own())), None)
+
+    def with_columns(self):
+        """Requests that may leave whole columns, and how many."""
+        model, found = self.model, {}
+        for slot in self.filled():
+            parents = [model.firsts[number] for number, _ in model.lent.get(slot, ())]
+            columns = min(map(len, model.rows[slot])) // PS - max(model.borrowed(slot))
+            if columns and None not in parents:
+                found[slot] = columns
+        return found
+
+    @precondition(lambda self: self.with_columns())
+    @rule(data=st.data())
+    def freeze_columns(self, data):
+        slot, most = data.draw(st.sampled_from(sorted(self.with_columns().items())))
+        self.model.freeze(slot, data.draw(st.integers(1, most)))
+
+    @precondition(lambda self: self.model.shared and not self.is_full)
+    @rule(data=st.data())
+    def begin(self, data):
+        number = data.draw(st.sampled_from(sorted(self.model.shared)))
+        if self.model.firsts[number] is None:
+            self.model.begin([(number, None)])
+            return
+        # Whoever froze or began with it knows its parents, as the scheduler does.
+        chains = [parts for parts in self.model.lent.values() if number in dict(parts)]
+        for parts in chains[:1]:
+            at = [part[0] for part in parts].index(number)
+            most = len(self.model.shared[number][0]) // PS
+            self.model.begin([*parts[:at], (number, data.draw(st.integers(1, most)))])
+
+    @precondition(lambda self: self.model.shared)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.model.drop(data.draw(st.sampled_from(sorted(self.model.shared))))
+
+    @precondition(lambda self: self.filled())
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def evict(self, data, rng):
-        slot = data.draw(st.sampled_from(self.own()))
+        slot = data.draw(st.sampled_from(self.filled()))
+        rows = self.model.rows[slot]
+        copies = sum(-(-len(row) // PS) for row in rows) if slot in self.model.lent else 0
+        if copies > self.model.cache.num_free:
+            return
         fraction = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
         self.model.evict(slot, data.draw(st.lists(fraction, min_size=L * H, max_size=L * H)), rng)
 
-    @precondition(lambda self: self.own())
+    @precondition(lambda self: self.filled())
     @rule(data=st.data())
     def truncate(self, data):
-        slots = data.draw(st.lists(st.sampled_from(self.own()), min_size=1, max_size=3, unique=True))
-        shortest = {slot: min(map(len, self.model.rows[slot])) for slot in slots}
-        self.model.truncate({slot: data.draw(st.integers(0, most)) for slot, most in shortest.items()})
+        slots = data.draw(st.lists(st.sampled_from(self.filled()), min_size=1, max_size=3, unique=True))
+        most = {}
+        for slot in slots:
+            pairs = zip(self.model.rows[slot], self.model.borrowed(slot), strict=True)
+            most[slot] = min(len(row) - PS * lent for row, lent in pairs)
+        self.model.truncate({slot: data.draw(st.integers(0, count)) for slot, count in most.items()})
 
-    @precondition(lambda self: any(map(all, self.model.rows.values())) and not self.is_full)
+    @precondition(lambda self: self.filled() and not self.is_full)
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def copy_entries(self, data, rng):
-        source = data.draw(
-            st.sampled_from(sorted(slot for slot, rows in self.model.rows.items() if all(rows)))
-        )
+        source = data.draw(st.sampled_from(self.filled()))
         shortest = min(map(len, self.model.rows[source]))
         count = data.draw(st.integers(1, shortest))
         self.model.copy_entries(source, sorted(rng.sample(range(shortest), count)))
@@ -317,8 +370,10 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.model.check_counts()
-        for slot in (*self.model.rows, *self.model.run_rows):
+        for slot in self.model.rows:
             self.model.check_content(slot)
+        for number in self.model.shared:
+            self.model.check_shared(number)
 
     @precondition(lambda self: self.model.cache.num_free)
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
@@ -336,15 +391,15 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "model"):
             self.model.close(sorted(self.model.rows))
-            for run in sorted(self.model.run_rows):
-                self.model.drop(run)
+            for number in sorted(self.model.shared):
+                self.model.drop(number)
             assert self.model.cache.num_free == self.model.pages - len(self.model.outside)
 
 
 CacheMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestCacheMachine = pytest.mark.long(CacheMachine.TestCase)
+TestCacheMachine = CacheMachine.TestCase
 
 
 def test_soak():
@@ -373,4 +428,4 @@ def test_soak():
     model.close(sorted(model.rows))
     model.check_counts()
     assert model.cache.num_free == 300
-    assert model.cache.stored_entries == 0
+    assert model.cache.lengths.total_entries == 0

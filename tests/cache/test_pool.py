@@ -30,13 +30,13 @@ def test_taken_ids_survive_later_gives():
 
 def test_runs_ascend_from_the_low_end_and_single_pages_come_from_the_high_end():
     pool = PagePool(12, "cpu")
-    first, second = pool.take_run(4), pool.take_run(3)
+    first, second = pool.take_stretch(4), pool.take_stretch(3)
     assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [4, 5, 6]
     assert sorted(pool.take(2).tolist()) == [10, 11]
     # What comes back in any order is handed out as the longest runs there are.
     pool.give(second[[2, 0, 1]])
     pool.give(first[[3, 1]])
-    assert pool.take_run(6).tolist() == [1, 3, 4, 5, 6, 7]
+    assert pool.take_stretch(6).tolist() == [1, 3, 4, 5, 6, 7]
     assert sorted(pool.take(2).tolist()) == [8, 9]
     assert pool.num_free == 0
     pool.verify()
@@ -48,7 +48,7 @@ def test_pages_come_back_however_they_were_taken():
     for _ in range(300):
         count = int(torch.randint(0, 9, (), generator=random))
         if count <= pool.num_free and torch.rand((), generator=random) < 0.6:
-            take = pool.take_run if torch.rand((), generator=random) < 0.5 else pool.take
+            take = pool.take_stretch if torch.rand((), generator=random) < 0.5 else pool.take
             held.append(take(count))
         elif held:
             pool.give(held.pop(int(torch.randint(0, len(held), (), generator=random))))
@@ -57,7 +57,7 @@ def test_pages_come_back_however_they_were_taken():
     assert torch.cat(held).unique().numel() == 40 - pool.num_free
 
 
-@pytest.mark.parametrize("name", ["take", "take_run"])
+@pytest.mark.parametrize("name", ["take", "take_stretch"])
 def test_exhaustion_changes_nothing(name):
     pool = PagePool(5, "cpu")
     pool.take(3)
@@ -107,7 +107,7 @@ def test_pages_are_added_and_removed():
     with pytest.raises(RuntimeError, match="1 pages needed, 0 of 0 free"):
         pool.take(1)
     pool.add(torch.tensor([5, 2, 3]))
-    assert pool.take_run(3).tolist() == [2, 3, 5]
+    assert pool.take_stretch(3).tolist() == [2, 3, 5]
     pool.give(torch.tensor([3, 2], dtype=torch.int32))
     pool.remove(torch.tensor([2]))
     pool.verify()

@@ -1,8 +1,11 @@
 """Writers with the page orders that attention kernels use, as plain torch scatters."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+from vllm_kvevict.cache import PagedKVCache
 
 Place = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 """Place of element (token, dim) in its half of the page, for (token, dim, page_size, head_dim)."""
@@ -53,6 +56,14 @@ def writer(page_size: int, key_place: Place = transposed, value_place: Place = p
         storage[page, page_size * head_dim + value_place(t, d, page_size, head_dim)] = values
 
     return write
+
+
+class WritableCache(PagedKVCache):
+    """A cache whose entries tests store as attention would, by ``write(keys, values, entry_slots)``."""
+
+    def __init__(self, storage, *, write, **sizes):
+        super().__init__(storage, write=write, **sizes)
+        self.write = partial(write, storage)
 
 
 class Payload:

@@ -16,7 +16,7 @@ from vllm_kvevict.kernels.decode_attention import DecodeAttention
 def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0, drafts=0):
     storage = torch.zeros(1, 2 * 32 * 64, dtype=dtype)
     cache = SimpleNamespace(
-        layout=SimpleNamespace(keys_are_transposed=transposed),
+        format=SimpleNamespace(keys_are_transposed=transposed),
         storage=storage,
         page_size=32,
         head_dim=64,

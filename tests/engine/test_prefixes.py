@@ -559,14 +559,15 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         prefixes.verify()
         slot = prefixes.open(Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefix=1))
         assert prefixes.holdings() == {1: 4}
-        cache.storage[cache.own_pages(prefixes._by_number[1])[0].item(), 3] += 1
+        cache.storage[cache.loans[1].pages[0].item(), 3] += 1
         with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():
             prefixes.verify()
         cache.close([slot, donor])
+        cache.loans.drop(1)
 
 
 def many_prefixes(count: int, pages: int) -> CachedPrefixes:
-    """So many segments of so many pages each, which a worker in check mode has made in one step."""
+    """So many uncompressed prefixes of so many pages each, which a worker in check mode has made in one step."""
     cache = PagedKVCache(
         torch.randn(count * pages, 2 * PAGE * 8),
         num_layers=1,
@@ -586,8 +587,8 @@ def test_checksums_of_many_pages_are_compared_in_turns(monkeypatch: pytest.Monke
     """A step compares few of them, and a round all."""
     prefixes = many_prefixes(200, 40)
     summed: list[int] = []
-    checksum = prefixes._checksum
-    monkeypatch.setattr(prefixes, "_checksum", lambda number: summed.append(number) or checksum(number))
+    checksum = prefixes.loans.checksum
+    monkeypatch.setattr(prefixes.loans, "checksum", lambda number: summed.append(number) or checksum(number))
     for _ in range(100):
         before = len(summed)
         prefixes.verify()
@@ -599,10 +600,10 @@ def test_checksums_of_many_pages_are_compared_in_turns(monkeypatch: pytest.Monke
 def test_a_write_to_one_of_many_prefixes_is_noticed(at_its_end: bool) -> None:
     """Before it is dropped, and within a round."""
     prefixes = many_prefixes(200, 40)
-    prefixes.segments.cache.storage[40 * 77, 3] += 1
+    prefixes.cache.storage[40 * 77, 3] += 1
     with pytest.raises(RuntimeError, match="written to cached prefix 77"):
         if at_its_end:
-            prefixes.segments.end_loan(0)
+            prefixes.cache.close([0])
             prefixes.drop([77])
         for _ in range(100):
             prefixes.verify()

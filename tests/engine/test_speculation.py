@@ -246,7 +246,7 @@ def test_cached_prefixes_with_one_token_left(model):
 def test_placeholders_behind_an_eviction_are_no_drafts(model):
     """Why one token is never left: vLLM's scheduler then asserts that placeholders follow it."""
     with evicting_engine(model, speculative_config=NGRAM, **NO_WINDOW, **CACHING, **SMALL_STEPS) as llm:
-        llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.fewest_read = 1
+        llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.requests.fewest_read = 1
         run(llm, ONE_LEFT[1:2])
         with pytest.raises(AssertionError):
             run(llm, ONE_LEFT[1:2])

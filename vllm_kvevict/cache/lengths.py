@@ -1,6 +1,8 @@
-"""The length of every row, known to the host without asking the device."""
+"""The length of every row, known to the host without asking the device.
 
-from collections.abc import Sequence
+Owns all lengths and what follows from them. They are the same numbers as ``kv_len`` on the device, which whoever
+changes a length changes, too; and a request's pages are always ceil(length / page_size) summed over its rows.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ class RowLengths:
     far. An append then touches one number per request instead of one per row.
 
     Attributes:
-        pages: int64 [max_requests], pages held by each request.
+        pages: int64 [max_requests], pages that each request's rows fill, whoever owns them.
     """
 
     def __init__(self, max_requests: int, num_layers: int, num_kv_heads: int, page_size: int) -> None:
@@ -34,34 +36,19 @@ class RowLengths:
     @property
     def total_entries(self) -> int:
         """Sum of all row lengths."""
-        return self.entries(slice(None))
-
-    def entries(self, request_slots: Sequence[int] | slice) -> int:
-        """Sum of the row lengths of some requests."""
-        tokens, offsets = self._tokens[request_slots].sum(), self._offset_sum[request_slots].sum()
-        return int(tokens) * self._offset[0].size + int(offsets)
+        return int(self._tokens.sum()) * self._offset[0].size + int(self._offset_sum.sum())
 
     def clear(self, request_slot: int) -> None:
         """Set all rows of a request to length 0."""
-        for record in (self.pages, self._tokens, self._longest, self._offset_sum, self._offset):
+        for record in (self.pages, self._tokens, self._offset):
             record[request_slot] = 0
-        self._count(request_slot)
-
-    def copy(self, source: int, to: int) -> None:
-        """Give all rows of an empty request the lengths of another's; ``pages`` stays 0."""
-        for record in (self._tokens, self._longest, self._offset_sum, self._offset, self._residues):
-            record[to] = record[source]
-
-    def begin(self, request_slot: int, tokens: int) -> None:
-        """Give all rows of an empty request ``tokens`` entries; ``pages`` stays 0."""
-        self._tokens[request_slot] = tokens
+        self._sum_up(request_slot)
 
     def announce(self, request_slot: int, tokens: int) -> None:
         """Count tokens of an empty request whose rows stay at length 0 for now."""
         self._tokens[request_slot] = tokens
-        self._offset[request_slot] = self._longest[request_slot] = -tokens
-        self._offset_sum[request_slot] = self._offset[request_slot].sum()
-        self._count(request_slot)
+        self._offset[request_slot] = -tokens
+        self._sum_up(request_slot)
 
     def longest(self, request_slots: IntArray) -> IntArray:
         """Largest row length of each request, int64 [B]."""
@@ -122,23 +109,24 @@ class RowLengths:
         self.pages[request_slots] -= pages
         return pages
 
-    def replace(self, request_slot: int, layer: int, lengths: IntArray) -> int:
-        """Record that the rows of layers from ``layer`` on now have other lengths (int64 [layers * H]).
+    def replace(self, request_slot: int, first: int, lengths: IntArray) -> int:
+        """Record that a request's rows from row ``first`` on now have other lengths (int64 [rows]).
 
         Returns:
-            The pages they hold less.
+            The pages they fill less.
         """
-        heads = self._offset.shape[2]
-        rows = self._offset[request_slot, layer : layer + len(lengths) // heads]
-        before = rows.ravel() + self._tokens[request_slot]
-        freed = int((-(-before // self._page_size) + -lengths // self._page_size).sum())
-        rows[...] = (lengths - self._tokens[request_slot]).reshape(-1, heads)
-        self._longest[request_slot] = self._offset[request_slot].max()
-        self._offset_sum[request_slot] = self._offset[request_slot].sum()
-        self._count(request_slot)
+        rows, tokens = (
+            self._offset[request_slot].reshape(-1)[first : first + len(lengths)],
+            self._tokens[request_slot],
+        )
+        freed = int((-(-(rows + tokens) // self._page_size) + -lengths // self._page_size).sum())
+        rows[...] = lengths - tokens
+        self._sum_up(request_slot)
         self.pages[request_slot] -= freed
         return freed
 
-    def _count(self, request_slot: int) -> None:
-        rows = self._offset[request_slot].ravel() % self._page_size
-        self._residues[request_slot] = np.bincount(rows, minlength=self._page_size)
+    def _sum_up(self, request_slot: int) -> None:
+        """Note what follows from a request's offsets."""
+        offset = self._offset[request_slot].ravel()
+        self._longest[request_slot], self._offset_sum[request_slot] = offset.max(), offset.sum()
+        self._residues[request_slot] = np.bincount(offset % self._page_size, minlength=self._page_size)

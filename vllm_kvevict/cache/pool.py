@@ -1,4 +1,8 @@
-"""The free pages of one worker rank."""
+"""The free pages of one worker rank.
+
+Owns the list of free pages. A page of the pool is free once or taken once, by one owner; whoever takes pages gives back
+the same ones.
+"""
 
 import torch
 
@@ -25,7 +29,7 @@ class PagePool:
 
     Attributes:
         num_pages: pages in the pool.
-        owners: int8 [size], number of rows that hold the page: 0 or 1, or OUTSIDE.
+        owners: int8 [size], whether somebody has taken the page, 0 or 1, or OUTSIDE.
         fewest_free: the fewest free pages there were since the caller last set it.
     """
 
@@ -65,8 +69,8 @@ class PagePool:
         self._high -= count
         return self._own(self._high, count)
 
-    def take_run(self, count: int) -> torch.Tensor:
-        """Take ``count`` pages for rows that get many: neighbours as far as possible, in ascending order.
+    def take_stretch(self, count: int) -> torch.Tensor:
+        """Take ``count`` pages for rows that get many: a stretch of neighbours as far as possible, in ascending order.
 
         The pool is scanned if pages came back since the last time, which takes far less than to fill the pages.
 

@@ -1,4 +1,8 @@
-"""Which pages the rows of each request hold, and how many entries each row stores."""
+"""Which pages the rows of each request have, and how many entries each row stores.
+
+Owns the page tables. Every element of them is a valid page id at any time, since kernels may load beyond the end of a
+row. Who owns a page is not said here: a row may begin with pages that its request borrows.
+"""
 
 import numpy as np
 import torch
@@ -7,9 +11,6 @@ from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.cache.steps import to_device
 
 MIN_COLUMNS = 4
-
-NOBODY, SEGMENTS = -1, -2
-"""Who lends pages to a request if no request slot does: nobody, or segments (:mod:`vllm_kvevict.cache.segments`)."""
 
 
 class PageTables:
@@ -20,15 +21,10 @@ class PageTables:
     moving to the end of the arena. The arena is repacked when its end is reached or when three quarters of it
     are unused, so both are rare.
 
-    Every element of the arena is a valid page id at any time: kernels may load beyond the end of a row.
-
     Attributes:
         kv_len: int32 [max_requests, num_rows], entries stored in each row.
         arena: int32 [size], page ids.
         row_starts: int32 [max_requests, num_rows], place in the arena of each row's first page.
-        borrowed: int32 [max_requests, num_rows], columns at the front of each row that somebody else owns.
-        lent_columns: the same on the host, int64.
-        lenders: int64 [max_requests] on the host, the request that owns them, or SEGMENTS, or NOBODY.
     """
 
     def __init__(self, max_requests: int, num_rows: int, device: torch.device | str) -> None:
@@ -36,9 +32,6 @@ class PageTables:
         self.kv_len = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
         self.arena = torch.zeros(num_rows * MIN_COLUMNS, dtype=torch.int32, device=device)
         self.row_starts = torch.zeros(max_requests, num_rows, dtype=torch.int32, device=device)
-        self.borrowed = torch.zeros_like(self.kv_len)
-        self.lent_columns: IntArray = np.zeros((max_requests, num_rows), np.int64)
-        self.lenders: IntArray = np.full(max_requests, NOBODY, np.int64)
         self._starts: IntArray = np.zeros(max_requests, np.int64)
         self._columns: IntArray = np.zeros(max_requests, np.int64)
         self._end = 0  # the arena is unused from here on
@@ -46,7 +39,7 @@ class PageTables:
     @property
     def nbytes(self) -> int:
         """Device memory of the tables, in bytes."""
-        return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts, self.borrowed))
+        return sum(t.nbytes for t in (self.kv_len, self.arena, self.row_starts))
 
     def region(self, request_slot: int) -> torch.Tensor:
         """The table of one request, int32 [num_rows, columns], a view of the arena."""
@@ -56,18 +49,13 @@ class PageTables:
     def block_tables(self, request_slots: torch.Tensor, layers: int, width: int) -> torch.Tensor:
         """Pages of all rows of requests (int64 [B]), layer by layer, int32 [layers, B * num_rows / layers, width].
 
-        What follows a row's own pages is arbitrary, but valid page ids.
+        One pass a step serves all layers, since a compaction only shortens rows. What follows a row's own pages is
+        arbitrary, but valid page ids.
         """
-        start = (
-            self.row_starts.index_select(0, request_slots)
-            .view(len(request_slots), layers, -1)
-            .transpose(0, 1)
-        )
-        place = start.reshape(layers, -1, 1) + torch.arange(
-            width, dtype=torch.int32, device=request_slots.device
-        )
-        place.clamp_(max=self.arena.numel() - 1)
-        return self.pages_at(place)
+        starts = self.row_starts.index_select(0, request_slots).view(len(request_slots), layers, -1)
+        column = torch.arange(width, dtype=torch.int32, device=request_slots.device)
+        place = starts.transpose(0, 1).reshape(layers, -1, 1) + column
+        return self.pages_at(place.clamp_(max=self.arena.numel() - 1))
 
     def pages_at(self, place: torch.Tensor) -> torch.Tensor:
         """Page ids at some places (int32) of the arena, int32 of the same shape."""
@@ -80,26 +68,6 @@ class PageTables:
             self._grow(int(request_slots[i]), _roomy(int(columns[i])))
         if short.size:
             self._mirror()
-
-    def copy(self, source: int, to: int, columns: int) -> None:
-        """Let an empty request have the page ids of another, ``columns`` of each row, and its kv_len."""
-        self.reserve(np.array([to]), np.array([columns]))
-        columns = min(columns, self.region(source).shape[1])
-        self.region(to)[:, :columns] = self.region(source)[:, :columns]
-        self.kv_len[to] = self.kv_len[source]
-
-    def borrow(self, request_slot: int, lender: int, columns: IntArray) -> None:
-        """Note that so many columns (int64 [num_rows]) of a request's rows belong to a lender."""
-        self.lenders[request_slot] = lender
-        self.lent_columns[request_slot] = columns
-        self.borrowed[request_slot] = to_device(columns.astype(np.int32), self.borrowed.device)
-
-    def own(self, request_slot: int, rows: slice) -> None:
-        """Note that some rows of a request borrow nothing any more."""
-        self.lent_columns[request_slot, rows] = 0
-        self.borrowed[request_slot, rows] = 0
-        if not self.lent_columns[request_slot].any():
-            self.lenders[request_slot] = NOBODY
 
     def shrink(self, request_slot: int, columns: int) -> None:
         """Give up room beyond twice what a longest row of ``columns`` pages needs."""
@@ -115,10 +83,6 @@ class PageTables:
         """Forget the tables of requests (int64 [B]) and set their kv_len to 0."""
         self.kv_len.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
         self._columns[request_slots] = 0
-        if (self.lenders[request_slots] != NOBODY).any():
-            self.borrowed.index_fill_(0, to_device(request_slots, self.kv_len.device), 0)
-            self.lent_columns[request_slots] = 0
-            self.lenders[request_slots] = NOBODY
         self._trim()
         self._mirror()
 

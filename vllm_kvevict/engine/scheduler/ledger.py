@@ -127,9 +127,9 @@ class PageLedger(KVCacheManager):
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
         self.books = Books(ranks, self.prefixes, self.segments, self.others)
-        self.requests = Requests(self.options, control, self._key_of)
+        self.requests = Requests(self.options, control, self._key_of, self._fewest_read)
         self.turn = Turn(self.requests)
-        self.compressed = CompressedPrefixes(self.requests, self.books, self.outbox, self._fewest_read)
+        self.compressed = CompressedPrefixes(self.requests, self.books, self.outbox)
         self.uncompressed = UncompressedPrefixes(
             self.requests,
             self.books,
@@ -137,7 +137,6 @@ class PageLedger(KVCacheManager):
             self.enable_caching,
             self._block,
             tokens,
-            self._fewest_read,
         )
         self.shared = SharedStore(self.requests, self.books, self.outbox, self.compressed, self.uncompressed)
         self.gate = Gate(self.requests, self.books, self.shared, self.reserve, self.head_dims)

@@ -35,6 +35,7 @@ class Requests:
         options: the server's.
         control: who opens accounts.
         key_of: see above.
+        fewest_read: tokens that one which waits computes at least in its first step.
 
     Attributes:
         accounts: of requests in flight, by id.
@@ -43,9 +44,9 @@ class Requests:
         has_w_o, has_rotary: whether the workers find output projections, and a rotary embedding that can be undone.
     """
 
-    def __init__(self, options: Options, control: AdmissionControl, key_of: KeyOf):
+    def __init__(self, options: Options, control: AdmissionControl, key_of: KeyOf, fewest_read: int):
         self.options, self.control = options, control
-        self._key_of = key_of
+        self._key_of, self.fewest_read = key_of, fewest_read
         self.accounts: dict[str, Account] = {}
         self.in_flight: dict[str, Request] = {}
         self.kept: dict[str, list[PageCount]] = {}

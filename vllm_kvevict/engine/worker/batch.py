@@ -204,7 +204,7 @@ def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order
         gather = order[token] * heads + head
     return Call(
         seq_lens=cache.seq_lens(request_slots),
-        block_tables=cache.block_tables(request_slots, width),
+        block_tables=cache.tables.block_tables(request_slots, cache.num_layers, width),
         query_start_loc=to_device(query_start_loc, request_slots.device),
         longest=int(np.asarray(step.max_lens, np.int64)[requests].max()),
         longest_query=int(tokens[requests].max()),

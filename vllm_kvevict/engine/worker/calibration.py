@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
 
@@ -40,7 +41,7 @@ class Shape:
     @property
     def page_elements(self) -> int:
         """Numbers in a page: keys and values."""
-        return 2 * self.page_size * self.head_dim
+        return page_elements(self.page_size, self.head_dim)
 
     def vectors(self, requests: int) -> tuple[Tensor, Tensor]:
         """A query [T, Hq, d], and a key or value [T, Hkv, d], of some numbers; T: the new tokens of all requests."""

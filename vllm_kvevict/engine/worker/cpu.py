@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.format import head_dim_of
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.calibration import Shape, time_decodes
@@ -42,7 +43,7 @@ class CPUPages:
     """The pool as vLLM's paged CPU op stores and reads it; a page's order depends on the instruction set.
 
     Args:
-        storage: [pages, 2 * page_size * head_dim], contiguous.
+        storage: [pages, page_elements], contiguous.
         page_size: entries per page.
         vllm_config: of the server, which says how many drafts a step may have; None: no drafts.
     """
@@ -51,7 +52,7 @@ class CPUPages:
     window_attention = None
 
     def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
-        self.head_dim = storage.shape[1] // (2 * page_size)
+        self.head_dim = head_dim_of(storage, page_size)
         self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
         self.isa = _get_attn_isa(storage.dtype, page_size, self.head_dim)
         self.key_pages, self.value_pages = self._views(storage)
@@ -113,7 +114,7 @@ class CPUPages:
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> DecodeAttention | None:
         """Our kernel, or None where vLLM's op serves decodes too: where the kernel cannot, or is slower."""
-        if softcap or not cache.layout.keys_are_transposed:
+        if softcap or not cache.format.keys_are_transposed:
             return None
         if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None

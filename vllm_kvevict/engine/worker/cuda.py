@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Mult
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.format import head_dim_of
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
@@ -72,7 +73,7 @@ class CUDAPages:
     """The pool as [pages, keys and values, page_size, head_dim], which FlashAttention reads as pages of one head.
 
     Args:
-        storage: [pages, 2 * page_size * head_dim], contiguous.
+        storage: [pages, page_elements], contiguous.
         page_size: entries per page.
         vllm_config: says which FlashAttention to use.
     """
@@ -81,7 +82,7 @@ class CUDAPages:
 
     def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
         self.storage, self.page_size = storage, page_size
-        self.head_dim = storage.shape[1] // (2 * page_size)
+        self.head_dim = head_dim_of(storage, page_size)
         pages = storage.view(storage.shape[0], 2, page_size, 1, self.head_dim)
         self.key_pages, self.value_pages = pages.unbind(1)
         self.flash_attention = None

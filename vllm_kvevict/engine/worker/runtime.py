@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine import process
 from vllm_kvevict.engine.config import KVEvictionError, require_options
@@ -35,7 +36,6 @@ from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
-from vllm_kvevict.schedules.base import most_prefixes
 from vllm_kvevict.schedules.evictor import (
     Evictor,
     ExtraRows,
@@ -179,8 +179,7 @@ class Runtime:
         """Lay pages over the allocation under one of vLLM's views, and find who stores and attends there."""
         first, page_size = layers[0], self.options.page_size
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
-        rows = len(layers) * first.num_kv_heads
-        storage = _as_pages(view, 2 * page_size * first.head_size)
+        storage = _as_pages(view, page_elements(page_size, first.head_size))
         self.block_pages = self._find_blocks(first.layer_name, storage[0].nbytes)
         self.pages = self.device.load(self.device.pages)(storage, page_size, self.vllm_config)
         self.cache = PagedKVCache(
@@ -188,7 +187,7 @@ class Runtime:
             num_layers=len(layers),
             num_kv_heads=first.num_kv_heads,
             page_size=page_size,
-            max_requests=max_requests + self._most_prefixes(storage.shape[0], rows),
+            max_requests=max_requests + 1,  # a repeat may see copies, in a request slot of their own
             write=self.pages.write,
             triton=self.pages.uses_triton,
             is_empty=self.block_pages is not None,
@@ -200,10 +199,6 @@ class Runtime:
             self.decode_attention = self.pages.decode_attention(self.cache, self.group, self.softcap)
         # Decodes replayed from a CUDA graph find their requests where they were at its capture.
         self.decode_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=view.device)
-
-    def _most_prefixes(self, pages: int, rows: int) -> int:
-        """Request slots to be set aside for cached prefixes."""
-        return most_prefixes(pages, rows) if self.vllm_config.cache_config.enable_prefix_caching else 0
 
     def _find_projections(self, layers: Sequence[Attention]) -> OutputProjections:
         """The layers' output projections, which some policies read.
@@ -310,7 +305,7 @@ class Runtime:
         names = [name for name in dict.fromkeys(request_ids) if name in self.residents]
         closed = [self.residents.pop(name) for name in names]
         for resident in closed:
-            self.prefixes.forget(resident.admission.request_id, resident.request_slot)
+            self.prefixes.forget(resident.admission.request_id)
         if closed:
             self.cache.close([resident.request_slot for resident in closed])
 
@@ -318,7 +313,7 @@ class Runtime:
         return ResidentRequest(admission, self.prefixes.open(admission), admission.tokens)
 
     def _freeze(self, request_ids: Iterable[str]) -> None:
-        """Make segments of requests' pages where the scheduler asks for that."""
+        """Make shared entries of requests' pages where the scheduler asks for that."""
         for name in request_ids:
             if name in self.freezes and name in self.residents:
                 self.prefixes.freeze(self.residents[name].request_slot, self.freezes.pop(name))
@@ -459,10 +454,9 @@ class Runtime:
                 {name: self._holding(resident) for name, resident in self.residents.items()},
                 self.prefixes.holdings(),
             )
-        runs, uncompressed = self.prefixes.runs, self.prefixes.segments.pages
-        entries = self.cache.stored_entries - runs.entries
-        pages = self.cache.physical_pages
-        return RankMessage(reports, claims, pages, runs.pages, uncompressed, entries, holdings)
+        shared = self.cache.loans.pages
+        pages, entries = self.cache.physical_pages, self.cache.lengths.total_entries
+        return RankMessage(reports, claims, pages, shared[True], shared[False], entries, holdings)
 
     def _holding(self, resident: ResidentRequest) -> tuple[int, int, int]:
         """A request's epoch, tokens and pages, borrowed ones among them."""

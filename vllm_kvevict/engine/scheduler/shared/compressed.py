@@ -26,12 +26,11 @@ class CompressedPrefixes:
 
     Args:
         requests, books, outbox: the ledger's.
-        fewest_read: tokens that a waiting request computes at least in its first step.
     """
 
-    def __init__(self, requests: Requests, books: Books, outbox: Outbox, fewest_read: int):
+    def __init__(self, requests: Requests, books: Books, outbox: Outbox):
         self._requests, self._books, self._outbox = requests, books, outbox
-        self._prefixes, self._fewest_read = books.prefixes, fewest_read
+        self._prefixes = books.prefixes
 
     def find(self, request: "Request") -> Prefix | None:
         """The prefix that a request can begin with; it counts as used.
@@ -40,7 +39,11 @@ class CompressedPrefixes:
         prompt, and the prefix is dropped if its pages are needed.
         """
         prefix = self._prefixes.find(self._requests.key(request))
-        if prefix is None or not prefix.is_ready or request.num_tokens - prefix.tokens < self._fewest_read:
+        if (
+            prefix is None
+            or not prefix.is_ready
+            or request.num_tokens - prefix.tokens < self._requests.fewest_read
+        ):
             return None
         for rank, capacity in enumerate(self._books.ranks):
             own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]

@@ -35,7 +35,6 @@ class UncompressedPrefixes:
         waiting: requests that are not admitted and that there are seats for, in their order.
         is_on: whether anything is cached.
         block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
-        fewest_read: tokens that a waiting request computes at least in its first step.
     """
 
     def __init__(
@@ -46,11 +45,10 @@ class UncompressedPrefixes:
         is_on: bool,
         block: int,
         unit: int,
-        fewest_read: int,
     ):
         self._requests, self._books, self._waiting, self._is_on = requests, books, waiting, is_on
         self._segments = books.segments
-        self._block, self._unit, self._fewest_read = block, unit, fewest_read
+        self._block, self._unit = block, unit
         self._queue_head: QueueHead | None = None
         """The first waiting requests, as they were when this step began; None until somebody asks."""
 
@@ -77,7 +75,7 @@ class UncompressedPrefixes:
     def _units_to_find(self, request: "Request") -> int:
         """The most units that a waiting request may begin with."""
         most = self._requests.plan(request).most_cached(request.num_tokens)
-        return self._units(request, max(0, min(most, request.num_tokens - self._fewest_read)))
+        return self._units(request, max(0, min(most, request.num_tokens - self._requests.fewest_read)))
 
     def _keys_of(self, request: "Request") -> Keys:
         return keys_of(request.block_hashes, self._unit // self._block)

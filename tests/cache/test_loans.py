@@ -1,0 +1,387 @@
+"""Shared entries: what requests begin with, lent to each of them, while they go on writing behind it."""
+
+import pytest
+import torch
+
+from .writers import WritableCache, plain, transposed, writer
+
+L, H, D, PS = 2, 2, 32, 32
+
+
+@pytest.fixture(params=[(plain, plain), (transposed, plain)], ids=["plain", "transposed"])
+def cache(request):
+    """A cache whose pages are full of what somebody left there: if attention read it, every sum would be NaN."""
+    storage = torch.full((80, 2 * PS * D), torch.nan)
+    return WritableCache(
+        storage,
+        num_layers=L,
+        num_kv_heads=H,
+        page_size=PS,
+        max_requests=6,
+        write=writer(PS, *request.param),
+    )
+
+
+def read(cache, tokens, kept=()):
+    """A request that stored so many tokens, and kept the first entries of each row if that is given; its slot."""
+    slot = cache.open()
+    append(cache, slot, tokens)
+    for layer in range(L if kept else 0):
+        rows = kept[layer * H : (layer + 1) * H]
+        cache.compact(slot, layer, [torch.arange(count) for count in rows])
+    cache.settle(slot)
+    return slot
+
+
+def append(cache, slot, tokens):
+    """Let a request store further tokens, by one or many."""
+    step = cache.extend([slot], [tokens])
+    for places in cache.entry_slots(step):
+        keys = torch.randn(places.numel(), D)
+        cache.write(keys, -keys, places)
+
+
+def entries(cache, slot):
+    """Keys and values of all rows."""
+    found = []
+    for row, count in enumerate(cache.lengths.of(slot).ravel().tolist()):
+        heads = torch.full((count,), row % H)
+        found.append(torch.stack(cache.gather(slot, row // H, heads, torch.arange(count))))
+    return found
+
+
+def own_pages(cache, slot):
+    """Pages of a request that it does not borrow."""
+    return cache.loans.owned_pages(slot).long()
+
+
+def memory_of(cache, number):
+    """A shared entry's pages as they lie in memory."""
+    return cache.storage[cache.loans[number].pages.long()].clone()
+
+
+def shared_entries(cache, number):
+    """Keys and values of all rows of a shared entry, with what lies behind them in partial pages."""
+    entry, found = cache.loans[number], []
+    for row, count in enumerate((entry.full + (entry.rest > 0)).tolist()):
+        places = cache.rows.places(entry.table, torch.full((count * PS,), row), torch.arange(count * PS))
+        found.append(torch.stack([part.read(cache.storage, *places) for part in cache.format.parts]))
+    return found
+
+
+def same(cache, first, second, tokens):
+    """Whether two requests begin with the same entries in each row."""
+    pairs = zip(entries(cache, first), entries(cache, second), strict=True)
+    return all(torch.equal(one[:, :tokens], other[:, :tokens]) for one, other in pairs)
+
+
+KEPT = [64, 70, 1, 33]
+
+
+# What an eviction left.
+
+
+def test_the_checksum_of_a_shared_entry_tells_whether_anybody_wrote_to_it(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    loans.freeze(7, donor)
+    checksum = loans.checksum(7)
+    append(cache, cache.open([(7, None)]), 40)
+    assert loans.checksum(7) == checksum
+    page = loans[7].pages[-1]
+    for element in (0, -1):
+        cache.storage[page, element] += 1
+        assert loans.checksum(7) != checksum
+        cache.storage[page, element] -= 1
+    first, second = loans[7].pages[:2].tolist()
+    cache.storage[[first, second]] = cache.storage[[second, first]]
+    assert loans.checksum(7) != checksum
+    with pytest.raises(ValueError, match="there is no shared entry 8"):
+        loans.checksum(8)
+
+
+def test_a_borrower_has_what_was_kept_and_takes_partial_pages_only(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    before, held = entries(cache, donor), cache.held(donor)
+    loans.freeze(7, donor)
+    assert (cache.held(donor), len(loans[7].pages)) == (3, held) == (3, 2 + 3 + 1 + 2)
+    assert loans.pages == {True: 8, False: 0}
+    fork = cache.open([(7, None)])
+    assert (cache.held(fork), cache.lent(fork)) == (3, 2 + 2 + 0 + 1)
+    assert loans.borrowers(7) == [donor, fork]
+    assert cache.lengths.of(fork).ravel().tolist() == KEPT
+    for slot in (donor, fork):
+        assert all(torch.equal(*pair) for pair in zip(before, entries(cache, slot), strict=True))
+    for old, new in zip(before, shared_entries(cache, 7), strict=True):
+        assert torch.equal(old, new[:, : old.shape[1]])
+        assert not new[:, old.shape[1] :].any(), "nothing is left of what was evicted"
+    keys, _ = cache.gather(donor, 0, torch.tensor([1]), torch.tensor([70]))
+    assert keys.any(), "the donor's own page has old entries behind its last one, so the copy must be cleared"
+    cache.verify()
+
+
+def test_attention_finds_numbers_wherever_it_reads(cache):
+    """It reads pages to their end, also behind the entries."""
+    donor = read(cache, 100, KEPT)
+    cache.loans.freeze(7, donor)
+    assert not memory_of(cache, 7).isnan().any()
+    for slot in (donor, cache.open([(7, None)])):
+        assert not cache.storage[own_pages(cache, slot)].isnan().any()
+
+
+def test_nobody_writes_to_a_shared_entry(cache):
+    """Neither its borrowers, by single tokens or many, nor who gets the pages that they give back."""
+    donor = read(cache, 100, KEPT)
+    cache.loans.freeze(7, donor)
+    memory, fork = memory_of(cache, 7), cache.open([(7, None)])
+    first = entries(cache, fork)
+    for slot, tokens in ((donor, 1), (fork, 1), (fork, 40), (donor, 75)):
+        append(cache, slot, tokens)
+        cache.verify()
+        assert torch.equal(memory_of(cache, 7), memory)
+    for slot in (donor, fork):
+        assert all(
+            torch.equal(new[:, : old.shape[1]], old)
+            for old, new in zip(first, entries(cache, slot), strict=True)
+        )
+    assert not torch.equal(entries(cache, donor)[0][:, 64], entries(cache, fork)[0][:, 64])
+    cache.close([donor])
+    append(cache, cache.open(), 90)
+    assert torch.equal(memory_of(cache, 7), memory)
+
+
+def test_the_last_borrower_gets_the_pages(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    loans.freeze(7, donor)
+    fork = cache.open([(7, None)])
+    with pytest.raises(ValueError, match=rf"shared entry 7 is borrowed by request slots \[{donor}, {fork}\]"):
+        loans.drop(7)
+    append(cache, fork, 5)
+    content = entries(cache, fork)
+    cache.close([donor])
+    loans.drop(7)
+    assert loans.pages == {True: 0, False: 0} and not list(loans)
+    # Five tokens more than 64, 70, 1 and 33.
+    assert cache.held(fork) == cache.physical_pages == 3 + 3 + 1 + 2
+    assert all(torch.equal(*pair) for pair in zip(content, entries(cache, fork), strict=True))
+    cache.verify()
+    cache.close([fork])
+    assert cache.physical_pages == 0
+    cache.verify()
+
+
+def test_what_a_borrower_has_copied_in_part_is_freed_when_it_gets_the_rest(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    loans.freeze(7, donor)
+    cache.compact(donor, 0, [torch.arange(3)] * H)
+    assert cache.lent(donor) == 1 and loans.borrowers(7) == [donor]
+    cache.verify()
+    loans.drop(7)
+    assert cache.held(donor) == cache.physical_pages == 1 + 1 + 1 + 2
+    cache.verify()
+
+
+def test_a_shared_entry_outlives_its_borrowers(cache):
+    donor = read(cache, 100, KEPT)
+    cache.loans.freeze(7, donor)
+    cache.close([donor])
+    assert cache.physical_pages == cache.loans.pages[True] == 8
+    fork = cache.open([(7, None)])
+    assert cache.lengths.of(fork).ravel().tolist() == KEPT
+    cache.close([fork])
+    cache.loans.drop(7)
+    assert cache.physical_pages == 0
+
+
+def test_rows_that_end_with_a_page_are_shared_whole(cache):
+    donor = read(cache, 64, [64, 32, 32, 64])
+    free = cache.num_free
+    cache.loans.freeze(7, donor)
+    fork = cache.open([(7, None)])
+    assert cache.num_free == free and cache.held(donor) == cache.held(fork) == 0
+    append(cache, fork, 1)
+    assert cache.held(fork) == 4
+    cache.verify()
+
+
+def test_without_full_pages_nobody_depends_on_a_shared_entry(cache):
+    donor = read(cache, 100, [31, 1, 5, 7])
+    cache.loans.freeze(7, donor)
+    assert cache.loans.borrowers(7) == [] and cache.lent(donor) == 0
+    cache.loans.drop(7)
+    cache.verify()
+    assert cache.physical_pages == cache.held(donor) == 4
+
+
+def test_what_is_refused_changes_nothing(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    with pytest.raises(ValueError, match="no rows of its own"):
+        loans.freeze(6, cache.open())
+    with pytest.raises(ValueError, match="there is no shared entry 7"):
+        cache.open([(7, None)])
+    loans.freeze(7, donor)
+    with pytest.raises(ValueError, match="no rows of its own"):
+        loans.freeze(8, donor)
+    with pytest.raises(ValueError, match="columns 2 to 3 of request slot 0 cannot be frozen"):
+        loans.freeze(8, donor, 1)
+    with pytest.raises(ValueError, match="no rows of its own"):
+        loans.freeze(7, read(cache, 5))
+    even = read(cache, 32, [32] * 4)
+    loans.freeze(8, even)
+    append(cache, even, 40)
+    with pytest.raises(ValueError, match=f"columns 1 to 2 of request slot {even} cannot be frozen"):
+        loans.freeze(9, even, 1)
+    cache.close([even])
+    loans.drop(8)
+    filler = cache.open()
+    append(cache, filler, 32 * (cache.num_free // 4) - 20)
+    assert cache.num_free < 3
+    before = cache.num_free, len(cache._closed)
+    with pytest.raises(RuntimeError, match="3 pages needed"):
+        cache.open([(7, None)])
+    with pytest.raises(RuntimeError, match="4 pages needed"):
+        loans.freeze(8, filler)
+    assert (cache.num_free, len(cache._closed), list(loans)) == (*before, [7])
+    cache.verify()
+
+
+def test_pages_that_move_are_found(cache):
+    """Those of shared entries and of who borrows them, as others."""
+    donor = read(cache, 100, KEPT)
+    cache.loans.freeze(7, donor)
+    content, checksum = entries(cache, donor), cache.loans.checksum(7)
+    fork, removed = cache.open([(7, None)]), cache.loans[7].pages.long()
+    cache.remove_pages(removed)
+    cache.storage[removed] = torch.nan
+    cache.verify()
+    assert cache.loans.checksum(7) == checksum and not set(cache.loans[7].pages.tolist()) & set(
+        removed.tolist()
+    )
+    for slot in (donor, fork, cache.open([(7, None)])):
+        assert all(torch.equal(*pair) for pair in zip(content, entries(cache, slot), strict=True))
+
+
+# Whole columns that were read, each part of them behind its parents.
+
+
+def test_what_is_frozen_is_shared_and_nobody_changes_it(cache):
+    donor = read(cache, 100)
+    cache.loans.freeze(1, donor, 2)
+    cache.loans.freeze(2, donor, 1)
+    assert (cache.held(donor), cache.lent(donor), cache.loans.pages[False]) == (L * H, 3 * L * H, 3 * L * H)
+    checksums = [cache.loans.checksum(number) for number in (1, 2)]
+    fork = cache.open([(1, 2), (2, 1)])
+    cache.verify()
+    assert same(cache, donor, fork, 96) and cache.held(fork) == 0
+    append(cache, fork, 1)
+    append(cache, donor, 70)
+    cache.verify()
+    assert [cache.loans.checksum(number) for number in (1, 2)] == checksums
+    assert same(cache, donor, fork, 96) and not same(cache, donor, fork, 97)
+
+
+def test_a_chain_may_leave_its_parent_in_the_middle(cache):
+    donor = read(cache, 128)
+    cache.loans.freeze(1, donor, 4)
+    other = cache.open([(1, 2)])
+    append(cache, other, 64)
+    cache.loans.freeze(2, other, 2)
+    third = cache.open([(1, 2), (2, 1)])
+    cache.verify()
+    assert same(cache, other, third, 96) and same(cache, donor, third, 64)
+    assert not same(cache, donor, third, 96)
+
+
+COUNTS = [[64, 70, 1, 33], [128, 128, 128, 128], [32, 64, 96, 128], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_borrower_is_evicted_by_copying(cache, counts, columns, at_once):
+    donor = read(cache, 128)
+    cache.loans.freeze(1, donor, columns)
+    before, checksum = entries(cache, donor), cache.loans.checksum(1)
+    kept = [torch.randperm(128)[:count].sort().values for count in counts]
+    calls = [(0, kept)] if at_once else [(layer, kept[layer * H : layer * H + H]) for layer in range(L)]
+    less = sum(cache.compact(donor, layer, rows) for layer, rows in calls)
+    cache.verify()
+    pages = [-(-count // PS) for count in counts]
+    assert less == sum(4 - count for count in pages)
+    assert (cache.held(donor), cache.lent(donor)) == (sum(pages), 0)
+    assert cache.loans.checksum(1) == checksum
+    for rows, old, new in zip(kept, before, entries(cache, donor), strict=True):
+        assert torch.equal(old[:, rows], new)
+    # Attention reads pages to their end.
+    assert cache.storage[own_pages(cache, donor)].isfinite().all()
+    cache.loans.drop(1)
+    append(cache, donor, 40)
+    cache.verify()
+    cache.close([donor])
+    assert cache.num_free == 80
+
+
+def test_extra_entries_of_a_borrower_are_cut_but_not_what_it_borrows(cache):
+    donor = read(cache, 100)
+    cache.loans.freeze(1, donor, 2)
+    append(cache, donor, 50)
+    cache.truncate([donor], [50])
+    cache.verify()
+    with pytest.raises(ValueError, match="cannot drop 37 tokens: a row has 36 of its own"):
+        cache.truncate([donor], [37])
+    cache.truncate([donor], [36])
+    cache.verify()
+
+
+def test_copies_need_pages(cache):
+    donor = read(cache, 128)
+    cache.loans.freeze(1, donor, 4)
+    others = [read(cache, 32 * 7), read(cache, 32 * 7)]
+    with pytest.raises(RuntimeError, match="the page pool is exhausted"):
+        cache.compact(donor, 0, [torch.arange(128)] * (L * H))
+    cache.close(others)
+    assert cache.compact(donor, 1, [torch.arange(10)] * H) == H * 3
+
+
+def test_what_columns_cannot_be_frozen_begun_with_or_dropped(cache):
+    donor = read(cache, 100)
+    with pytest.raises(ValueError, match="columns 0 to 4 of request slot 0 cannot be frozen"):
+        cache.loans.freeze(1, donor, 4)
+    cache.loans.freeze(1, donor, 2)
+    with pytest.raises(ValueError, match="columns 2 to 3"):
+        cache.loans.freeze(1, donor, 1)
+    with pytest.raises(ValueError, match="columns 2 to 2"):
+        cache.loans.freeze(2, donor, 0)
+    with pytest.raises(ValueError, match="shared entry 1 begins with column 0, not 1"):
+        cache.open([(1, 1), (1, 1)])
+    with pytest.raises(ValueError, match="there is no shared entry 2"):
+        cache.open([(1, 2), (2, 1)])
+    with pytest.raises(ValueError, match=r"shared entry 1 is borrowed by request slots \[0\]"):
+        cache.loans.drop(1)
+    with pytest.raises(ValueError, match="there is no shared entry 7"):
+        cache.loans.drop(7)
+    cache.verify()
+    cache.close([donor])
+    cache.loans.drop(1)
+    cache.verify()
+    assert cache.num_free == 80
+
+
+def test_verify_sees_who_points_elsewhere_and_pages_with_two_owners_or_none(cache):
+    compressed, whole = read(cache, 100, KEPT), read(cache, 100)
+    cache.loans.freeze(7, compressed)
+    cache.loans.freeze(8, whole, 2)
+    for slot in (compressed, whole):
+        table = cache.tables.region(slot)
+        table[0, 0], table[0, 1] = int(table[0, 1]), int(table[0, 0])
+        with pytest.raises(
+            RuntimeError, match=f"request slot {slot} borrows pages that no shared entry of it owns"
+        ):
+            cache.verify()
+        table[0, 0], table[0, 1] = int(table[0, 1]), int(table[0, 0])
+        cache.verify()
+    cache.loans.columns[whole] -= 1  # as if the first one were its own, too
+    with pytest.raises(RuntimeError, match="do not hold exactly the pages"):
+        cache.verify()
+    cache.loans.columns[whole] += 2  # as if its last one were borrowed
+    with pytest.raises(RuntimeError, match="borrows pages that no shared entry of it owns"):
+        cache.verify()

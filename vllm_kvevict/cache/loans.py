@@ -1,0 +1,231 @@
+"""Shared entries: KV that belongs to no request, is never written again, and is lent to requests that begin with it.
+
+What several requests begin with is stored once. A request that was evicted leaves all that it keeps (a compressed
+prefix); one that has read a prompt leaves whole columns of its page table, behind those that it borrows itself (an
+uncompressed prefix, a chain of entries that each follow their parents). It goes on with the same pages, borrowed.
+
+    shared entry             [page][page][page][part]          all its own; the part is a copy, zero behind its entries
+                                |     |     |     copied
+    row of a borrower        [  .][  .][  .][part][page]...     borrowed, then its own: it writes behind its entries
+
+Owns the shared entries and what each request borrows. A page has one owner, a shared entry or a request; no page needs
+a count of its users, since whoever borrows an entry borrows the front of each row of it. Full pages are shared as they
+are, since nobody writes to them; a partial page is copied, since each borrower goes on writing to it. What a request
+holds is what its rows fill less what it borrows, so a loan changes :attr:`Loans.columns` and no other count.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm_kvevict.cache.lengths import IntArray
+from vllm_kvevict.cache.rows import Rows, pages_between
+from vllm_kvevict.cache.steps import to_device
+
+Loan = tuple[int, int | None]
+"""What a request begins with of a shared entry: its number, and how many of its columns; None: all of it."""
+
+
+@dataclass(frozen=True)
+class SharedEntry:
+    """Pages of each row. Its page table, int32 [rows, columns], is arbitrary behind the pages of a row.
+
+    Attributes:
+        full: int64 [rows], full pages of each row, on the host.
+        rest: int64 [rows], entries in a row's last page, which is partial; 0: there is none.
+        first: columns of its parents, which come before it.
+        is_compressed: whether it is what an eviction left.
+    """
+
+    table: torch.Tensor
+    full: IntArray
+    rest: IntArray
+    first: int
+    is_compressed: bool
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """Pages that it owns, row by row, int32."""
+        return self.behind(np.zeros_like(self.full))
+
+    def behind(self, first: IntArray) -> torch.Tensor:
+        """Those from column first[r] of each row r on."""
+        return pages_between(self.table, first, self.full + (self.rest > 0))
+
+
+class Loans:
+    """The shared entries of a cache, by numbers that the caller gives them, and who borrows of them.
+
+    Nothing here but ``checksum`` and ``verify`` waits for the device.
+
+    Attributes:
+        columns: int64 [max_requests, num_rows] on the host, how many pages at the front of each row are borrowed.
+        pages: how many compressed shared entries own (True), and all others (False).
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.columns: IntArray = np.zeros(rows.tables.kv_len.shape, np.int64)
+        self.pages = {True: 0, False: 0}
+        self._entries: dict[int, SharedEntry] = {}
+        self._lent: dict[int, list[Loan]] = {}
+        """By request slot, in the order of its columns."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __getitem__(self, number: int) -> SharedEntry:
+        """Raises ValueError if there is no such shared entry."""
+        if number not in self._entries:
+            raise ValueError(f"there is no shared entry {number}")
+        return self._entries[number]
+
+    def borrowers(self, number: int) -> list[int]:
+        """Request slots that borrow pages of a shared entry."""
+        return [slot for slot, parts in self._lent.items() if any(part[0] == number for part in parts)]
+
+    def freeze(self, number: int, request_slot: int, columns: int | None = None) -> None:
+        """Make a shared entry of what a request holds; the request goes on, and borrows its full pages.
+
+        Entries in whole columns may be written in the step that is running, and never again.
+
+        Args:
+            columns: how many of the request's next columns, behind those that it borrows; None: all that it holds
+                after an eviction, which takes a page for each row that ends within one.
+
+        Raises:
+            ValueError: there is such an entry; or the request does not hold so many full columns; or it holds nothing,
+                or borrows, where all is asked for.
+            RuntimeError: the pool has too few free pages. Nothing has changed.
+        """
+        rows, size = self.rows, self.rows.page_size
+        first, lengths = int(self.columns[request_slot].max()), rows.lengths.of(request_slot).ravel()
+        if columns is not None:
+            stop = first + columns
+            uneven = any(self[n].is_compressed for n, _ in self._lent.get(request_slot, ()))
+            if number in self._entries or columns < 1 or stop * size > lengths.min() or uneven:
+                raise ValueError(f"columns {first} to {stop} of request slot {request_slot} cannot be frozen")
+            lengths = np.full_like(lengths, stop * size)
+        elif number in self._entries or first or not lengths.any():
+            raise ValueError(f"request slot {request_slot} holds no rows of its own that could be shared")
+        full, rest = lengths // size - first, lengths % size
+        rows.pool.require(int((rest > 0).sum()))
+        width = int((full + (rest > 0)).max())
+        table = rows.tables.region(request_slot)[:, first : first + width].clone()
+        self._copy_partial(table, full, rest)
+        self._entries[number] = entry = SharedEntry(table, full, rest, first, columns is None)
+        self.pages[entry.is_compressed] += len(entry.pages)
+        self._lend(request_slot, [(number, columns)], full)
+
+    def begin(self, request_slot: int, parts: Sequence[Loan]) -> None:
+        """Begin an empty request with shared entries, one after the other.
+
+        Takes a page for each row that ends within one.
+
+        Raises:
+            ValueError: there is no such entry, or one does not follow the columns before it.
+            RuntimeError: the pool has too few free pages. In both cases nothing has changed.
+        """
+        rows, tables, size = self.rows, self.rows.tables, self.rows.page_size
+        full = rest = np.zeros(tables.num_rows, np.int64)
+        for number, columns in parts:
+            entry = self[number]
+            if (full != entry.first).any() or rest.any():
+                raise ValueError(f"shared entry {number} begins with column {entry.first}, not {full.max()}")
+            full = full + (entry.full if columns is None else columns)
+            rest = entry.rest if columns is None else rest
+        rows.pool.require(int((rest > 0).sum()))
+        table, lengths = self._joined(parts), full * size + rest
+        tables.reserve(np.array([request_slot]), np.array([table.shape[1]]))
+        region = tables.region(request_slot)
+        region[:, : table.shape[1]] = table
+        self._copy_partial(region, full, rest)
+        tables.kv_len[request_slot] = to_device(lengths.astype(np.int32), rows.device)
+        rows.lengths.replace(request_slot, 0, lengths)
+        self._lend(request_slot, parts, full)
+
+    def end(self, request_slot: int, rows: slice = slice(None)) -> None:
+        """Some rows of a request borrow nothing any more: it has ended, or they have copies of all they keep."""
+        self.columns[request_slot, rows] = 0
+        if not self.columns[request_slot].any():
+            self._lent.pop(request_slot, None)
+
+    def drop(self, number: int) -> None:
+        """End a shared entry and free its pages. What one request borrows of a compressed one becomes that request's.
+
+        Raises:
+            ValueError: there is no such entry; or a request borrows of it, several do of a compressed one.
+        """
+        entry, borrowers = self[number], self.borrowers(number)
+        if len(borrowers) > (1 if entry.is_compressed else 0):
+            raise ValueError(f"shared entry {number} is borrowed by request slots {borrowers}")
+        self.pages[entry.is_compressed] -= len(entry.pages)
+        self.rows.pool.give(entry.behind(self.columns[borrowers[0]]) if borrowers else entry.pages)
+        for request_slot in borrowers:
+            self.end(request_slot)
+        del self._entries[number]
+
+    def checksum(self, number: int) -> int:
+        """A number that changes when anything in a shared entry's pages does (waits for the device)."""
+        return self.rows.format.checksum(self.rows.storage, self[number].pages)
+
+    def relocate(self, moved: torch.Tensor) -> None:
+        """Page i is at moved[i] (int32 [num_pages]) now."""
+        for number, entry in self._entries.items():
+            self._entries[number] = replace(entry, table=moved[entry.table])
+
+    def owned_pages(self, request_slot: int, rows: slice = slice(None)) -> torch.Tensor:
+        """Pages of a request's rows that it does not borrow, row by row, int32."""
+        stop = self.rows.pages_for(self.rows.lengths.of(request_slot).ravel()[rows])
+        return pages_between(
+            self.rows.tables.region(request_slot)[rows], self.columns[request_slot, rows], stop
+        )
+
+    def owners(self) -> torch.Tensor:
+        """How many rows own each page, those of requests and of shared entries, int64 [num_pages] (waits)."""
+        first, stop = self.columns, self.rows.pages_for(self.rows.lengths.of_all())
+        counts = to_device(np.maximum(stop - first, 0), self.rows.device).flatten()
+        starts = (self.rows.tables.row_starts + to_device(first, self.rows.device)).flatten()
+        places = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        owned = self.rows.tables.pages_at(places + torch.arange(places.numel(), device=self.rows.device))
+        shared = [entry.pages for entry in self._entries.values()]
+        return torch.bincount(torch.cat([owned, *shared]), minlength=len(self.rows.storage))
+
+    def verify(self) -> None:
+        """Raise RuntimeError unless the tables of borrowers begin with the pages of shared entries (waits)."""
+        for request_slot in np.flatnonzero(self.columns.any(1)).tolist():
+            lent = self._joined(self._lent.get(request_slot, ()))
+            table = self.rows.tables.region(request_slot)[:, : lent.shape[1]]
+            column = torch.arange(table.shape[1], device=table.device)
+            borrowed = column < to_device(self.columns[request_slot], table.device)[:, None]
+            if self.columns[request_slot].max() > lent.shape[1] or ((table != lent) & borrowed).any():
+                raise RuntimeError(
+                    f"request slot {request_slot} borrows pages that no shared entry of it owns"
+                )
+
+    def _joined(self, parts: Sequence[Loan]) -> torch.Tensor:
+        """Page tables of shared entries one after the other, int32 [rows, columns]."""
+        none = self.rows.tables.arena.new_empty(self.rows.tables.num_rows, 0)
+        return torch.cat([none, *(self._entries[number].table[:, :columns] for number, columns in parts)], 1)
+
+    def _lend(self, request_slot: int, parts: Sequence[Loan], full: IntArray) -> None:
+        """Let a request borrow more full pages of each row; without any it does not depend on an entry."""
+        if full.any():
+            self.columns[request_slot] += full
+            self._lent.setdefault(request_slot, []).extend(parts)
+
+    def _copy_partial(self, table: torch.Tensor, full: IntArray, rest: IntArray) -> None:
+        """Replace the partial page of each row in a page table by a copy, zero behind its entries."""
+        rows, partial = self.rows, np.flatnonzero(rest)
+        if not partial.size:
+            return
+        row, column, stored = to_device(np.stack([partial, full[partial], rest[partial]]), rows.device)
+        # One page of each row, so none is the neighbour of another.
+        source, copies = table[row, column].to(torch.int64), rows.pool.take(partial.size)
+        rows.format.blank_pages(rows.storage, copies)
+        which, entry = rows.first_entries(stored, int(rest.sum()))
+        rows.format.move(rows.storage, (source[which], entry), (copies.to(torch.int64)[which], entry))
+        table[row, column] = copies
