@@ -140,6 +140,33 @@ def test_the_schedule_of_the_guide_is_the_one_that_is_tested():
     assert shown and all(f"\n{block}" in tested for block in shown)
 
 
+ARCHITECTURE = ROOT / "docs/ARCHITECTURE.md"
+
+
+def test_the_small_ledger_works():
+    (code,) = blocks(ARCHITECTURE, "python")
+    exec(compile(code, str(ARCHITECTURE), "exec"), {})
+    promises_nothing = code.replace("max(0, pages(self.prompt) - self.held)", "0")
+    waits_for_nothing = code.replace("account.is_reported and self.fits(grows)", "True")
+    for wrong in (promises_nothing, waits_for_nothing):
+        assert wrong != code
+        with pytest.raises(AssertionError):
+            exec(compile(wrong, str(ARCHITECTURE), "exec"), {})
+
+
+def parts_not_told(text: str) -> set[str]:
+    """Files of the scheduler that a text does not name; `shared/__init__.py` and the like say nothing themselves."""
+    folder = ROOT / "vllm_kvevict/engine/scheduler"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    return {name for name in files if not name.endswith("__init__.py") and f"{name}`" not in text}
+
+
+def test_every_part_of_the_scheduler_is_told_of():
+    text = ARCHITECTURE.read_text()
+    assert parts_not_told(text.replace("gate.py", "")) == {"gate.py"}
+    assert not parts_not_told(text)
+
+
 def test_links_lead_somewhere():
     broken = []
     for document in DOCUMENTS:
