@@ -212,22 +212,27 @@ class Account:
         """It holds, and is promised, so many pages of each rank; called by :class:`Books` alone, which add them up."""
         self.held, self.promise = need
 
-    def advance(self, tokens: int) -> None:
-        """The steps dispatched so far compute it up to so many tokens."""
-        self.tokens = tokens
+    def advance(self, tokens: int, longest: int, ranks: Sequence[RankCapacity]) -> bool:
+        """A step computes it up to so many tokens, and evicts it if that is due.
 
-    def await_reports(
-        self, tokens: int, chunks: list[tuple[int, int]], ranks: Sequence[RankCapacity]
-    ) -> None:
-        """The step up to ``tokens`` evicts it, and it holds no more than now until all ranks have reported that.
+        If so, it holds no more than now until all ranks have reported that.
 
         Args:
-            chunks: of the prompt, that are repeated before.
+            longest: tokens that workers have room for in a request.
+
+        Returns:
+            Whether it is its last eviction.
         """
-        self._unreported, self._to_repeat = set(range(len(ranks))), chunks
-        self.is_undecided = bool(chunks) or self.waits_for_stages
+        before, self.tokens = self.tokens, tokens
+        position = self.plan.next_eviction(before)
+        if position is None or position > tokens:
+            return False
+        self._unreported = set(range(len(ranks)))
+        self._to_repeat = self.plan.schedule.chunks(self.plan.config, tokens, longest)
+        self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
         if self.is_bounded:
             self.counts = self._bounds_until_reported(tokens, ranks)
+        return position == self.plan.evict_at == tokens
 
     def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
         """Counts that do not say where its rows end.

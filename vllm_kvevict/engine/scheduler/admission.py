@@ -22,6 +22,11 @@ PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
 
 
+Found = Prefix | tuple[Segment, int]
+"""What of its prompt a request finds cached: a compressed prefix; or a segment, and the columns of it and those before
+it that the request begins with."""
+
+
 class Shortage(Enum):
     """What a pool has too few pages for."""
 
@@ -64,22 +69,27 @@ class AdmissionControl:
         prefill_len: int | None = None,
         preemptions: int = 0,
         replayed: list[PageCount] | None = None,
-        begins_with: tuple[Segment, int] | None = None,
+        begins_with: Found | None = None,
     ) -> Account:
         """The account of a request whose first step has so many tokens; attributes as of :class:`Account`.
 
         Args:
-            begins_with: a segment, and the columns of it and those before it that the request begins with; it is
-                evicted by copying.
+            begins_with: what it finds cached; with segments it is evicted by copying.
         """
         ranks, to_read = self.bounds.ranks, prompt_len if prefill_len is None else prefill_len
-        segment, columns = begins_with or (None, 0)
-        lent = [rank.rows * columns for rank in ranks]
-        if segment is None:
+        counts = [PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks]
+        prefix, segment, tokens, lent = None, None, 0, [0] * len(ranks)
+        if isinstance(begins_with, Prefix):
+            prefix, tokens, lent, replayed = begins_with, begins_with.tokens, list(begins_with.lent), None
+            counts = [prefix.kept[rank] for rank in range(len(ranks))]
+            terms = Terms([count.at(to_read) - pages for count, pages in zip(counts, lent, strict=True)])
+        elif begins_with is not None:
+            segment, columns = begins_with
+            tokens, lent = columns * self.bounds.page_size, [rank.rows * columns for rank in ranks]
+            terms = self.copying(plan, to_read, lent, replayed)
+        else:
             by_layer = self.bounds.by_layer(plan, first_step)
             terms = Terms(self.peaks(plan, to_read, by_layer, replayed), by_layer)
-        else:
-            terms = self.copying(plan, to_read, lent, replayed)
         return Account(
             plan,
             terms,
@@ -87,44 +97,16 @@ class AdmissionControl:
             to_read,
             max_tokens,
             preemptions,
-            counts=[PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks],
-            replayed=replayed,
+            counts,
+            replayed,
             held=[0] * len(ranks),
             promise=[0] * len(ranks),
             lent=lent,
+            prefix=prefix,
             segment=segment,
-            tokens=columns * self.bounds.page_size,
+            tokens=tokens,
             in_one_step=first_step == plan.evict_at,
             waits_for_stages=plan.schedule.decides_across_stages(self.bounds.num_stages),
-        )
-
-    def open_with(
-        self,
-        prefix: Prefix,
-        plan: Plan,
-        prompt_len: int,
-        max_tokens: int,
-        *,
-        prefill_len: int,
-        preemptions: int = 0,
-    ) -> Account:
-        """The account of a request that begins with a cached prefix; attributes as of :class:`Account`."""
-        counts = [prefix.kept[rank] for rank in range(len(self.bounds.ranks))]
-        nothing = [0] * len(counts)
-        return Account(
-            plan,
-            Terms([count.at(prefill_len) - lent for count, lent in zip(counts, prefix.lent, strict=True)]),
-            prompt_len,
-            prefill_len,
-            max_tokens,
-            preemptions,
-            counts=counts,
-            replayed=None,
-            held=nothing,
-            promise=nothing,
-            lent=list(prefix.lent),
-            prefix=prefix,
-            tokens=prefix.tokens,
         )
 
     def copying(

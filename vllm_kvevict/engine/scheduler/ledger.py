@@ -223,7 +223,8 @@ class PageLedger(KVCacheManager):
         account = self.accounts.get(request.request_id)
         is_new = account is None
         if account is None:
-            account = self.shared.open(request, num_new_tokens, num_new_computed_tokens > 0)
+            found = self.shared.find(request) if num_new_computed_tokens else None
+            account = self.requests.open(request, num_new_tokens, found)
             if not self._may_begin(request, account):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
@@ -246,7 +247,8 @@ class PageLedger(KVCacheManager):
         self.books.hold(account, need)
         if account.is_reading:
             self.uncompressed.leave(request, account, tokens)
-        self._advance(request.request_id, account, tokens)
+        if account.advance(tokens, self.max_model_len, self.capacities):
+            self.compressed.store(request.request_id, account)
         return blocks
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
@@ -300,16 +302,6 @@ class PageLedger(KVCacheManager):
         key = self.requests.key(request)
         if key is not None and self.prefixes.find(key) is None:
             self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
-
-    def _advance(self, name: str, account: Account, tokens: int) -> None:
-        """Note that a step computes a request up to so many tokens, and evicts it if that is due."""
-        position = account.plan.next_eviction(account.tokens)
-        if position is not None and position <= tokens:
-            chunks = account.plan.schedule.chunks(account.plan.config, tokens, self.max_model_len)
-            account.await_reports(tokens, chunks, self.capacities)
-        account.advance(tokens)
-        if position == account.plan.evict_at == tokens:
-            self.compressed.store(name, account)
 
     def room_for_drafts(self) -> list[int]:
         """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less

@@ -12,9 +12,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.account import Account
-from vllm_kvevict.engine.scheduler.admission import AdmissionControl
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
-from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.plan import Plan
@@ -102,10 +100,8 @@ class Requests:
             self._until_read[request.request_id] = request.num_tokens, pages
         return pages
 
-    def open(
-        self, request: "Request", num_new_tokens: int, begins_with: tuple[Segment, int] | None = None
-    ) -> Account:
-        """The account of a request that reads all of its prompt, but for the segments that it begins with."""
+    def open(self, request: "Request", num_new_tokens: int, begins_with: Found | None = None) -> Account:
+        """The account of a request whose first step has so many tokens, beside what it finds cached."""
         return self.control.open(
             self.plan(request),
             num_new_tokens,
@@ -115,17 +111,6 @@ class Requests:
             preemptions=request.num_preemptions,
             replayed=self.kept.get(request.request_id),
             begins_with=begins_with,
-        )
-
-    def open_with(self, request: "Request", prefix: Prefix) -> Account:
-        """The account of a request that begins with a cached prefix."""
-        return self.control.open_with(
-            prefix,
-            self.plan(request),
-            request.num_prompt_tokens,
-            request.max_tokens,
-            prefill_len=request.num_tokens,
-            preemptions=request.num_preemptions,
         )
 
     def keep(self, name: str, account: Account) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
@@ -50,24 +51,16 @@ class SharedStore:
 
     # Who begins with what.
 
+    def find(self, request: "Request") -> Found | None:
+        """What a waiting request begins with."""
+        return self.compressed.find(request) or self.uncompressed.find(request)
+
     def tokens_found(self, request: "Request") -> int:
         """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
-        prefix = self.compressed.find(request)
-        if prefix is not None:
-            return prefix.tokens
-        found = self.uncompressed.find(request)
-        return found[1] * self._requests.options.page_size if found else 0
-
-    def open(self, request: "Request", num_new_tokens: int, begins_with_cached: bool) -> Account:
-        """The account of a request whose first step has so many tokens, beside those that were found."""
-        if not begins_with_cached:
-            return self._requests.open(request, num_new_tokens)
-        prefix = self.compressed.find(request)
-        if prefix is not None:
-            return self._requests.open_with(request, prefix)
-        found = self.uncompressed.find(request)
-        assert found is not None
-        return self._requests.open(request, num_new_tokens, found)
+        found = self.find(request)
+        if found is None:
+            return 0
+        return found.tokens if isinstance(found, Prefix) else found[1] * self._requests.options.page_size
 
     def tokens_of(self, account: Account) -> int:
         """Tokens that another request with the same prefix need not compute."""
