@@ -7,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.server import Snapshot
-from vllm_kvevict.schedules.reports import Eviction
+from vllm_kvevict.schedules.reports import EvictionRecord
 
 
-def kept_table(eviction: Eviction) -> Table:
+def kept_table(eviction: EvictionRecord) -> Table:
     """Entries kept by each layer and KV head of one request."""
     table = Table(
         title=f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})",

@@ -21,7 +21,7 @@ from benchmarks.harness.kept import (
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.schedules.reports import Eviction, read_evictions
+from vllm_kvevict.schedules.reports import EvictionRecord, read_evictions
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -58,7 +58,7 @@ def test_metrics_of_a_stock_server():
     assert Snapshot.parse(stock) == Snapshot(13, 3, 0.75, 2, 128)
 
 
-EVICTION = Eviction("cmpl-7", 500, "snapkv", 390, 2000, 100, 128, [[100, 90], [120, 80]], 0.0, 0.0)
+EVICTION = EvictionRecord("cmpl-7", 500, "snapkv", 390, 2000, 100, 128, [[100, 90], [120, 80]], 0.0, 0.0)
 
 
 def test_evictions_as_the_engine_writes_them(tmp_path):

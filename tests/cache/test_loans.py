@@ -106,7 +106,7 @@ def test_a_borrower_has_what_was_kept_and_takes_partial_pages_only(cache):
     assert (cache.held(donor), len(loans[7].pages)) == (3, held) == (3, 2 + 3 + 1 + 2)
     assert loans.pages == {True: 8, False: 0}
     fork = cache.open([(7, None)])
-    assert (cache.held(fork), cache.lent(fork)) == (3, 2 + 2 + 0 + 1)
+    assert (cache.held(fork), cache.borrowed(fork)) == (3, 2 + 2 + 0 + 1)
     assert loans.borrowers(7) == [donor, fork]
     assert cache.lengths.of(fork).ravel().tolist() == KEPT
     for slot in (donor, fork):
@@ -173,7 +173,7 @@ def test_what_a_borrower_has_copied_in_part_is_freed_when_it_gets_the_rest(cache
     loans, donor = cache.loans, read(cache, 100, KEPT)
     loans.freeze(7, donor)
     cache.compact(donor, 0, [torch.arange(3)] * H)
-    assert cache.lent(donor) == 1 and loans.borrowers(7) == [donor]
+    assert cache.borrowed(donor) == 1 and loans.borrowers(7) == [donor]
     cache.verify()
     loans.drop(7)
     assert cache.held(donor) == cache.physical_pages == 1 + 1 + 1 + 2
@@ -206,7 +206,7 @@ def test_rows_that_end_with_a_page_are_shared_whole(cache):
 def test_without_full_pages_nobody_depends_on_a_shared_entry(cache):
     donor = read(cache, 100, [31, 1, 5, 7])
     cache.loans.freeze(7, donor)
-    assert cache.loans.borrowers(7) == [] and cache.lent(donor) == 0
+    assert cache.loans.borrowers(7) == [] and cache.borrowed(donor) == 0
     cache.loans.drop(7)
     cache.verify()
     assert cache.physical_pages == cache.held(donor) == 4
@@ -267,7 +267,11 @@ def test_what_is_frozen_is_shared_and_nobody_changes_it(cache):
     donor = read(cache, 100)
     cache.loans.freeze(1, donor, 2)
     cache.loans.freeze(2, donor, 1)
-    assert (cache.held(donor), cache.lent(donor), cache.loans.pages[False]) == (L * H, 3 * L * H, 3 * L * H)
+    assert (cache.held(donor), cache.borrowed(donor), cache.loans.pages[False]) == (
+        L * H,
+        3 * L * H,
+        3 * L * H,
+    )
     checksums = [cache.loans.checksum(number) for number in (1, 2)]
     fork = cache.open([(1, 2), (2, 1)])
     cache.verify()
@@ -307,7 +311,7 @@ def test_a_borrower_is_evicted_by_copying(cache, counts, columns, at_once):
     cache.verify()
     pages = [-(-count // PS) for count in counts]
     assert less == sum(4 - count for count in pages)
-    assert (cache.held(donor), cache.lent(donor)) == (sum(pages), 0)
+    assert (cache.held(donor), cache.borrowed(donor)) == (sum(pages), 0)
     assert cache.loans.checksum(1) == checksum
     for rows, old, new in zip(kept, before, entries(cache, donor), strict=True):
         assert torch.equal(old[:, rows], new)

@@ -237,7 +237,7 @@ class Model:
         self.cache.verify()
         filled = {slot: sum(-(-len(row) // PS) for row in rows) for slot, rows in self.rows.items()}
         lent = {slot: sum(self.borrowed(slot)) for slot in self.rows}
-        assert {slot: self.cache.lent(slot) for slot in self.rows} == lent
+        assert {slot: self.cache.borrowed(slot) for slot in self.rows} == lent
         assert {slot: self.cache.held(slot) + lent[slot] for slot in self.rows} == filled
         shared = {number: sum(-(-len(row) // PS) for row in rows) for number, rows in self.shared.items()}
         assert {number: len(self.cache.loans[number].pages) for number in self.cache.loans} == shared

@@ -13,7 +13,7 @@ def fill(tables, slot, columns):
 
 
 def grow(tables, slot, columns):
-    tables.reserve(np.array([slot]), np.array([columns]))
+    tables.make_room(np.array([slot]), np.array([columns]))
 
 
 def test_regions_keep_their_content_while_others_come_and_go():

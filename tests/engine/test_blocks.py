@@ -21,7 +21,7 @@ def test_workers_know_which_blocks_are_pages(moves):
     pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=16)
     outbox = Outbox()
     shared = SharedBlocks(pool, RESERVE, outbox)
-    assert (shared.most, shared.beyond_reserve(shared.of_others)) == (BLOCKS - RESERVE, 0)
+    assert (shared.most, shared.beyond_withheld(shared.of_others)) == (BLOCKS - RESERVE, 0)
     others, known = [], set()
     for move, count in [*moves, ("step", 0)]:
         free = pool.get_num_free_blocks()
@@ -47,7 +47,7 @@ def test_workers_know_which_blocks_are_pages(moves):
         assert len(set(ids)) == len(ids) and 0 not in ids
         # The first of the reserve is vLLM's padding.
         assert shared.of_others == len(others) + 1
-        assert shared.beyond_reserve(shared.of_others) == max(0, len(others) + 1 - RESERVE)
+        assert shared.beyond_withheld(shared.of_others) == max(0, len(others) + 1 - RESERVE)
 
 
 def test_growing_takes_no_more_than_is_free():

@@ -13,11 +13,11 @@ from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import checks
 from vllm_kvevict.engine.metrics import EvictionStats
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
-from vllm_kvevict.schedules.reports import Eviction, join
+from vllm_kvevict.schedules.reports import EvictionRecord, join
 
 
 @pytest.fixture
-def eviction() -> Eviction:
+def eviction() -> EvictionRecord:
     return eviction_of_eight_ranks()
 
 

@@ -110,7 +110,7 @@ def test_memory_that_both_kinds_of_layers_are_short_of(models):
             preempted.append(num_preemptions(llm))
             as_pages.append(len(ledger.blocks.as_pages))
         run(llm, [Ask(20, max_tokens=1)])  # the workers hear of the last that finished
-        assert ledger.books.used == [0] and ledger.blocks.beyond_reserve(ledger.blocks.of_others) == 0
+        assert ledger.books.used == [0] and ledger.blocks.beyond_withheld(ledger.blocks.of_others) == 0
         assert ledger.block_pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == 17
     assert 0 < preempted[1] < preempted[2], preempted
     assert len(set(as_pages)) > 1, as_pages

@@ -23,7 +23,7 @@ from vllm_kvevict.quality.results import (
 )
 from vllm_kvevict.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
 from vllm_kvevict.quality.tables import table
-from vllm_kvevict.schedules.reports import Eviction
+from vllm_kvevict.schedules.reports import EvictionRecord
 
 FULL_CACHE = Column(FULL)
 
@@ -216,7 +216,7 @@ def test_table():
 def eviction_line(request: str, policy: str) -> str:
     """A line of an eviction log."""
     heads = [[20, 40], [10, 10]]
-    eviction = Eviction(request, 100, policy, 80, 400, 8, 16, heads, 0.0, 0.0)
+    eviction = EvictionRecord(request, 100, policy, 80, 400, 8, 16, heads, 0.0, 0.0)
     return json.dumps(asdict(eviction)) + "\n"
 
 

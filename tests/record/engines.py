@@ -143,7 +143,7 @@ def _serve(llm: LLM, asks: Sequence[Ask]) -> dict[str, list[int]]:
     return {f"r{index}": tokens[f"r{index}"] for index in range(len(asks))}
 
 
-def _positions(eviction: recording.Eviction) -> list[Any]:
+def _positions(eviction: recording.KeptByLayer) -> list[Any]:
     return [[layer, [head.tolist() for head in heads]] for layer, heads in sorted(eviction.kept.items())]
 
 

@@ -1,6 +1,6 @@
 """What ranks say of an eviction."""
 
-from vllm_kvevict.schedules.reports import Eviction, Report, join
+from vllm_kvevict.schedules.reports import EvictionRecord, Report, join
 
 
 def report(first_layer: int, first_head: int, kept: list[list[int]], seconds: float = 0.0) -> Report:
@@ -22,7 +22,7 @@ def report(first_layer: int, first_head: int, kept: list[list[int]], seconds: fl
     )
 
 
-def eviction_of_eight_ranks() -> Eviction:
+def eviction_of_eight_ranks() -> EvictionRecord:
     """Of four tensor-parallel ranks in each of two stages, two KV heads: two ranks of a stage hold the same head."""
     kept = {(0, 0): [[90]], (0, 1): [[110]], (1, 0): [[120]], (1, 1): [[80]]}
     ranks = [(layer, head) for layer in (1, 0) for head in (1, 1, 0, 0)]

@@ -139,7 +139,7 @@ class Loans:
             rest = entry.rest if columns is None else rest
         rows.pool.require(int((rest > 0).sum()))
         table, lengths = self._joined(parts), full * size + rest
-        tables.reserve(np.array([request_slot]), np.array([table.shape[1]]))
+        tables.make_room(np.array([request_slot]), np.array([table.shape[1]]))
         region = tables.region(request_slot)
         region[:, : table.shape[1]] = table
         self._copy_partial(region, full, rest)

@@ -153,7 +153,7 @@ class PagedKVCache:
         pages, partial = self.lengths.demand(which, tokens)
         self.pool.require(int(pages.sum()))
         max_lens = self.lengths.longest(which) + tokens
-        self.tables.reserve(which, -(-max_lens // self.page_size))
+        self.tables.make_room(which, -(-max_lens // self.page_size))
 
         batch = to_device(which, self.device)
         for part, count in by_tokens(tokens):
@@ -170,7 +170,7 @@ class PagedKVCache:
         """
         if self.lengths.of(request_slot).any():
             raise ValueError(f"request slot {request_slot} is not empty")
-        self.tables.reserve(self._opened([request_slot]), np.array([-(-tokens // self.page_size)]))
+        self.tables.make_room(self._opened([request_slot]), np.array([-(-tokens // self.page_size)]))
         self.lengths.announce(request_slot, tokens)
 
     def fill(self, request_slot: int, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,8 +294,8 @@ class PagedKVCache:
         """
         which, fewer = self._opened(request_slots), np.asarray(dropped, np.int64)
         for request_slot, count in zip(request_slots, dropped, strict=True):
-            lent = self.loans.columns[request_slot] * self.page_size
-            own = int((self.lengths.of(request_slot).ravel() - lent).min())
+            borrowed = self.loans.columns[request_slot] * self.page_size
+            own = int((self.lengths.of(request_slot).ravel() - borrowed).min())
             if not 0 <= count <= own:
                 raise ValueError(
                     f"request slot {request_slot} cannot drop {count} tokens: a row has {own} of its own"
@@ -329,9 +329,9 @@ class PagedKVCache:
 
     def held(self, request_slot: int) -> int:
         """Pages that a request holds, without those that it borrows."""
-        return int(self.lengths.pages[request_slot]) - self.lent(request_slot)
+        return int(self.lengths.pages[request_slot]) - self.borrowed(request_slot)
 
-    def lent(self, request_slot: int) -> int:
+    def borrowed(self, request_slot: int) -> int:
         """Pages that a request borrows."""
         return int(self.loans.columns[request_slot].sum())
 

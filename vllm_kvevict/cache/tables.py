@@ -61,7 +61,7 @@ class PageTables:
         """Page ids at some places (int32) of the arena, int32 of the same shape."""
         return self.arena.index_select(0, place.flatten()).view(place.shape)
 
-    def reserve(self, request_slots: IntArray, columns: IntArray) -> None:
+    def make_room(self, request_slots: IntArray, columns: IntArray) -> None:
         """Make room for at least ``columns`` (int64 [B]) pages a row of ``request_slots`` (int64 [B])."""
         short = np.flatnonzero(columns > self._columns[request_slots])
         for i in short:

@@ -157,7 +157,7 @@ def check_fits(
     longest = vllm_config.model_config.max_model_len
     everything = [rank.rows * cdiv(longest, bounds.page_size) for rank in bounds.ranks]
     holds_more = plan.evict_at is not None and plan.schedule.repeats_prompt
-    if (bounds.hold(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):
+    if (bounds.have_room_for(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):
         return
     if not bounds.fits(plan, prompt_len, in_one_step):
         raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest, in_one_step), "prompt")

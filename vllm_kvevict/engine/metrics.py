@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_kvevict.policies import available
 
 if TYPE_CHECKING:
-    from vllm_kvevict.schedules.reports import Eviction
+    from vllm_kvevict.schedules.reports import EvictionRecord
 
 PREFIX = "vllm:kv_eviction_"
 COUNTERS = {
@@ -45,7 +45,7 @@ class EvictionStats(KVConnectorStats):
 
     data: dict[str, Any] = field(default_factory=dict)
 
-    def on_eviction(self, eviction: "Eviction") -> None:
+    def on_eviction(self, eviction: "EvictionRecord") -> None:
         """Record a request that every rank has evicted."""
         self._add("evicted_tokens", eviction.stored - eviction.kept)
         self._add("freed_pages", eviction.freed_pages)

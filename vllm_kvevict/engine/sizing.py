@@ -96,7 +96,7 @@ class Crowd:
     def shortage(self, count: int) -> Shortage | None:
         """What one more request would lack beside ``count`` that run, of which the last was read just now."""
         new = self.newcomer(count)
-        if not self.control.bounds.hold(new.terms.peak):
+        if not self.control.bounds.have_room_for(new.terms.peak):
             return Shortage.PROMPTS
         ages = [min(self.steps * place, self.output - 1) for place in range(count)]
         running = [replace(new, counts=self.counts, tokens=self.prompt + age) for age in ages]

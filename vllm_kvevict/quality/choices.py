@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 
 from vllm_kvevict.quality.results import Column, Result
-from vllm_kvevict.schedules.reports import Eviction, read_evictions
+from vllm_kvevict.schedules.reports import EvictionRecord, read_evictions
 
 
-def evictions_by_request(path: Path) -> dict[str, Eviction]:
+def evictions_by_request(path: Path) -> dict[str, EvictionRecord]:
     """An eviction log's evictions by request; of a request that was evicted twice, the last one."""
     return {eviction.request: eviction for eviction in read_evictions(path)}
 
 
 def kept_shares(
-    results: Iterable[Result], evictions: Mapping[str, Eviction], budget: float
+    results: Iterable[Result], evictions: Mapping[str, EvictionRecord], budget: float
 ) -> dict[Column, np.ndarray]:
     """Share of the tokens kept, [layers, KV heads], on average over the requests of each column with this budget."""
     # vLLM appends a random part to the name that it tells the client.

@@ -70,7 +70,7 @@ class MemoryBounds:
         kept = plan.schedule.kept_pages(plan.config, n, tokens - n, rank, self.page_size, rank.num_layers)
         return min(unevicted, kept)
 
-    def hold(self, pages: Sequence[int]) -> bool:
+    def have_room_for(self, pages: Sequence[int]) -> bool:
         """Whether the ranks, if empty, can hold so many pages each."""
         return all(most <= rank.pages for most, rank in zip(pages, self.ranks, strict=True))
 
@@ -81,7 +81,7 @@ class MemoryBounds:
             in_one_step: whether one step may read all up to its eviction, if steps can be that long.
         """
         by_layer = in_one_step and self.gains_from_one_step(plan)
-        return self.hold(self.until_read(plan, tokens, by_layer))
+        return self.have_room_for(self.until_read(plan, tokens, by_layer))
 
     def longest_prompt(self, plan_for: Callable[[int], Plan], most: int, in_one_step: bool = True) -> int:
         """The longest prompt, at most ``most`` tokens, that fits; longer ones need more.
@@ -94,7 +94,7 @@ class MemoryBounds:
 
     def most_tokens(self, plan: Plan, tokens: int, most: int) -> int:
         """The most tokens, from ``tokens`` to ``most``, that a request can have stored, its eviction done, alone."""
-        return last_that(lambda count: self.hold(self.after_eviction(plan, count)), tokens, most)
+        return last_that(lambda count: self.have_room_for(self.after_eviction(plan, count)), tokens, most)
 
 
 def last_that(holds: Callable[[int], bool], low: int, high: int) -> int:

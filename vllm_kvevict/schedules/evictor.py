@@ -193,7 +193,7 @@ class Evictor:
         resident = rows.resident
         n = resident.plan.evict_at
         assert n is not None
-        held = self.cache.held(resident.request_slot) + self.cache.lent(resident.request_slot)
+        held = self.cache.held(resident.request_slot) + self.cache.borrowed(resident.request_slot)
         if resident.scratch is not None:
             held += self.cache.held(resident.scratch)
         resident.peak_pages = max(resident.peak_pages, held)

@@ -131,7 +131,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Eviction:
+class EvictionRecord:
     """One request's eviction, over all ranks; its fields are those of a line of ``eviction_log``.
 
     Attributes:
@@ -157,7 +157,7 @@ class Eviction:
     compaction_seconds: float
 
 
-def read_evictions(path: Path) -> Iterator[Eviction]:
+def read_evictions(path: Path) -> Iterator[EvictionRecord]:
     """The evictions in the file that a server's ``eviction_log`` named, one at a time: it can be large.
 
     Raises:
@@ -166,16 +166,16 @@ def read_evictions(path: Path) -> Iterator[Eviction]:
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
-                eviction = Eviction(**json.loads(line))
+                eviction = EvictionRecord(**json.loads(line))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a line of an eviction log") from error
             yield eviction
 
 
-def join(request_id: str, reports: Sequence[Report]) -> Eviction:
+def join(request_id: str, reports: Sequence[Report]) -> EvictionRecord:
     """Make one eviction of the reports of all ranks, one of each."""
     first, heads = reports[0], kept_by_head(reports)
-    return Eviction(
+    return EvictionRecord(
         request=request_id,
         tokens=first.tokens,
         policy=first.policy,

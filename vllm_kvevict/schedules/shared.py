@@ -33,7 +33,7 @@ from vllm_kvevict.schedules.reports import (
 )
 
 
-class ByBudgets(Arbiter):
+class BudgetArbiter(Arbiter):
     """Shares the budget out by the weights of all layers (LAVa Alg. 2, CAKE)."""
 
     def __init__(self, config: EvictionConfig, n: int):
@@ -50,7 +50,7 @@ class ByBudgets(Arbiter):
         return LayerBudgets(epoch, layer_budgets(self.config, weights, self.n))
 
 
-class ByCut(Arbiter):
+class CutArbiter(Arbiter):
     """Finds the lowest score of the whole model that stays, in at most four rounds."""
 
     def __init__(self, wanted: int):
@@ -119,7 +119,7 @@ class ByWeight(Schedule):
             evictor.send_weights(resident)
 
     def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
-        return ByBudgets(config, n)
+        return BudgetArbiter(config, n)
 
     def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
         assert isinstance(answer, LayerBudgets)
@@ -156,7 +156,7 @@ class ByScore(Schedule):
             evictor.send_tally(rows.resident, Question())
 
     def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
-        return ByCut(whole_model.wanted(config, n, rank.num_model_layers, rank.num_model_kv_heads))
+        return CutArbiter(whole_model.wanted(config, n, rank.num_model_layers, rank.num_model_kv_heads))
 
     def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
         if isinstance(answer, CutQuestion):

@@ -54,7 +54,7 @@ class Account:
         replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
-        lent: pages of each rank that it borrows.
+        borrowed: pages of each rank that it borrows.
         prefix: the cached prefix that it borrows pages of.
         segment: the last of the segments that it borrows pages of.
         in_one_step: whether its first step reads all up to its eviction.
@@ -75,7 +75,7 @@ class Account:
     replayed: list[PageCount] | None
     held: list[int]
     promise: list[int]
-    lent: list[int]
+    borrowed: list[int]
     prefix: Prefix | None = None
     segment: Segment | None = None
     tokens: int = 0
@@ -178,7 +178,7 @@ class Account:
             return list(terms.peak)
         stored = tokens + self.plan.extra_tokens(tokens)
         stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
-        own = [count.at(stored) - lent for count, lent in zip(self.counts, self.lent, strict=True)]
+        own = [count.at(stored) - pages for count, pages in zip(self.counts, self.borrowed, strict=True)]
         if terms.copies is None or not self._is_evicted_by(tokens):
             return own
         return [sum(pair) for pair in zip(own, terms.copies, strict=True)]
@@ -242,9 +242,9 @@ class Account:
         """
         residues = [0] * self.counts[0].page_size
         counts = []
-        for held, lent, rank in zip(self.held, self.lent, ranks, strict=True):
+        for held, borrowed, rank in zip(self.held, self.borrowed, ranks, strict=True):
             residues[0 if self.terms.copies is None else 1 % len(residues)] = rank.rows
-            counts.append(PageCount.from_residues(held + lent, tokens, residues))
+            counts.append(PageCount.from_residues(held + borrowed, tokens, residues))
         return counts
 
     def take_chunk(self) -> tuple[int, int]:
@@ -272,18 +272,18 @@ class Account:
         self.counts[index] = count
         self._unreported.discard(index)
         held = list(self.held)
-        held[index] = count.at(self.tokens) - self.lent[index]
+        held[index] = count.at(self.tokens) - self.borrowed[index]
         return self.need_with(held)
 
-    def on_last_report(self, index: int, count: PageCount, lent: int) -> Need:
+    def on_last_report(self, index: int, count: PageCount, borrowed: int) -> Need:
         """As :meth:`on_report`, of its last eviction: the rest of a replay is promised in exact pages from here on.
 
         Args:
-            lent: pages that it borrows there from now on.
+            borrowed: pages that it borrows there from now on.
         """
-        self.lent[index] = lent
+        self.borrowed[index] = borrowed
         peak = list(self.terms.peak)
-        peak[index] = count.at(max(self.prefill_len, self.tokens)) - lent
+        peak[index] = count.at(max(self.prefill_len, self.tokens)) - borrowed
         self.terms = replace(self.terms, peak=peak)
         return self.on_report(index, count)
 
@@ -303,10 +303,10 @@ class Account:
 
     def own_prefix(self) -> Need:
         """What it borrows of a prefix becomes its own; what it needs then."""
-        held = [sum(pair) for pair in zip(self.held, self.lent, strict=True)]
-        peak = [sum(pair) for pair in zip(self.terms.peak, self.lent, strict=True)]
+        held = [sum(pair) for pair in zip(self.held, self.borrowed, strict=True)]
+        peak = [sum(pair) for pair in zip(self.terms.peak, self.borrowed, strict=True)]
         self.terms = replace(self.terms, peak=peak)
-        self.lent, self.prefix = [0] * len(held), None
+        self.borrowed, self.prefix = [0] * len(held), None
         return held, self.promise
 
     def follow(self, segment: Segment | None) -> None:
@@ -316,7 +316,7 @@ class Account:
     def leave(self, segment: Segment, pages: Sequence[int]) -> Need:
         """Pages of its own, so many of each rank, become segments, of which it borrows them; what it needs then."""
         self.segment = segment
-        self.lent = [sum(pair) for pair in zip(self.lent, pages, strict=True)]
+        self.borrowed = [sum(pair) for pair in zip(self.borrowed, pages, strict=True)]
         return [held - fewer for held, fewer in zip(self.held, pages, strict=True)], self.promise
 
     def end_copying(self) -> None:

@@ -78,15 +78,15 @@ class AdmissionControl:
         """
         ranks, to_read = self.bounds.ranks, prompt_len if prefill_len is None else prefill_len
         counts = [PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks]
-        prefix, segment, tokens, lent = None, None, 0, [0] * len(ranks)
+        prefix, segment, tokens, borrowed = None, None, 0, [0] * len(ranks)
         if isinstance(begins_with, Prefix):
-            prefix, tokens, lent, replayed = begins_with, begins_with.tokens, list(begins_with.lent), None
+            prefix, tokens, borrowed, replayed = begins_with, begins_with.tokens, list(begins_with.full), None
             counts = [prefix.kept[rank] for rank in range(len(ranks))]
-            terms = Terms([count.at(to_read) - pages for count, pages in zip(counts, lent, strict=True)])
+            terms = Terms([count.at(to_read) - pages for count, pages in zip(counts, borrowed, strict=True)])
         elif begins_with is not None:
             segment, columns = begins_with
-            tokens, lent = columns * self.bounds.page_size, [rank.rows * columns for rank in ranks]
-            terms = self.copying(plan, to_read, lent, replayed)
+            tokens, borrowed = columns * self.bounds.page_size, [rank.rows * columns for rank in ranks]
+            terms = self.copying(plan, to_read, borrowed, replayed)
         else:
             by_layer = self.bounds.by_layer(plan, first_step)
             terms = Terms(self.peaks(plan, to_read, by_layer, replayed), by_layer)
@@ -101,7 +101,7 @@ class AdmissionControl:
             replayed,
             held=[0] * len(ranks),
             promise=[0] * len(ranks),
-            lent=lent,
+            borrowed=borrowed,
             prefix=prefix,
             segment=segment,
             tokens=tokens,
@@ -110,17 +110,17 @@ class AdmissionControl:
         )
 
     def copying(
-        self, plan: Plan, tokens: int, lent: Sequence[int], replayed: Sequence[PageCount] | None
+        self, plan: Plan, tokens: int, borrowed: Sequence[int], replayed: Sequence[PageCount] | None
     ) -> Terms:
         """The terms of a request whose pages stay with segments when it is evicted: it holds copies of what it keeps.
 
         Args:
             tokens: to be read.
-            lent: pages of each rank that it borrows.
+            borrowed: pages of each rank that it borrows.
         """
         n = plan.evict_at
         until = self.bounds.until_read(plan, n or tokens, False)
-        peak = [pages - borrowed for pages, borrowed in zip(until, lent, strict=True)]
+        peak = [pages - shared for pages, shared in zip(until, borrowed, strict=True)]
         if n is None:
             return Terms(peak)
         copies = self.bounds.after_eviction(plan, n + STEPS_AHEAD)
@@ -147,13 +147,15 @@ class AdmissionControl:
 
     def can_ever_fit(self, account: Account) -> bool:
         """Whether empty pools could hold the request until it is read, in this way or in one step."""
-        # Alone a request owns what a prefix lends it: that may be dropped then.
-        if self.bounds.hold([sum(pages) for pages in zip(account.terms.peak, account.lent, strict=True)]):
+        # Alone a request owns what it borrows of a prefix: that may be dropped then.
+        if self.bounds.have_room_for(
+            [sum(pages) for pages in zip(account.terms.peak, account.borrowed, strict=True)]
+        ):
             return True
         if account.terms.by_layer or not self.bounds.gains_from_one_step(account.plan):
             return False
         peaks = self.peaks(account.plan, account.prefill_len, True, account.replayed)
-        return self.bounds.hold(peaks)
+        return self.bounds.have_room_for(peaks)
 
     def shortage(
         self,
@@ -199,7 +201,7 @@ class AdmissionControl:
                 pages += now
             else:
                 # Whose prompt is being repeated holds more now than then.
-                pages += max(now, account.counts[index].at(account.tokens + steps) - account.lent[index])
+                pages += max(now, account.counts[index].at(account.tokens + steps) - account.borrowed[index])
         return pages
 
     def expected_end(self, account: Account, patient: bool = False) -> int:
@@ -218,7 +220,7 @@ class AdmissionControl:
         budget."""
         count, evict_at = account.counts[index], account.plan.evict_at
         if evict_at is None or (count.tokens >= evict_at and not account.awaits_report_of(index)):
-            return count.at(end) - account.lent[index]
+            return count.at(end) - account.borrowed[index]
         if account.replayed is not None:
             kept = account.replayed[index]
             return kept.at(max(end, kept.tokens))

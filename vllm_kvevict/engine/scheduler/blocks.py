@@ -17,32 +17,32 @@ class SharedBlocks:
 
     Args:
         pool: vLLM's blocks, which other layers take from, too.
-        reserve: blocks that are never made pages.
+        withheld: blocks that are never made pages.
         outbox: where the workers are told of blocks that change hands.
 
     Attributes:
-        reserve: see above.
+        withheld: see above.
         as_pages: the blocks that are pages now.
     """
 
-    def __init__(self, pool: "BlockPool", reserve: int, outbox: Outbox):
+    def __init__(self, pool: "BlockPool", withheld: int, outbox: Outbox):
         self._pool, self.outbox = pool, outbox
-        self.reserve = reserve
+        self.withheld = withheld
         self.as_pages: list[KVCacheBlock] = []
 
     @property
     def most(self) -> int:
         """Blocks that may be pages at once."""
-        return self._pool.num_gpu_blocks - self.reserve
+        return self._pool.num_gpu_blocks - self.withheld
 
     @property
     def of_others(self) -> int:
-        """Blocks that are neither free nor pages. vLLM's padding is one of them; it is in the reserve."""
+        """Blocks that are neither free nor pages. vLLM's padding is one of them; it is among those withheld."""
         return self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - len(self.as_pages)
 
-    def beyond_reserve(self, others: int) -> int:
+    def beyond_withheld(self, others: int) -> int:
         """Of so many blocks of other layers, those that could be pages."""
-        return max(0, others - self.reserve)
+        return max(0, others - self.withheld)
 
     def grow(self, count: int) -> None:
         """Make blocks pages, until there are at least ``count``; so many must be free or pages already."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.schedules.reports import Eviction
+from vllm_kvevict.schedules.reports import EvictionRecord
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -22,7 +22,7 @@ class EvictionLog:
         self.path = path
         self._has_failed = False
 
-    def write(self, eviction: Eviction) -> None:
+    def write(self, eviction: EvictionRecord) -> None:
         """Tell of an eviction; a file that cannot be written is warned of once, and tried again with the next."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", _for_people(eviction))
@@ -42,7 +42,7 @@ class EvictionLog:
             self._has_failed = True
 
 
-def _for_people(eviction: Eviction) -> str:
+def _for_people(eviction: EvictionRecord) -> str:
     layers = "; ".join(
         f"layer {layer}: {sum(heads)}/{len(heads) * eviction.tokens} ({' '.join(map(str, heads))})"
         for layer, heads in enumerate(eviction.heads)

@@ -380,7 +380,7 @@ class PageLedger(KVCacheManager):
             self.compressed.drop_forgotten()
             return
         if report.last:
-            need = account.on_last_report(index, count, 0 if prefix is None else prefix.lent[index])
+            need = account.on_last_report(index, count, 0 if prefix is None else prefix.full[index])
         else:
             need = account.on_report(index, count)
         self.books.hold(account, need)

@@ -85,7 +85,7 @@ class OtherLayers:
     def _with_blocks(self, pages: Sequence[int], blocks: int) -> list[int]:
         """Pages of each rank together with those that there cannot be if other layers hold so many blocks."""
         assert self._blocks is not None
-        taken = self._blocks.beyond_reserve(blocks)
+        taken = self._blocks.beyond_withheld(blocks)
         return [more + taken * each for more, each in zip(pages, self._pages_per_block, strict=True)]
 
     def blocks_beside(self, request: "Request") -> tuple[int, int]:
@@ -114,7 +114,7 @@ class OtherLayers:
         result = KVCacheManager.allocate_slots(self._manager, request, *args, **kwargs)
         if result is None:
             staying = [held + more for held, more in zip(pages, promised, strict=True)]
-            fewest = max(self._covering(staying), len(self._blocks.as_pages) - self._blocks.reserve)
+            fewest = max(self._covering(staying), len(self._blocks.as_pages) - self._blocks.withheld)
             if self._blocks.shrink(fewest):
                 result = KVCacheManager.allocate_slots(self._manager, request, *args, **kwargs)
         return result

@@ -33,7 +33,7 @@ class Decision:
 
 
 @dataclass
-class Eviction:
+class KeptByLayer:
     """What all layers and heads of the model keep.
 
     Attributes:
@@ -153,13 +153,13 @@ def layout(worker: Any) -> Layout:
     )
 
 
-def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[Eviction]]:
+def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[KeptByLayer]]:
     """Join what all ranks recorded: by request id, its evictions in their order.
 
     Args:
         ranks: of :func:`take_decisions`, as ``collective_rpc`` returns it.
     """
-    joined: dict[str, list[Eviction]] = {}
+    joined: dict[str, list[KeptByLayer]] = {}
     for decisions in ranks:
         times: dict[tuple[str, int], int] = {}
         for decision in decisions:
@@ -167,12 +167,12 @@ def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[Eviction]]:
             time = times.get((decision.request_id, decision.layer), 0)
             times[decision.request_id, decision.layer] = time + 1
             if time == len(done):
-                done.append(Eviction({}, {}))
+                done.append(KeptByLayer({}, {}))
             _add(done[time], decision)
     return joined
 
 
-def _add(eviction: Eviction, decision: Decision) -> None:
+def _add(eviction: KeptByLayer, decision: Decision) -> None:
     """Add a rank's heads behind those of the ranks before it; replicas of the same heads decide the same."""
     layer, first = decision.layer, decision.first_head
     heads = eviction.kept.get(layer, [])
@@ -183,7 +183,7 @@ def _add(eviction: Eviction, decision: Decision) -> None:
         eviction.scores[layer] = torch.cat([*before, decision.scores])
 
 
-def of_request(joined: Mapping[str, list[Eviction]], request_id: str) -> list[Eviction]:
+def of_request(joined: Mapping[str, list[KeptByLayer]], request_id: str) -> list[KeptByLayer]:
     """The evictions of a request, by the id that its user knows; none if all of it was kept."""
     found = [name for name in joined if name == request_id or name.startswith(f"{request_id}-")]
     assert len(found) <= 1

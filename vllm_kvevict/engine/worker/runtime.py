@@ -460,7 +460,7 @@ class Runtime:
 
     def _holding(self, resident: ResidentRequest) -> tuple[int, int, int]:
         """A request's epoch, tokens and pages, borrowed ones among them."""
-        pages = self.cache.held(resident.request_slot) + self.cache.lent(resident.request_slot)
+        pages = self.cache.held(resident.request_slot) + self.cache.borrowed(resident.request_slot)
         return resident.admission.epoch, resident.tokens, pages
 
 

@@ -46,7 +46,7 @@ class CompressedPrefixes:
         ):
             return None
         for rank, capacity in enumerate(self._books.ranks):
-            own = prefix.kept[rank].at(request.num_tokens) - prefix.lent[rank]
+            own = prefix.kept[rank].at(request.num_tokens) - prefix.full[rank]
             if prefix.held[rank] + own > capacity.pages:
                 logger.debug_once(
                     "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "
@@ -119,7 +119,7 @@ class CompressedPrefixes:
             return
         # Until its step is done the request has the pages; then the prefix does.
         unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
-        self._prefixes.hold(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+        self._prefixes.set_held(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
 
     @property
     def are_used(self) -> bool:

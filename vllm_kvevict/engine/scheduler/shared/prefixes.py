@@ -69,7 +69,7 @@ class Prefix:
         held: pages of each rank that it holds.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
-        lent: pages of each rank that all of its borrowers use: those that are full.
+        full: pages of each rank that are full, which all of its borrowers use.
         borrowers: ids of the requests that use them.
         is_storing: whether the step that evicts it was dispatched.
         is_forgotten: whether no further request may begin with it.
@@ -81,7 +81,7 @@ class Prefix:
     producer: tuple[str, int]
     held: list[int]
     kept: dict[int, PageCount] = field(default_factory=dict)
-    lent: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
     is_storing: bool = False
     is_forgotten: bool = False
@@ -94,7 +94,7 @@ class Prefix:
     @property
     def is_borrowed(self) -> bool:
         """Whether requests use pages of it: not if they have copied all of them, since none is full."""
-        return bool(self.borrowers) and any(self.lent)
+        return bool(self.borrowers) and any(self.full)
 
     @property
     def num_users(self) -> int:
@@ -103,7 +103,7 @@ class Prefix:
 
     def freed(self, rank: int) -> int:
         """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
-        return self.held[rank] - (self.lent[rank] if self.borrowers else 0)
+        return self.held[rank] - (self.full[rank] if self.borrowers else 0)
 
 
 class PrefixCache:
@@ -185,7 +185,7 @@ class PrefixCache:
         prefix.is_storing = True
         self._stored[prefix.number] = prefix
         self.outbox.store(prefix.producer[0], prefix.number)
-        self.hold(prefix, pages)
+        self.set_held(prefix, pages)
 
     def on_report(self, prefix: Prefix, rank: int, count: PageCount, partial_pages: int) -> None:
         """A rank has stored a prefix.
@@ -195,9 +195,11 @@ class PrefixCache:
             partial_pages: its pages that are not full, which each borrower copies.
         """
         prefix.kept[rank] = count
-        prefix.lent = prefix.lent or [0] * len(self.held)
-        prefix.lent[rank] = count.pages - partial_pages
-        self.hold(prefix, [count.pages if index == rank else held for index, held in enumerate(prefix.held)])
+        prefix.full = prefix.full or [0] * len(self.held)
+        prefix.full[rank] = count.pages - partial_pages
+        self.set_held(
+            prefix, [count.pages if index == rank else held for index, held in enumerate(prefix.held)]
+        )
         if prefix.is_ready:
             del self._by_producer[prefix.producer]
 
@@ -206,7 +208,7 @@ class PrefixCache:
         del self._by_producer[prefix.producer]
         self._remove(prefix)
 
-    def hold(self, prefix: Prefix, pages: Sequence[int]) -> None:
+    def set_held(self, prefix: Prefix, pages: Sequence[int]) -> None:
         """A prefix now holds so many pages of each rank."""
         for rank, held in enumerate(pages):
             self.held[rank] += held - prefix.held[rank]
@@ -263,7 +265,7 @@ class PrefixCache:
         return dropped
 
     def _remove(self, prefix: Prefix) -> None:
-        self.hold(prefix, [0] * len(self.held))
+        self.set_held(prefix, [0] * len(self.held))
         for prefixes in (self._stored, self._borrowed, self._forgotten):
             prefixes.pop(prefix.number, None)
         if not prefix.is_forgotten:
@@ -289,8 +291,8 @@ class PrefixCache:
         """
         pages = [0] * len(self.held)
         for prefix in {*self._borrowed.values(), *([more] if more else [])}:
-            is_shared = any(prefix.lent) and len(prefix.borrowers) + (prefix is more) > 1
-            held = prefix.held if is_shared else prefix.lent
+            is_shared = any(prefix.full) and len(prefix.borrowers) + (prefix is more) > 1
+            held = prefix.held if is_shared else prefix.full
             pages = [sum(pair) for pair in zip(pages, held, strict=True)]
         return pages
 

@@ -64,7 +64,7 @@ class UncompressedPrefixes:
 
     def columns_of(self, account: Account) -> int:
         """Columns that an account borrows of segments."""
-        return account.lent[0] // self._books.ranks[0].rows if account.segment else 0
+        return account.borrowed[0] // self._books.ranks[0].rows if account.segment else 0
 
     def _units(self, request: "Request", tokens: int) -> int:
         """Units in so many tokens of a request, as far as vLLM has hashed them."""
@@ -166,7 +166,9 @@ class UncompressedPrefixes:
         units = self._units(request, plan.leaves(tokens))
         if not units or self._segments.known(self._keys_of(request), units):
             return
-        copying = self._requests.control.copying(plan, account.prefill_len, account.lent, account.replayed)
+        copying = self._requests.control.copying(
+            plan, account.prefill_len, account.borrowed, account.replayed
+        )
         if self._is_idle(request, account, account.need_at(tokens, copying)):
             account.read_on(copying)
 
