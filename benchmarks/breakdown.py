@@ -54,7 +54,7 @@ def install(engine: Engine) -> None:
     watch(evictor.Evictor, "after_attention", "eviction: the rest")
     watch(evictor, "score_layer", "eviction: scoring")
     watch(evictor, "select", "eviction: selection")
-    watch(type(runtime.get_runtime().cache), "compact", "eviction: compaction")
+    watch(type(runtime.get_runtime().rank.cache), "compact", "eviction: compaction")
 
 
 def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:

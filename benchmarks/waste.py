@@ -102,7 +102,7 @@ def sample(engine: Engine) -> Sample:
     from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
-    cache = runtime.cache
+    cache = runtime.rank.cache
     return Sample(
         tokens=[request.num_computed_tokens for request in requests(engine)],
         entries=cache.lengths.total_entries,

@@ -65,7 +65,6 @@ LONG_FILES = [
     "kernels/decode_attention.cpp",
     "kernels/paged_decode.py",
     "vllm_kvevict/engine/scheduler/ledger.py",
-    "vllm_kvevict/engine/worker/runtime.py",
 ]
 """Files above 400 lines."""
 

@@ -73,7 +73,7 @@ def test_layers_with_windows_beside_ours(models, architecture):
 
 
 def _has_decode_kernel(worker):
-    return get_runtime().decode_attention is not None
+    return get_runtime().rank.decode_attention is not None
 
 
 @pytest.mark.engine
@@ -88,7 +88,7 @@ def test_ranks(models):
 
 def _pages(worker):
     """Name of the class that a worker stores and attends with."""
-    return type(get_runtime().pages).__name__
+    return type(get_runtime().rank.pages).__name__
 
 
 @pytest.mark.engine
@@ -109,7 +109,7 @@ def test_decodes_as_a_cuda_graph_replays_them(models, monkeypatch):
     def replaying(self, layer, query, key, value, kv_cache, state, output, *rest, **options):
         batch = state.batch
         if batch.decodes and batch.entry_slots is None and not batch.by_layer and not state.prefills:
-            tables = get_runtime().cache.tables
+            tables = get_runtime().rank.cache.tables
             addresses.add((tables.row_starts.data_ptr(), tables.kv_len.data_ptr()))
             replayed.append(batch.num_tokens)
             state = captured[batch.num_tokens]

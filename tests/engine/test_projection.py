@@ -45,7 +45,7 @@ def llm(models):
 @pytest.fixture
 def linear(llm):
     """The projection of layer 1, put back afterwards."""
-    linear = get_runtime().projections._found[1]
+    linear = get_runtime().rank.projections._found[1]
     before = linear.weight, linear.cpu_linear
     yield linear
     linear.weight, linear.cpu_linear = before
@@ -61,7 +61,7 @@ def set_weight(linear, weight: Tensor, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_weights_are_read_anew(linear, packed):
-    projections = get_runtime().projections
+    projections = get_runtime().rank.projections
     heads, size = projections.attentions[1].num_heads, projections.attentions[1].head_size
     for seed in (0, 1):
         weight = torch.randn(128, heads * size, generator=torch.Generator().manual_seed(seed))
@@ -71,11 +71,11 @@ def test_the_weights_are_read_anew(linear, packed):
 
 def test_plain_weights_are_not_copied(linear):
     set_weight(linear, torch.randn(128, 128), packed=False)
-    view = get_runtime().projections.of(1)
+    view = get_runtime().rank.projections.of(1)
     assert view.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
 
 
 def test_packed_weights_are_unpacked_for_one_use(linear):
     set_weight(linear, torch.randn(128, 128), packed=True)
-    unpacked = weakref.ref(get_runtime().projections.of(1).untyped_storage())
+    unpacked = weakref.ref(get_runtime().rank.projections.of(1).untyped_storage())
     assert unpacked() is None

@@ -25,13 +25,13 @@ def _watch_peaks(worker: Any) -> None:
     from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
-    runtime.peaks, report = {}, runtime.evictor._report
+    runtime.peaks, report = {}, runtime.rank.evictor._report
 
     def watched(resident, n):
         report(resident, n)
         runtime.peaks[resident.admission.request_id] = resident.peak_pages
 
-    runtime.evictor._report = watched
+    runtime.rank.evictor._report = watched
 
 
 def _peaks(worker: Any) -> dict[str, int]:

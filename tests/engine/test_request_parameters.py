@@ -54,7 +54,7 @@ def test_requests_keep_what_a_server_with_their_parameters_keeps(models):
 
 def _note_windows(worker) -> None:
     """Let the rank remember how many rows its kernel was called with."""
-    evictor = get_runtime().evictor
+    evictor = get_runtime().rank.evictor
     attend, evictor.called_with = evictor.sources.window_attention, set()
 
     def noted(query, *others):
@@ -65,7 +65,7 @@ def _note_windows(worker) -> None:
 
 
 def _noted(worker) -> list[int]:
-    return sorted(get_runtime().evictor.called_with)
+    return sorted(get_runtime().rank.evictor.called_with)
 
 
 @pytest.mark.engine

@@ -319,7 +319,7 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
     kept: dict[str, list[int]] = {}
 
     def record(worker: Any) -> None:
-        evictor = get_runtime().evictor
+        evictor = get_runtime().rank.evictor
         after = evictor.after_attention
 
         def recording(step, rows):

@@ -97,7 +97,7 @@ def _left(worker: Any) -> tuple[str, int]:
     step = SchedulerOutput.make_empty()
     step.finished_req_ids = set(runtime.residents)
     runtime.begin_step(step)
-    held = runtime.cache.physical_pages - sum(runtime.prefixes.holdings().values())
+    held = runtime.rank.cache.physical_pages - sum(runtime.rank.prefixes.holdings().values())
     return type(worker.model_runner).__mro__[1].__module__, held
 
 

@@ -93,9 +93,9 @@ class RaggedImpl(AttentionImpl):
         if attn_metadata is None or attn_metadata.batch is None:
             return output.zero_()
         runtime, batch = get_runtime(), attn_metadata.batch
-        index = runtime.layer_index[layer.layer_name]
+        index = runtime.rank.layer_index[layer.layer_name]
         if batch.decodes:
-            runtime.decode(index, batch.decodes, query, key, value, output, self.scale)
+            runtime.rank.decode(index, batch.decodes, query, key, value, output, self.scale)
         if batch.entry_slots is not None:
             self._serve(index, batch, query, key, value, output)
         for request in batch.by_layer:
@@ -108,7 +108,7 @@ class RaggedImpl(AttentionImpl):
         self, layer: int, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
         """Store the batch's entries and attend to them."""
-        pages, tokens, heads = get_runtime().pages, batch.num_tokens, self.num_kv_heads
+        pages, tokens, heads = get_runtime().rank.pages, batch.num_tokens, self.num_kv_heads
         assert batch.entry_slots is not None
         pages.append(key[:tokens], value[:tokens], batch.entry_slots[layer])
         # One row holds the query heads of one KV head; a request's rows are wanted head by head.
@@ -130,8 +130,8 @@ class RaggedImpl(AttentionImpl):
         """The same for a request that takes the layer's pages only now."""
         runtime, rows, heads = get_runtime(), request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
-        entry_slots, table = runtime.cache.fill(request.request_slot, layer, tokens)
-        runtime.pages.append(key[rows], value[rows], entry_slots)
+        entry_slots, table = runtime.rank.cache.fill(request.request_slot, layer, tokens)
+        runtime.rank.pages.append(key[rows], value[rows], entry_slots)
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)
@@ -140,7 +140,7 @@ class RaggedImpl(AttentionImpl):
 
     def _attend(self, queries: Tensor, output: Tensor, sequences: Sequences) -> None:
         """Attention of every sequence, arguments as of :meth:`Pages.attend`."""
-        pages = get_runtime().pages
+        pages = get_runtime().rank.pages
         if self.sinks is None:
             pages.attend(queries, output, sequences, self.scale, self.softcap)
             return

@@ -21,17 +21,21 @@ class WorkerEnd:
     def handshake(self) -> Handshake:
         """What the rank can do."""
         runtime = get_runtime()
-        cache = runtime.cache
+        cache = runtime.rank.cache
         capacity = RankCapacity(
-            runtime.capacity,
-            runtime.evictor.first_layer,
+            runtime.rank.capacity,
+            runtime.rank.evictor.first_layer,
             cache.num_layers,
             cache.num_kv_heads,
-            runtime.evictor.num_model_layers,
+            runtime.rank.evictor.num_model_layers,
             runtime.vllm_config.model_config.get_total_num_kv_heads(),
         )
         return Handshake(
-            self.rank, capacity, __version__, runtime.projections.available, runtime.rotary.available
+            self.rank,
+            capacity,
+            __version__,
+            runtime.rank.projections.available,
+            runtime.rank.rotary.available,
         )
 
     def end_step(self) -> WorkerMessages | None:

@@ -112,13 +112,13 @@ def _key(resident: ResidentRequest) -> tuple[str, int]:
 
 def record(worker: Any, with_scores: bool = False) -> None:
     """Record evictions from now on."""
-    evictor = get_runtime().evictor
+    evictor = get_runtime().rank.evictor
     evictor.observer = Recorder(evictor, with_scores)
 
 
 def take_decisions(worker: Any) -> list[Decision]:
     """What was recorded since the last call."""
-    recorder = get_runtime().evictor.observer
+    recorder = get_runtime().rank.evictor.observer
     assert isinstance(recorder, Recorder)
     decisions, recorder.decisions = recorder.decisions, []
     return decisions
@@ -144,9 +144,9 @@ class Layout:
 def layout(worker: Any) -> Layout:
     """How the rank stores KV."""
     runtime = get_runtime()
-    cache = runtime.cache
+    cache = runtime.rank.cache
     return Layout(
-        sorted(map(extract_layer_index, runtime.layer_index)),
+        sorted(map(extract_layer_index, runtime.rank.layer_index)),
         runtime.vllm_config.model_config.get_total_num_kv_heads(),
         cache.page_size,
         cache.storage[0].nbytes,

@@ -18,7 +18,7 @@ WINDOW = 32
 
 def warm_up(runtime: "Runtime") -> None:
     """Store, score and evict a prompt of zeros, and decode a token; under tensor parallelism all ranks must call it."""
-    cache, pages, evictor = runtime.cache, runtime.pages, runtime.evictor
+    cache, pages, evictor = runtime.rank.cache, runtime.rank.pages, runtime.rank.evictor
     windows = runtime.options.kernel_windows
     window = max(windows, default=WINDOW)
     n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
@@ -26,12 +26,12 @@ def warm_up(runtime: "Runtime") -> None:
     step = cache.extend([request_slot], [n])
     entries = cache.storage.new_zeros(n, heads, cache.head_dim)
     pages.append(entries, entries, cache.entry_slots(step)[0])
-    query = cache.storage.new_zeros(window, heads * runtime.group, cache.head_dim)
+    query = cache.storage.new_zeros(window, heads * runtime.rank.group, cache.head_dim)
     assert pages.window_attention is not None
     table = cache.table(request_slot, 0)
     # Whatever a request's policy asks for.
     for size, rows in itertools.product(windows, COMBINED_ROWS):
-        pages.window_attention(query[:size], table, n, 1.0, runtime.softcap, rows)
+        pages.window_attention(query[:size], table, n, 1.0, runtime.rank.softcap, rows)
     scores = torch.zeros(heads, n - window, device=query.device)
     scored = [
         LayerScores(
@@ -44,9 +44,9 @@ def warm_up(runtime: "Runtime") -> None:
     cache.compact(request_slot, 0, list(itertools.chain.from_iterable(chosen)))
     cache.settle(request_slot)
     step = cache.extend([request_slot], [1])
-    if runtime.decode_attention is not None:
-        runtime.decode_attention.set_arena(cache.tables.arena)
+    if runtime.rank.decode_attention is not None:
+        runtime.rank.decode_attention.set_arena(cache.tables.arena)
         query, entries = query[:1], entries[:1]
         decodes = Decodes(step.request_slots, None)
-        runtime.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
+        runtime.rank.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
     cache.close([request_slot])

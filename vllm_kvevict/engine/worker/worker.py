@@ -73,8 +73,8 @@ class _EvictionMixin:
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> Any:
         runtime = get_runtime()
-        if runtime.pages.uses_triton:
-            with runtime.all_blocks_as_pages():
+        if runtime.rank.pages.uses_triton:
+            with runtime.rank.all_blocks_as_pages():
                 warm_up(runtime)
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvevict.engine.scheduler.outbox import Outbox
+from vllm_kvevict.schedules.bounds import last_that
 
 Keys = Callable[[int], Hashable]
 """What identifies a prompt's first so many units of tokens, from 1 on."""
@@ -114,7 +115,7 @@ class SegmentCache:
 
         What is known of a prefix is known of all shorter ones, for the same reason.
         """
-        units = _last(lambda count: self._ready(keys(count)) is not None, most)
+        units = last_that(lambda count: self._ready(keys(count)) is not None, 0, most)
         segment = self._ready(keys(units)) if units else None
         if segment is None:
             return None
@@ -127,7 +128,7 @@ class SegmentCache:
 
     def soon(self, keys: Keys, most: int) -> int:
         """Units of the longest prefix, at most ``most``, that will be there after the step that is being scheduled."""
-        return _last(lambda count: keys(count) in self._by_key, most)
+        return last_that(lambda count: keys(count) in self._by_key, 0, most)
 
     def known(self, keys: Keys, units: int) -> bool:
         """Whether there is a prefix of so many units, if only after the step that is being scheduled."""
@@ -151,7 +152,7 @@ class SegmentCache:
 
     def readers(self, keys: Keys, most: int) -> tuple[list[str], int]:
         """Who reads the longest prefix of at most ``most`` units that anybody reads, and its units."""
-        units = _last(lambda count: keys(count) in self._readers, most)
+        units = last_that(lambda count: keys(count) in self._readers, 0, most)
         return (list(self._readers[keys(units)]), units) if units else ([], 0)
 
     # From freezing to dropping.
@@ -303,15 +304,6 @@ class SegmentCache:
             found.remove(segment)
             if not found:
                 del self._by_key[key]
-
-
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to most for which something holds that does not again once it does not; 0 for none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
 
 
 def keys_of(block_hashes: Sequence[Hashable], blocks: int) -> Keys:

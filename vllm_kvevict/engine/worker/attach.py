@@ -1,0 +1,255 @@
+"""A rank once its KV memory is there: vLLM's allocation as one pool of pages, and all that serves it.
+
+:func:`attach` makes a complete rank, or raises and leaves nothing behind.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.format import page_elements
+from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.devices import Device
+from vllm_kvevict.engine.errors import finds_none
+from vllm_kvevict.engine.memory import evicted_layers_of_stages
+from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
+from vllm_kvevict.engine.worker.batch import Decodes
+from vllm_kvevict.engine.worker.blocks import BlockPages
+from vllm_kvevict.engine.worker.pages import Pages
+from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
+from vllm_kvevict.engine.worker.projection import OutputProjections
+from vllm_kvevict.engine.worker.rotary import ModelRotary
+from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.parallel import TensorComm
+from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING, ModelPart
+from vllm_kvevict.schedules.evictor import Evictor
+
+
+@dataclass
+class Rank:
+    """What a worker has of the model's KV.
+
+    Attributes:
+        layer_index: of its evicted layers, by their names.
+        cache, pages: where KV lies, and who stores and attends there.
+        prefixes: what of it is shared.
+        evictor: who evicts.
+        projections, rotary: of the model, which some policies read.
+        group, softcap: query heads of a KV head; of the layers' logits.
+        decode_attention: our kernel for decodes, None where vLLM's serves them.
+        decode_slots: int64 [max requests]; decodes replayed from a CUDA graph find their requests here.
+        block_pages: where blocks become pages as they are needed; None where all memory is pages.
+        num_blocks, capacity: vLLM's blocks; the most pages that there can be.
+    """
+
+    layer_index: dict[str, int]
+    cache: PagedKVCache
+    pages: Pages
+    prefixes: CachedPrefixes
+    evictor: Evictor
+    projections: OutputProjections
+    rotary: ModelRotary
+    group: int
+    softcap: float
+    decode_attention: Any
+    decode_slots: Tensor
+    block_pages: BlockPages | None
+    num_blocks: int
+    capacity: int
+
+    @contextlib.contextmanager
+    def all_blocks_as_pages(self) -> Iterator[None]:
+        """Let all memory be pages meanwhile: at start-up, when no layer has anything to remember."""
+        if self.block_pages is None:
+            yield
+            return
+        pages = self.block_pages.in_blocks(range(1, self.num_blocks), self.cache.device)
+        self.cache.add_pages(pages)
+        yield
+        self.cache.remove_pages(pages)
+
+    def decode(
+        self,
+        layer: int,
+        decodes: Decodes,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        scale: float,
+    ) -> None:
+        """Store and attend by our kernel; tensors as of its call."""
+        assert self.decode_attention is not None
+        tables, first = self.cache.tables, layer * self.cache.num_kv_heads
+        # Kernels on a GPU look up where the arena is: it moves, and CUDA graphs outlive that.
+        arena = self.decode_attention.arena_address if self.pages.uses_triton else tables.arena
+        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.request_slots, first, decodes.new_tokens)
+        self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
+
+
+def attach(
+    vllm_config: VllmConfig,
+    options: Options,
+    device: Device,
+    model: torch.nn.Module,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Tensor],
+    reserve: Tensor | None,
+) -> Rank:
+    """Take over vLLM's KV memory as one pool of pages.
+
+    Args:
+        model: the worker's part of it.
+        kv_cache_config: vLLM's layout of the KV memory.
+        kv_caches: its views by layer name, all over one allocation; other layers' are among them.
+        reserve: as of :class:`vllm_kvevict.schedules.inputs.Sources`.
+
+    Raises:
+        KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
+    """
+    names = sorted(_evicted_layers(kv_cache_config), key=extract_layer_index)
+    context = vllm_config.compilation_config.static_forward_context
+    layers: list[Attention] = [context[name] for name in names]
+    stages = evicted_layers_of_stages(vllm_config)
+    mine = stages[get_pp_group().rank_in_group]
+    _check_heads(vllm_config, layers)
+    _check_layers(vllm_config, layers, mine)
+    first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
+    storage = _as_pages(kv_caches[names[0]], page_elements(options.page_size, first.head_size))
+    block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
+    pages = device.load(device.pages)(storage, options.page_size, vllm_config)
+    cache = PagedKVCache(
+        storage,
+        num_layers=len(layers),
+        num_kv_heads=first.num_kv_heads,
+        page_size=options.page_size,
+        max_requests=max_requests + 1,  # a repeat may see copies, in a request slot of their own
+        write=pages.write,
+        triton=pages.uses_triton,
+        is_empty=block_pages is not None,
+    )
+    projections, rotary = OutputProjections(model, layers), _rotary(vllm_config, model, layers)
+    _check_model(options, {PROJECTIONS: projections.available, ROTARY_EMBEDDING: rotary.available})
+    group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
+    uses_our_kernel = options.kernels and first.impl.sinks is None
+    return Rank(
+        {name: index for index, name in enumerate(names)},
+        cache,
+        pages,
+        CachedPrefixes(cache, options.check),
+        Evictor(
+            cache,
+            mine.start,
+            stages[-1].stop,
+            _tensor_comm(vllm_config),
+            projections.of,
+            device.is_asynchronous,
+            pages.window_attention,
+            rotary.read,
+            reserve,
+            options.kernel_windows,
+        ),
+        projections,
+        rotary,
+        group,
+        softcap,
+        decode_attention=pages.decode_attention(cache, group, softcap) if uses_our_kernel else None,
+        decode_slots=torch.full((max_requests,), -1, dtype=torch.int64, device=storage.device),
+        block_pages=block_pages,
+        num_blocks=kv_cache_config.num_blocks,
+        capacity=_capacity(vllm_config, kv_cache_config, cache, block_pages),
+    )
+
+
+def _evicted_layers(kv_cache_config: Any) -> list[str]:
+    """Names of the layers whose groups are ours."""
+    groups = kv_cache_config.kv_cache_groups
+    ours = [group for group in groups if isinstance(group.kv_cache_spec, BoundedAttentionSpec)]
+    return [name for group in ours for name in group.layer_names]
+
+
+def _find_blocks(
+    vllm_config: VllmConfig, kv_cache_config: Any, layer: str, page_bytes: int
+) -> BlockPages | None:
+    """Where the pages of blocks lie, if other layers use blocks of the same memory."""
+    if not blocks_kept(kv_cache_config.kv_cache_groups, vllm_config):
+        return None
+    layout = next(tensor for tensor in kv_cache_config.kv_cache_tensors if layer in tensor.layers)
+    return BlockPages.of(layout, kv_cache_config.num_blocks, page_bytes)
+
+
+def _capacity(
+    vllm_config: VllmConfig, kv_cache_config: Any, cache: PagedKVCache, block_pages: BlockPages | None
+) -> int:
+    """The most pages that there can be."""
+    if block_pages is None:
+        return cache.pool.num_pages
+    kept = blocks_kept(kv_cache_config.kv_cache_groups, vllm_config)
+    return (kv_cache_config.num_blocks - kept) * block_pages.per_block
+
+
+def _rotary(vllm_config: VllmConfig, model: torch.nn.Module, layers: Sequence[Attention]) -> ModelRotary:
+    """The layers' rotary embedding, which some policies undo."""
+    config = vllm_config.model_config
+    return ModelRotary(model, layers, config.max_model_len, config.get_head_size())
+
+
+def _check_model(options: Options, available: Mapping[ModelPart, bool]) -> None:
+    """Refuse a model that lacks what the server's policy reads of it."""
+    for part in options.request_config(None)[0].needs_of_model:
+        if not available[part]:
+            raise finds_none(options.policy, part)
+
+
+def _tensor_comm(vllm_config: VllmConfig) -> TensorComm | None:
+    """The tensor-parallel group, None where it has one member."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return TensorComm(group.device_group, group.rank_in_group, group.world_size, kv_heads)
+
+
+def _as_pages(view: Tensor, page_elements: int) -> Tensor:
+    """All of the allocation under a view, [pages, page_elements]; what is left at its end stays unused."""
+    raw = view.untyped_storage()
+    num_pages = raw.nbytes() // (page_elements * view.element_size())
+    pages = torch.empty(0, dtype=view.dtype, device=view.device)
+    pages.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
+    return pages
+
+
+def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
+    """Refuse a model whose layers differ, or have other heads than its configuration says: the front-end checks
+    requests by that."""
+    shapes = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers}
+    if len(shapes) != 1:
+        raise KVEvictionError(
+            "--kv-eviction needs the same heads, head size and softcap in every layer, and this model's differ: leave "
+            "the flag out"
+        )
+    model, heads = vllm_config.model_config, layers[0].num_kv_heads
+    configured = model.get_num_kv_heads(vllm_config.parallel_config)
+    if heads != configured:
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {model.model} as it is: by its config.json each rank has {configured} KV "
+            f"heads, but its layers have {heads}, so correct the number of KV heads in config.json"
+        )
+
+
+def _check_layers(vllm_config: VllmConfig, layers: Sequence[Attention], expected: range) -> None:
+    """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
+    if len(layers) != len(expected):
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json this rank has "
+            f"{len(expected)} layers with full attention, but the model has {len(layers)}, so leave the flag out"
+        )
