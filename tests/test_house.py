@@ -78,8 +78,7 @@ SET_FROM_OUTSIDE = {
     "segment.users",
     "engine.scheduler.shared.store": "producer.priority",
     "schedules.evictor": "resident.collected resident.compaction_seconds resident.decision_seconds "
-    "resident.freed_pages resident.peak_pages resident.probe resident.scores resident.scratch resident.stored "
-    "resident.tokens",
+    "resident.freed_pages resident.peak_pages resident.probe resident.scores resident.scratch resident.stored",
 }
 """Fields that a module sets in objects of others."""
 

@@ -104,20 +104,21 @@ class QueryRows:
 
 
 def query_rows(resident: ResidentRequest, rows: slice, extra: ExtraRows | None) -> QueryRows | None:
-    """What a step's rows of a request mean for its eviction, None if nothing; counts them into ``resident.tokens``.
+    """What a step's rows of a request mean for its eviction, None if nothing.
 
     Args:
+        resident: as it was before the step.
         rows: of the batch.
     """
-    before, resident.tokens = resident.tokens, resident.tokens + rows.stop - rows.start
+    before, after = resident.tokens, resident.tokens + rows.stop - rows.start
     position = resident.plan.next_eviction(before)
     if position is None:
         return None
     # The window may straddle steps: its queries are kept as they come.
     window = resident.plan.window(position)
     first = window.start
-    target = slice(max(before, first) - first, max(resident.tokens, first) - first)
-    evicts = resident.tokens == position and not resident.plan.schedule.repeats_prompt
+    target = slice(max(before, first) - first, max(after, first) - first)
+    evicts = after == position and not resident.plan.schedule.repeats_prompt
     return QueryRows(resident, rows, target, window.stop - first, evicts, extra)
 
 

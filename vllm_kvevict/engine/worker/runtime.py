@@ -220,14 +220,17 @@ class Runtime:
         batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.rank.cache, self.residents[name].request_slot, span))
-        prefills = [self._query_rows(name, span, extra) for name, span in spans.items()]
+        prefills = [self._store(name, span, extra) for name, span in spans.items()]
         if extra is not None and extra.tokens.request_id not in spans:
             prefills.append(repeat_rows(self.residents[extra.tokens.request_id], extra))
         return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
 
-    def _query_rows(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
-        is_its_own = extra is not None and extra.tokens.request_id == name
-        return query_rows(self.residents[name], span, extra if is_its_own else None)
+    def _store(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
+        """What a request's rows mean for its eviction, which it now has stored."""
+        resident, is_its_own = self.residents[name], extra is not None and extra.tokens.request_id == name
+        rows = query_rows(resident, span, extra if is_its_own else None)
+        resident.tokens += span.stop - span.start
+        return rows
 
     def _token_rows(self, common: Any) -> tuple[dict[str, slice], ExtraRows | None]:
         """Each request's token rows in the step, by its id, and the extra ones."""
@@ -250,18 +253,15 @@ class Runtime:
         if not token_rows:
             return Batch(num_tokens, None, [], None)
         lengths = [sum(span.stop - span.start for span in parts) for parts in token_rows.values()]
-        slots = [self._slot_in_step(name) for name in token_rows]
+        slots = {name: self.residents[name].request_slot for name in token_rows}
+        if self.extra is not None:
+            name = self.extra.request_id
+            schedule = self.residents[name].plan.schedule
+            slots[name] = schedule.begin_extra(self.rank.evictor, self.residents[name], self.extra)
         cache, ours = self.rank.cache, self.rank.decode_attention
-        step = cache.extend(slots, lengths)
+        step = cache.extend(list(slots.values()), lengths)
         self._freeze(token_rows)
         return lay_out(cache, step, 0 if ours is None else ours.most_new_tokens, num_tokens, order)
-
-    def _slot_in_step(self, name: str) -> int:
-        """The request slot that a request's token rows in the step join, opened now if that is for a repeat alone."""
-        resident = self.residents[name]
-        if self.extra is None or self.extra.request_id != name:
-            return resident.request_slot
-        return resident.plan.schedule.begin_extra(self.rank.evictor, resident, self.extra)
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
