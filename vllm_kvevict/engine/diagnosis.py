@@ -124,7 +124,7 @@ def _refused_policies(config: Any, options: Options) -> dict[str, str]:
             checks.check_policy(config, wanted)
             # Workers look at the modules of the model, which are not there; with these positions the outcome is known.
             if ROTARY_EMBEDDING in wanted.needs_of_model and config.model_config.uses_mrope:
-                raise finds_none(policy, ROTARY_EMBEDDING)
+                raise finds_none(policy, ROTARY_EMBEDDING.words)
         except KVEvictionError as error:
             refused[policy] = str(error)
         except ValueError as error:

@@ -6,8 +6,6 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from vllm_kvevict.policies.inputs import ModelPart
-
 
 class KVEvictionError(ValueError):
     """A setting that cannot be served; the message is one sentence that names the flag or field."""
@@ -17,10 +15,10 @@ class KVEvictionError(ValueError):
         self.field_name = field_name
 
 
-def finds_none(policy: str, part: ModelPart) -> KVEvictionError:
+def finds_none(policy: str, needed: str) -> KVEvictionError:
     """What a server says of a policy that needs something of the model which it has not, or not so that it is read."""
     return KVEvictionError(
-        f"--kv-eviction {policy} needs {part.words}, and finds none in this model: choose another policy"
+        f"--kv-eviction {policy} needs {needed}, and finds none in this model: choose another policy"
     )
 
 

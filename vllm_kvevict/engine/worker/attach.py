@@ -30,7 +30,7 @@ from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING, ModelPart
+from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.evictor import Evictor
 
 
@@ -116,48 +116,36 @@ def attach(
     Raises:
         KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
     """
-    names = sorted(_evicted_layers(kv_cache_config), key=extract_layer_index)
-    context = vllm_config.compilation_config.static_forward_context
-    layers: list[Attention] = [context[name] for name in names]
-    stages = evicted_layers_of_stages(vllm_config)
-    mine = stages[get_pp_group().rank_in_group]
+    by_name, stages = _evicted_layers(vllm_config, kv_cache_config), evicted_layers_of_stages(vllm_config)
+    mine, layers = stages[get_pp_group().rank_in_group], list(by_name.values())
     _check_heads(vllm_config, layers)
     _check_layers(vllm_config, layers, mine)
     first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
-    storage = _as_pages(kv_caches[names[0]], page_elements(options.page_size, first.head_size))
+    storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
     block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
     pages = device.load(device.pages)(storage, options.page_size, vllm_config)
-    cache = PagedKVCache(
-        storage,
-        num_layers=len(layers),
-        num_kv_heads=first.num_kv_heads,
-        page_size=options.page_size,
-        max_requests=max_requests + 1,  # a repeat may see copies, in a request slot of their own
-        write=pages.write,
-        triton=pages.uses_triton,
-        is_empty=block_pages is not None,
-    )
-    projections, rotary = OutputProjections(model, layers), _rotary(vllm_config, model, layers)
-    _check_model(options, {PROJECTIONS: projections.available, ROTARY_EMBEDDING: rotary.available})
+    cache = _cache(storage, layers, options, pages, max_requests, is_empty=block_pages is not None)
+    projections, rotary = _parts_of(model, layers, vllm_config, options)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
+    evictor = Evictor(
+        cache,
+        mine.start,
+        stages[-1].stop,
+        _tensor_comm(vllm_config),
+        projections.of,
+        device.is_asynchronous,
+        pages.window_attention,
+        rotary.read,
+        reserve,
+        options.kernel_windows,
+    )
     uses_our_kernel = options.kernels and first.impl.sinks is None
     return Rank(
-        {name: index for index, name in enumerate(names)},
+        {name: index for index, name in enumerate(by_name)},
         cache,
         pages,
         CachedPrefixes(cache, options.check),
-        Evictor(
-            cache,
-            mine.start,
-            stages[-1].stop,
-            _tensor_comm(vllm_config),
-            projections.of,
-            device.is_asynchronous,
-            pages.window_attention,
-            rotary.read,
-            reserve,
-            options.kernel_windows,
-        ),
+        evictor,
         projections,
         rotary,
         group,
@@ -170,11 +158,34 @@ def attach(
     )
 
 
-def _evicted_layers(kv_cache_config: Any) -> list[str]:
-    """Names of the layers whose groups are ours."""
+def _cache(
+    storage: Tensor,
+    layers: Sequence[Attention],
+    options: Options,
+    pages: Pages,
+    max_requests: int,
+    is_empty: bool,
+) -> PagedKVCache:
+    """The rank's pages; empty where blocks become pages as they are needed."""
+    return PagedKVCache(
+        storage,
+        num_layers=len(layers),
+        num_kv_heads=layers[0].num_kv_heads,
+        page_size=options.page_size,
+        max_requests=max_requests + 1,  # a repeat may see copies, in a request slot of their own
+        write=pages.write,
+        triton=pages.uses_triton,
+        is_empty=is_empty,
+    )
+
+
+def _evicted_layers(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Attention]:
+    """The layers whose groups are ours, by their names, from the lowest on."""
     groups = kv_cache_config.kv_cache_groups
     ours = [group for group in groups if isinstance(group.kv_cache_spec, BoundedAttentionSpec)]
-    return [name for group in ours for name in group.layer_names]
+    names = sorted((name for group in ours for name in group.layer_names), key=extract_layer_index)
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: context[name] for name in names}
 
 
 def _find_blocks(
@@ -197,17 +208,18 @@ def _capacity(
     return (kv_cache_config.num_blocks - kept) * block_pages.per_block
 
 
-def _rotary(vllm_config: VllmConfig, model: torch.nn.Module, layers: Sequence[Attention]) -> ModelRotary:
-    """The layers' rotary embedding, which some policies undo."""
+def _parts_of(
+    model: torch.nn.Module, layers: Sequence[Attention], vllm_config: VllmConfig, options: Options
+) -> tuple[OutputProjections, ModelRotary]:
+    """What some policies read of the model. Raises KVEvictionError if it lacks what the server's policy reads."""
     config = vllm_config.model_config
-    return ModelRotary(model, layers, config.max_model_len, config.get_head_size())
-
-
-def _check_model(options: Options, available: Mapping[ModelPart, bool]) -> None:
-    """Refuse a model that lacks what the server's policy reads of it."""
+    projections = OutputProjections(model, layers)
+    rotary = ModelRotary(model, layers, config.max_model_len, config.get_head_size())
+    available = {PROJECTIONS: projections.available, ROTARY_EMBEDDING: rotary.available}
     for part in options.request_config(None)[0].needs_of_model:
         if not available[part]:
-            raise finds_none(options.policy, part)
+            raise finds_none(options.policy, part.words)
+    return projections, rotary
 
 
 def _tensor_comm(vllm_config: VllmConfig) -> TensorComm | None:
