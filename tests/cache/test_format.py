@@ -27,21 +27,24 @@ def read_back(fmt, storage, page_size, head_dim):
     return keys.reshape(-1, head_dim), values.reshape(-1, head_dim)
 
 
+def check_what_is_read_back(write, page_size, head_dim):
+    fmt = PageFormat.probe(write, page_size, head_dim, torch.bfloat16, "cpu")
+    storage = torch.zeros(3, 2 * page_size * head_dim, dtype=torch.bfloat16)
+    keys = torch.randn(3 * page_size, head_dim).bfloat16()
+    values = torch.randn(3 * page_size, head_dim).bfloat16()
+    slots = torch.randperm(3 * page_size)
+    write(storage, keys[slots], values[slots], slots)
+    got_keys, got_values = read_back(fmt, storage, page_size, head_dim)
+    assert torch.equal(got_keys, keys)
+    assert torch.equal(got_values, values)
+
+
 @pytest.mark.parametrize("page_size", [32, 64])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("order", ORDERS)
 def test_reads_what_was_written(order, head_dim, page_size):
     for key_order, value_order in ((order, plain), (transposed, order)):
-        write = writer(page_size, key_order, value_order)
-        fmt = PageFormat.probe(write, page_size, head_dim, torch.bfloat16, "cpu")
-        storage = torch.zeros(3, 2 * page_size * head_dim, dtype=torch.bfloat16)
-        keys = torch.randn(3 * page_size, head_dim).bfloat16()
-        values = torch.randn(3 * page_size, head_dim).bfloat16()
-        slots = torch.randperm(3 * page_size)
-        write(storage, keys[slots], values[slots], slots)
-        got_keys, got_values = read_back(fmt, storage, page_size, head_dim)
-        assert torch.equal(got_keys, keys)
-        assert torch.equal(got_values, values)
+        check_what_is_read_back(writer(page_size, key_order, value_order), page_size, head_dim)
 
 
 def test_transposed_keys_are_one_stride_per_axis():
@@ -186,16 +189,7 @@ def test_a_checksum_sees_each_byte_and_the_order_of_pages():
 def test_vllm_cpu_writer(page_size, head_dim):
     """The real kernel, with the order that this CPU uses."""
     pytest.importorskip("vllm")
-    write = vllm_cpu_writer(page_size)
-    fmt = PageFormat.probe(write, page_size, head_dim, torch.bfloat16, "cpu")
-    storage = torch.zeros(4, 2 * page_size * head_dim, dtype=torch.bfloat16)
-    keys = torch.randn(4 * page_size, head_dim).bfloat16()
-    values = torch.randn(4 * page_size, head_dim).bfloat16()
-    slots = torch.randperm(4 * page_size)
-    write(storage, keys[slots], values[slots], slots)
-    got_keys, got_values = read_back(fmt, storage, page_size, head_dim)
-    assert torch.equal(got_keys, keys)
-    assert torch.equal(got_values, values)
+    check_what_is_read_back(vllm_cpu_writer(page_size), page_size, head_dim)
 
 
 @pytest.mark.parametrize("key_order", ORDERS)

@@ -80,7 +80,12 @@ class AdmissionControl:
         counts = [PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks]
         prefix, segment, tokens, borrowed = None, None, 0, [0] * len(ranks)
         if isinstance(begins_with, Prefix):
-            prefix, tokens, borrowed, replayed = begins_with, begins_with.tokens, list(begins_with.full), None
+            prefix, tokens, borrowed, replayed = (
+                begins_with,
+                begins_with.tokens,
+                list(begins_with.full_pages),
+                None,
+            )
             counts = [prefix.kept[rank] for rank in range(len(ranks))]
             terms = Terms([count.at(to_read) - pages for count, pages in zip(counts, borrowed, strict=True)])
         elif begins_with is not None:

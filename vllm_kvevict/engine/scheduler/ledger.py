@@ -91,11 +91,8 @@ class PageLedger(KVCacheManager):
         adapters that a step may use at most."""
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
-        self._blocks_kept, self._fewest_read, self._block = (
-            blocks_kept,
-            fewest_read,
-            kwargs["hash_block_size"],
-        )
+        self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
+        self._block = kwargs["hash_block_size"]
         self._key_of: KeyOf = prefix_key if self.enable_caching else lambda request, plan: None
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
@@ -380,7 +377,7 @@ class PageLedger(KVCacheManager):
             self.compressed.drop_forgotten()
             return
         if report.last:
-            need = account.on_last_report(index, count, 0 if prefix is None else prefix.full[index])
+            need = account.on_last_report(index, count, 0 if prefix is None else prefix.full_pages[index])
         else:
             need = account.on_report(index, count)
         self.books.hold(account, need)

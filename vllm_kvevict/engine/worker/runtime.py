@@ -220,13 +220,13 @@ class Runtime:
         batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.rank.cache, self.residents[name].request_slot, span))
-        prefills = [self._store(name, span, extra) for name, span in spans.items()]
+        prefills = [self._advance(name, span, extra) for name, span in spans.items()]
         if extra is not None and extra.tokens.request_id not in spans:
             prefills.append(repeat_rows(self.residents[extra.tokens.request_id], extra))
         return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
 
-    def _store(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
-        """What a request's rows mean for its eviction, which it now has stored."""
+    def _advance(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
+        """Count a request's rows as stored, and say what they mean for its eviction."""
         resident, is_its_own = self.residents[name], extra is not None and extra.tokens.request_id == name
         rows = query_rows(resident, span, extra if is_its_own else None)
         resident.tokens += span.stop - span.start

@@ -46,7 +46,7 @@ class CompressedPrefixes:
         ):
             return None
         for rank, capacity in enumerate(self._books.ranks):
-            own = prefix.kept[rank].at(request.num_tokens) - prefix.full[rank]
+            own = prefix.kept[rank].at(request.num_tokens) - prefix.full_pages[rank]
             if prefix.held[rank] + own > capacity.pages:
                 logger.debug_once(
                     "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "

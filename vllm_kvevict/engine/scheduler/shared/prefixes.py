@@ -69,7 +69,7 @@ class Prefix:
         held: pages of each rank that it holds.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
-        full: pages of each rank that are full, which all of its borrowers use.
+        full_pages: those of each rank that are full, which all of its borrowers use.
         borrowers: ids of the requests that use them.
         is_storing: whether the step that evicts it was dispatched.
         is_forgotten: whether no further request may begin with it.
@@ -81,7 +81,7 @@ class Prefix:
     producer: tuple[str, int]
     held: list[int]
     kept: dict[int, PageCount] = field(default_factory=dict)
-    full: list[int] = field(default_factory=list)
+    full_pages: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
     is_storing: bool = False
     is_forgotten: bool = False
@@ -94,7 +94,7 @@ class Prefix:
     @property
     def is_borrowed(self) -> bool:
         """Whether requests use pages of it: not if they have copied all of them, since none is full."""
-        return bool(self.borrowers) and any(self.full)
+        return bool(self.borrowers) and any(self.full_pages)
 
     @property
     def num_users(self) -> int:
@@ -103,7 +103,7 @@ class Prefix:
 
     def freed(self, rank: int) -> int:
         """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
-        return self.held[rank] - (self.full[rank] if self.borrowers else 0)
+        return self.held[rank] - (self.full_pages[rank] if self.borrowers else 0)
 
 
 class PrefixCache:
@@ -195,8 +195,8 @@ class PrefixCache:
             partial_pages: its pages that are not full, which each borrower copies.
         """
         prefix.kept[rank] = count
-        prefix.full = prefix.full or [0] * len(self.held)
-        prefix.full[rank] = count.pages - partial_pages
+        prefix.full_pages = prefix.full_pages or [0] * len(self.held)
+        prefix.full_pages[rank] = count.pages - partial_pages
         self.set_held(
             prefix, [count.pages if index == rank else held for index, held in enumerate(prefix.held)]
         )
@@ -291,8 +291,8 @@ class PrefixCache:
         """
         pages = [0] * len(self.held)
         for prefix in {*self._borrowed.values(), *([more] if more else [])}:
-            is_shared = any(prefix.full) and len(prefix.borrowers) + (prefix is more) > 1
-            held = prefix.held if is_shared else prefix.full
+            is_shared = any(prefix.full_pages) and len(prefix.borrowers) + (prefix is more) > 1
+            held = prefix.held if is_shared else prefix.full_pages
             pages = [sum(pair) for pair in zip(pages, held, strict=True)]
         return pages
 

@@ -81,7 +81,8 @@ class SharedStore:
         name = request.request_id
         if self._awaited_by.get(name) in self._awaited:
             return True
-        key = None if request.skip_reading_prefix_cache else self._awaited_key(request)
+        is_asked = self.uncompressed.is_on and not request.skip_reading_prefix_cache
+        key = self._awaited_key(request) if is_asked else None
         if key is None:
             self._awaited_by.pop(name, None)
             return False

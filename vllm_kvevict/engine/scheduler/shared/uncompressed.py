@@ -46,7 +46,7 @@ class UncompressedPrefixes:
         block: int,
         unit: int,
     ):
-        self._requests, self._books, self._waiting, self._is_on = requests, books, waiting, is_on
+        self._requests, self._books, self._waiting, self.is_on = requests, books, waiting, is_on
         self._segments = books.segments
         self._block, self._unit = block, unit
         self._queue_head: QueueHead | None = None
@@ -68,7 +68,7 @@ class UncompressedPrefixes:
 
     def _units(self, request: "Request", tokens: int) -> int:
         """Units in so many tokens of a request, as far as vLLM has hashed them."""
-        if not self._is_on:
+        if not self.is_on:
             return 0
         return min(tokens // self._unit, len(request.block_hashes) * self._block // self._unit)
 
