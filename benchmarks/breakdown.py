@@ -35,7 +35,7 @@ def install(engine: Engine) -> None:
 
     from vllm_kvevict.engine.worker import runtime
     from vllm_kvevict.engine.worker.attention import RaggedImpl
-    from vllm_kvevict.schedules import evictor
+    from vllm_kvevict.schedules import eviction
 
     core = engine.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -51,9 +51,9 @@ def install(engine: Engine) -> None:
         return
     watch(RaggedImpl, "forward", "attention")
     watch(runtime.Runtime, "build", "pages and metadata")
-    watch(evictor.Evictor, "after_attention", "eviction: the rest")
-    watch(evictor, "score_layer", "eviction: scoring")
-    watch(evictor, "select", "eviction: selection")
+    watch(eviction.Eviction, "after_attention", "eviction: the rest")
+    watch(eviction, "score_layer", "eviction: scoring")
+    watch(eviction, "select", "eviction: selection")
     watch(type(runtime.get_runtime().rank.cache), "compact", "eviction: compaction")
 
 

@@ -102,17 +102,19 @@ def install(engine: Engine) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     from vllm_kvevict.engine.worker.attention import RaggedImpl
-    from vllm_kvevict.schedules.evictor import Evictor
+    from vllm_kvevict.schedules.eviction import Eviction
+    from vllm_kvevict.schedules.reports import PartOfEviction
 
     for backend in (CPUAttentionBackendImpl, RaggedImpl):
         stopwatch.watch(backend, "forward", "attention")
-    report = Evictor._report
+    part_of = Eviction._part
 
-    def watched(self: Evictor, resident: Any, n: int) -> None:
-        _peaks[resident.admission.request_id.rpartition("-")[0]] = resident.peak_pages
-        report(self, resident, n)
+    def watched(self: Eviction, kept: list[list[int]]) -> PartOfEviction:
+        part = part_of(self, kept)
+        _peaks[self.resident.admission.request_id.rpartition("-")[0]] = part.peak_pages
+        return part
 
-    Evictor._report = watched  # type: ignore[method-assign]
+    Eviction._part = watched  # type: ignore[method-assign]
 
 
 def read(engine: Engine, workload: Workload, dtype: str, question: int = 0) -> Reading:

@@ -44,9 +44,11 @@ from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
-from vllm_kvevict.schedules.plan import Admission, plan_of
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.eviction import QueryRows, ResidentRequest
+from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import eviction_of, plan_of, schedule_for
 
 TARGET, TARGET_LENGTH = 0.02, 32768
 """The largest share of the prefill, at this length."""
@@ -113,12 +115,13 @@ class Prompt:
     def evict(self, config: EvictionConfig) -> None:
         """What the engine does at the end of the last step of a prefill, layer by layer."""
         window = config.window_for(self.tokens)
-        resident = ResidentRequest(
-            Admission("", 1, plan_of(config, self.tokens)), self.request_slot, self.tokens
-        )
-        rows = QueryRows(resident, slice(0, window), slice(0, window), window, True, None)
+        resident = ResidentRequest(Admission("", 1, plan_of(config, self.tokens)), self.request_slot)
+        eviction = eviction_of(self.evictor, resident)
+        assert eviction is not None
+        resident.tokens = self.tokens
+        rows = QueryRows(slice(0, window), slice(0, window), window, True, None)
         for layer in range(self.layers):
-            self.evictor.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)
+            eviction.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)
         self.evictor.take_news()
 
     def contenders(self, config: EvictionConfig) -> list[Contender]:
@@ -335,7 +338,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     known = {"q_window", "values"}
     for policy in arguments.policies:
         config = policy_config(policy, arguments.budget)
-        if not schedule_of(config).holds_whole_prompt or not config.needs <= known:
+        if not schedule_for(policy).holds_whole_prompt or not config.needs <= known:
             parser.error(
                 f"--policies {policy}: only policies that read {' and '.join(sorted(known))} are measured"
             )

@@ -102,7 +102,7 @@ def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[f
             length = choose.randrange(1, 2 * PROMPT // 5)
             residues[length % PAGE] += 1
             pages += -(-length // PAGE)
-        report = Report("ada-snapkv", 1, PROMPT, True, pages, 0, 0, residues, 0, 0, [], 0.0, 0.0)
+        report = Report(1, PROMPT, pages, residues, None)
         started = time.perf_counter()
         ledger.on_report(rank, request.request_id, report)
         seconds.append(time.perf_counter() - started)

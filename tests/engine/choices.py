@@ -61,7 +61,7 @@ class Choices:
             budgets: candidates per KV head of the model's layers, or of the first of them; None: what the policy
                 gives them.
         """
-        n, config = admission.plan.evict_at, admission.plan.config
+        n, config = admission.plan.prompt.end, admission.plan.config
         assert n is not None
         always = config.window_for(n) + num_sinks(config, n)
         if budgets is None:
@@ -71,7 +71,7 @@ class Choices:
 
     def provisional(self, admission: Admission, seen: int) -> list[np.ndarray]:
         """The same of the model's first layers, while the weights of the others are not known."""
-        n, config = admission.plan.evict_at, admission.plan.config
+        n, config = admission.plan.prompt.end, admission.plan.config
         assert n is not None
         window, weights = config.window_for(n), self.weights(admission.request_id)[:seen]
         most = config.budget_for(n) - window

@@ -574,9 +574,10 @@ class Watch:
         plan = options_of(self.load.setup).plan(request.num_prompt_tokens, self._extra(name))
         account = ledger.accounts.get(name)
         held = f", holds {account.held}" if account else ""
+        end = plan.prompt.end if plan.prompt else None
         return (
-            f"{name} ({plan.config.policy}, prompt {request.num_prompt_tokens}, evicted at {plan.evict_at}, keeps "
-            f"{plan.config.budget_for(plan.evict_at or request.num_prompt_tokens)}, {request.num_output_tokens} of "
+            f"{name} ({plan.config.policy}, prompt {request.num_prompt_tokens}, evicted at {end}, keeps "
+            f"{plan.config.budget_for(end or request.num_prompt_tokens)}, {request.num_output_tokens} of "
             f"{self.limits[name]} tokens, preempted {self.simulation.preemptions[name]} times{held})"
         )
 

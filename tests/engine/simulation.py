@@ -25,6 +25,7 @@ from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.reports import (
     Answer,
     Claim,
@@ -33,6 +34,7 @@ from vllm_kvevict.schedules.reports import (
     ExtraTokens,
     LayerBudgets,
     LayerWeights,
+    PartOfEviction,
     RankTally,
     Report,
 )
@@ -86,9 +88,27 @@ class Resident:
     @property
     def needs_sums(self) -> bool:
         """Whether what its prompt adds up to is still needed; a cached prefix was evicted before."""
-        n = self.plan.evict_at or 0
-        is_repeated = not self.plan.schedule.repeats_prompt or self.repeated == n
-        return self.admission.prefix is None and (self.tokens < n or not is_repeated)
+        prompt = self.plan.prompt
+        if prompt is None or self.admission.prefix is not None:
+            return False
+        is_repeated = not schedule_of(prompt).repeats_prompt or self.repeated == prompt.end
+        return self.tokens < prompt.end or not is_repeated
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether it is evicted once its prompt was repeated."""
+        return self.plan.prompt is not None and schedule_of(self.plan.prompt).repeats_prompt
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it has as many tokens as its prompt when that is evicted for the last time."""
+        return self.plan.prompt is not None and self.tokens == self.plan.prompt.end
+
+
+def extra_tokens(resident: Resident, position: int) -> int:
+    """Tokens that a step which ends at a position computes beside a prompt's, to choose by them."""
+    prompt = resident.plan.prompt
+    return 0 if prompt is None else prompt.extra_tokens(position)
 
 
 def schedule(resident: Resident) -> str:
@@ -195,7 +215,7 @@ class Workers:
     def _store(self, resident: Resident) -> None:
         """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower."""
         number, resident.store = resident.store, None
-        if number is not None and resident.tokens == resident.plan.evict_at:
+        if number is not None and resident.is_at_end:
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
             self._note_origin(number, resident)
             self._borrow(resident, number)
@@ -325,7 +345,7 @@ class Workers:
                 resident = self.live[extra.request_id]
                 for rank, pages in enumerate(self._pages_of_extra(resident, extra, count)):
                     passing[rank] += pages
-                if resident.plan.schedule.repeats_prompt and extra.stop == resident.plan.evict_at:
+                if resident.repeats_prompt and extra.stop == resident.tokens:
                     leaving.append(resident)
                 continue
             resident = self.live[name]
@@ -340,14 +360,14 @@ class Workers:
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == position and resident.plan.schedule.repeats_prompt:
+            if resident.tokens == position and resident.repeats_prompt:
                 resident.waits = True
             elif resident.tokens == position:
                 leaving.append(resident)
                 is_probed = extra is not None and extra.request_id == name
-                assert (resident.plan.extra_tokens(position) > 0) == is_probed
+                assert (extra_tokens(resident, position) > 0) == is_probed
             if resident.admission.by_layer:
-                assert (before, resident.tokens) == (0, position) == (0, resident.plan.evict_at)
+                assert (before, resident.tokens) == (0, position) and resident.is_at_end
                 resident.kept = self._choose(resident)
                 for rank, peak in enumerate(self._recycled_peak(resident)):
                     passing[rank] += peak - self.pages(resident.kv_len[rank])
@@ -457,8 +477,8 @@ class Workers:
             count = output.num_scheduled_tokens.get(name, 0)
             if not (count or resident.tokens) or not resident.plan.reserved(DIMS) or not resident.needs_sums:
                 continue
-            in_one_step = not resident.tokens and count == resident.plan.evict_at
-            if in_one_step and not resident.plan.schedule.repeats_prompt:
+            in_one_step = not resident.tokens and count == resident.plan.prompt.end
+            if in_one_step and not resident.repeats_prompt:
                 assert resident.admission.reserved_at is None
                 continue
             assert resident.admission.reserved_at is not None, f"{name} has no place for its sums"
@@ -473,9 +493,9 @@ class Workers:
 
     def _pages_of_extra(self, resident: Resident, extra: ExtraTokens, count: int) -> list[int]:
         """Pages of each rank that so many extra tokens hold for the step: of a probe, or of a repeat."""
-        if not resident.plan.schedule.repeats_prompt:
-            assert resident.tokens in resident.plan.positions[:-1]
-            assert count == extra.stop - extra.start == resident.plan.extra_tokens(resident.tokens) > 0
+        if not resident.repeats_prompt:
+            assert resident.tokens in resident.plan.prompt.positions[:-1]
+            assert count == extra.stop - extra.start == extra_tokens(resident, resident.tokens) > 0
             return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
         self._repeat(resident, extra, count)
         params = resident.plan.config.params
@@ -486,10 +506,14 @@ class Workers:
 
     def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
         """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
-        n, config = resident.plan.evict_at, resident.plan.config
+        n, config = resident.plan.prompt.end, resident.plan.config
         assert resident.waits and resident.tokens == n
         assert chunk.start == resident.repeated < chunk.stop <= n
-        assert chunk.stop - chunk.start <= count <= resident.plan.schedule.most_extra_rows(config.params)
+        assert (
+            chunk.stop - chunk.start
+            <= count
+            <= schedule_of(resident.plan.prompt).most_extra_rows(config.params)
+        )
         assert n + count < self.setup.max_model_len
         resident.repeated = chunk.stop
         resident.waits = chunk.stop < n
@@ -508,12 +532,12 @@ class Workers:
     def _keys(self, resident: Resident, rank: int) -> torch.Tensor:
         """Order keys of a rank's candidates: those that it keeps have the highest."""
         plan = resident.plan
-        assert plan.evict_at is not None
+        assert plan.prompt is not None
         rows = self.choices_of(resident).lengths(resident.admission)[rank]
-        window = plan.config.window_for(plan.evict_at)
+        window = plan.config.window_for(plan.prompt.end)
         best = int(rows.sum()) - rows.size * window
         # Ranks take turns above and below the cut, which lies between two digits or anywhere in one.
-        places = torch.arange(rows.size * (plan.evict_at - window)) * len(self.ranks) + rank
+        places = torch.arange(rows.size * (plan.prompt.end - window)) * len(self.ranks) + rank
         cut = CUTS[zlib.crc32(resident.admission.request_id.encode()) % len(CUTS)]
         return torch.cat([cut + places[:best], cut - 1 - places[best:]])
 
@@ -525,7 +549,7 @@ class Workers:
 
     def _choose(self, resident: Resident) -> list[np.ndarray]:
         """Row lengths of each rank, [layers, KV heads]."""
-        config, n = resident.plan.config, resident.plan.evict_at
+        config, n = resident.plan.config, resident.plan.prompt.end
         assert n is not None
         if schedule(resident) != "chunked":
             return self.choices_of(resident).lengths(resident.admission)
@@ -552,8 +576,8 @@ class Workers:
     def _trim(self, resident: Resident, answer: Answer) -> list[Report]:
         """Keep what the scheduler decided, of each layer or of all together."""
         plan = resident.plan
-        assert plan.evict_at is not None
-        window = plan.config.window_for(plan.evict_at)
+        assert plan.prompt is not None
+        window = plan.config.window_for(plan.prompt.end)
         if isinstance(answer, Cut):
             kept = self.choices_of(resident).lengths(resident.admission)
             for rank, rows in enumerate(kept):
@@ -561,7 +585,7 @@ class Workers:
                 assert int((self._keys(resident, rank) >= answer.key).sum()) == best
             return self._keep(resident, kept)
         assert isinstance(answer, LayerBudgets)
-        past = plan.config.budget_for(plan.evict_at) - window
+        past = plan.config.budget_for(plan.prompt.end) - window
         assert sum(answer.budgets) == self.ranks[0].num_model_layers * past
         return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer.budgets))
 
@@ -580,19 +604,15 @@ class Workers:
             pages = self.pages(rows)
             reports.append(
                 Report(
-                    policy=plan.config.label,
                     epoch=admission.epoch,
                     tokens=resident.tokens,
-                    last=resident.tokens == plan.evict_at,
                     pages=pages,
-                    freed_pages=before - pages,
-                    peak_pages=before,
                     residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
-                    first_layer=0,
-                    first_head=0,
-                    kept=rows.tolist(),
-                    decision_seconds=0.0,
-                    compaction_seconds=0.0,
+                    part=PartOfEviction(
+                        plan.config.label, before - pages, before, 0, 0, rows.tolist(), 0.0, 0.0
+                    )
+                    if plan.phase_of(resident.tokens)
+                    else None,
                 )
             )
         self._store(resident)

@@ -10,7 +10,7 @@ from vllm_kvevict.engine.scheduler.admission import PATIENCE, AdmissionControl, 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
-from vllm_kvevict.schedules.plan import plan_of
+from vllm_kvevict.schedules.registry import plan_of
 
 ROWS, PROMPT = 4, 10 * PAGE
 WHOLE = plan_of(EvictionConfig("full"), PROMPT)
@@ -63,6 +63,6 @@ def test_a_replay_expects_what_was_kept_before() -> None:
     new = admission.open(plan, PROMPT, PROMPT, 10)
     assert new.terms.by_layer and new.epoch == 1
     kept = [replace(new.counts[0], pages=7, tokens=PROMPT)]
-    again = admission.open(plan, PROMPT, PROMPT, 10, preemptions=1, replayed=kept)
+    again = admission.open(plan, PROMPT, PROMPT, 10, preemptions=1, replayed={PROMPT: kept})
     assert again.epoch == 2
     assert admission.expected_pages(again, 0, PROMPT) == 7 != admission.expected_pages(new, 0, PROMPT)

@@ -18,6 +18,13 @@ from vllm_kvevict.engine.config import (
 )
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import EvictionConfig, available, parameters
+from vllm_kvevict.schedules.plan import Plan
+
+
+def evicted(plan: Plan) -> int | None:
+    """Tokens after which a prompt is evicted, None if it is kept whole."""
+    return None if plan.prompt is None else plan.prompt.end
+
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -211,9 +218,9 @@ def test_full_needs_no_budget():
 
 def test_a_server_that_evicts_on_request_only():
     server = Options.parse({"policy": "full", "budget": 0.5, "min_prompt": 0})
-    assert server.plan(1000, None).evict_at is None
+    assert server.plan(1000, None).prompt is None
     plan = server.plan(1000, {"kv_eviction": "snapkv"})
-    assert (plan.evict_at, plan.config.budget_for(1000)) == (1000, 500)
+    assert (plan.prompt.end, plan.config.budget_for(1000)) == (1000, 500)
 
 
 @pytest.mark.parametrize(
@@ -269,23 +276,23 @@ def test_the_servers_budget_may_not_fit_the_requests_policy():
     assert error.value.field_name == "kv_eviction"
 
 
-@pytest.mark.parametrize("length, evict_at", [(99, None), (100, 100), (1000, 1000)])
-def test_short_prompts_are_kept_whole(length, evict_at):
-    assert SERVER.plan(length, None).evict_at == evict_at
+@pytest.mark.parametrize("length, end", [(99, None), (100, 100), (1000, 1000)])
+def test_short_prompts_are_kept_whole(length, end):
+    assert evicted(SERVER.plan(length, None)) == end
 
 
-@pytest.mark.parametrize("prefix_len, evict_at", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
-def test_a_prefix_is_evicted_at_its_end(prefix_len, evict_at):
+@pytest.mark.parametrize("prefix_len, end", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
+def test_a_prefix_is_evicted_at_its_end(prefix_len, end):
     plan = SERVER.plan(1000, {"kv_prefix_len": prefix_len})
-    assert plan.evict_at == evict_at
-    assert plan.evict_at is None or isinstance(plan.evict_at, int)
+    assert evicted(plan) == end
+    assert plan.prompt is None or isinstance(plan.prompt.end, int)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_prompt_within_the_budget_is_not_evicted(policy):
     server = Options.parse({"policy": policy, "budget": 200, "min_prompt": 0})
-    assert server.plan(200, None).evict_at is None
-    assert server.plan(201, None).evict_at == 201
+    assert server.plan(200, None).prompt is None
+    assert server.plan(201, None).prompt.end == 201
 
 
 # The scope of the server.
@@ -299,19 +306,19 @@ def test_the_whole_prompt_is_the_scope_of_others():
             assert SERVER.fields_in_scope(1000, prefix_len, fields) == fields
 
 
-@pytest.mark.parametrize("prefix_len, evict_at", [(0, None), (1, None), (99, None), (100, 100), (999, 999)])
-def test_a_chat_is_evicted_before_its_question(prefix_len, evict_at):
+@pytest.mark.parametrize("prefix_len, end", [(0, None), (1, None), (99, None), (100, 100), (999, 999)])
+def test_a_chat_is_evicted_before_its_question(prefix_len, end):
     for fields in (None, {}, {"kv_budget": 0.5, "somebody_elses": 1}):
         before = copy.deepcopy(fields)
         in_scope = PREFIXES.fields_in_scope(1000, prefix_len, fields)
-        assert PREFIXES.plan(1000, in_scope).evict_at == evict_at
+        assert evicted(PREFIXES.plan(1000, in_scope)) == end
         assert fields == before and (fields or {}).items() <= in_scope.items()
 
 
 def test_the_requests_own_prefix_wins():
     for prefix_len in (None, 0, 200):
         fields = PREFIXES.fields_in_scope(1000, prefix_len, {"kv_prefix_len": 300})
-        assert PREFIXES.plan(1000, fields).evict_at == 300
+        assert PREFIXES.plan(1000, fields).prompt.end == 300
 
 
 def test_a_prompt_that_does_not_say_where_its_prefix_ends():
@@ -370,4 +377,4 @@ def test_any_fields_are_taken_or_refused_in_a_sentence(fields, length):
         assert error.field_name in fields
         assert str(error).startswith(error.field_name)
     else:
-        assert plan.evict_at is None or SERVER.min_prompt <= plan.evict_at <= length
+        assert plan.prompt is None or SERVER.min_prompt <= plan.prompt.end <= length

@@ -8,7 +8,7 @@ import pytest
 from vllm import EngineArgs
 
 from tests.engine.running import Ask, evicting_engine, run
-from tests.schedules.ranks import eviction_of_eight_ranks, report
+from tests.schedules.ranks import eviction_of_eight_ranks, part
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import checks
 from vllm_kvevict.engine.metrics import EvictionStats
@@ -58,7 +58,7 @@ def test_the_lines_for_programs(eviction, tmp_path):
     path.write_text("what was there before\n")
     log = EvictionLog(str(path))
     log.write(eviction)
-    log.write(join('a "name"\nof a client', [report(0, 0, [[90]])]))
+    log.write(join('a "name"\nof a client', 500, [part(0, 0, [[90]])]))
     before, first, second = path.read_text().splitlines()
     assert before == "what was there before"
     assert json.loads(first) == {

@@ -109,7 +109,7 @@ def test_hits_keep_and_say_what_misses_do(name: str, model, alone) -> None:
 @pytest.mark.engine
 def test_a_policy_that_sums_up_its_prompt_would_keep_something_else(model, alone, monkeypatch) -> None:
     """The control: were h2o let begin with cached tokens, it would miss their queries."""
-    monkeypatch.setattr(Plan, "_most_cached", property(lambda plan: plan.evict_at - 1))
+    monkeypatch.setattr(Plan, "most_cached", lambda plan, tokens: tokens - 1)
     asks = ASKED["h2o"]
     with evicting_engine(model, **BASE, enable_prefix_caching=True) as llm:
         run(llm, asks[:1])

@@ -23,7 +23,8 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
-from vllm_kvevict.schedules.plan import Admission, plan_of
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import plan_of
 
 LAYERS, HEADS = 3, 4
 CROWDS_THAT_HUNG = (24, 56)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.running import Ask, engine, num_preemptions, run
 from vllm_kvevict.policies import available
-from vllm_kvevict.schedules.plan import plan_of
+from vllm_kvevict.schedules.registry import plan_of
 
 ROUNDS, PER_ROUND = 3, 100
 

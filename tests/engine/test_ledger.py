@@ -1,6 +1,5 @@
 """The ledger's arithmetic, request by request."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +40,7 @@ def report(epoch: int, tokens: int, lengths: Sequence[int]) -> Report:
     """What a rank says whose rows keep these lengths."""
     pages = sum(-(-length // PAGE) for length in lengths)
     residues = [sum(length % PAGE == residue for length in lengths) for residue in range(PAGE)]
-    freed = len(lengths) * -(-tokens // PAGE) - pages
-    return Report("snapkv", epoch, tokens, True, pages, freed, 0, residues, 0, 0, [list(lengths)], 0.0, 0.0)
+    return Report(epoch, tokens, pages, residues, None)
 
 
 def replayed(name: str, prompt: int, outputs: int, max_tokens: int = 300) -> Request:
@@ -68,7 +66,7 @@ def test_without_output_projections_policies_that_read_them_keep_everything(poli
     ledger = make_ledger([1000], policy="full")
     ledger.requests.learn(has_w_o=False, has_rotary=True)
     request = make_request("r", 640, 10, {"kv_eviction": policy})
-    assert ledger.plan(request).evict_at == (640 if policy == "lava" else None)
+    assert (ledger.plan(request).prompt is not None) == (policy == "lava")
 
 
 @pytest.mark.parametrize("policy", ["compactor", "expected-attention", "h2o"])
@@ -76,7 +74,7 @@ def test_without_a_known_rotary_embedding_policies_that_undo_it_keep_everything(
     ledger = make_ledger([1000], policy="full", policies="all")
     ledger.requests.learn(has_w_o=True, has_rotary=False)
     request = make_request("r", 640, 10, {"kv_eviction": policy})
-    assert ledger.plan(request).evict_at == (640 if policy == "h2o" else None)
+    assert (ledger.plan(request).prompt is not None) == (policy == "h2o")
 
 
 def test_a_decode_does_not_take_what_is_promised() -> None:
@@ -160,7 +158,7 @@ def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
     ledger = make_ledger([66, 66], shapes=[(1, 2), (1, 2)], budget=0.5)
     first, second = replayed("first", 320, 400, max_tokens=400), replayed("second", 320, 150, max_tokens=150)
     before = PageCount.from_residues(10, 320, [2] + [0] * (PAGE - 1))
-    ledger.requests.kept.update(first=[before, before], second=[before, before])
+    ledger.requests.kept.update(first={320: [before, before]}, second={320: [before, before]})
     assert read(ledger, first, 320)
     assert read(ledger, second, 320)
     for name in ("first", "second"):
@@ -210,7 +208,7 @@ def test_a_request_keeps_its_plan_from_one_admission_to_the_next() -> None:
     request.num_computed_tokens, request.num_preemptions = 0, 1
     assert grow(ledger, request, 100)
     second = ledger.outbox.admitted["r"]
-    assert second.epoch == 2 and second.plan is plan and plan.evict_at == 640
+    assert second.epoch == 2 and second.plan is plan and plan.prompt.end == 640
 
 
 @pytest.mark.parametrize(
@@ -290,18 +288,18 @@ def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
     params = {"take_chunk": 256, "take_probe": 32, "take_warmup_layers": 1, "take_warmup_budget": 160}
     ledger = make_ledger([1000], shapes=[(2, 1)], policy="take", **{"budget": 64, **params})
     request = make_request("r", 700, 10)
-    assert ledger.plan(request).positions == (256, 512, 700)
+    assert ledger.plan(request).prompt.positions == (256, 512, 700)
     peak = (160 + 256 + 32) // PAGE + (64 + 256 + 32) // PAGE
     assert grow(ledger, request, 100)
     assert (ledger.books.used, ledger.books.promised) == ([2 * 4], [peak - 8])
     assert grow(ledger, request, 156)
     assert (ledger.books.used, ledger.books.promised) == ([2 * 9], [peak - 18])
     assert ledger.must_wait("r")
-    ledger.on_report(0, "r", dataclasses.replace(report(1, 256, [160, 64]), last=False))
+    ledger.on_report(0, "r", report(1, 256, [160, 64]))
     assert (ledger.books.used, ledger.books.promised) == ([5 + 2], [peak - 7])
     assert grow(ledger, request, 256)
     assert (ledger.books.used, ledger.books.promised) == ([14 + 11], [0])
-    ledger.on_report(0, "r", dataclasses.replace(report(1, 512, [160, 64]), last=False))
+    ledger.on_report(0, "r", report(1, 512, [160, 64]))
     assert grow(ledger, request, 188)
     assert (ledger.books.used, ledger.books.promised) == ([11 + 8], [0])
     ledger.on_report(0, "r", report(1, 700, [64, 64]))

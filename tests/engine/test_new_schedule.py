@@ -13,7 +13,9 @@ from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies import registry as policies
 from vllm_kvevict.schedules import registry as schedules
 from vllm_kvevict.schedules.base import RankCapacity, Schedule, pages_for
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.plan import Phase
 
 EVERY, SINKS, BUDGET = 64, 4, 40
 
@@ -23,22 +25,28 @@ def survivors(stored: list[int]) -> list[int]:
     return stored if len(stored) <= BUDGET else stored[:SINKS] + stored[SINKS - BUDGET :]
 
 
-class Every64(Schedule):
+class EvictionEvery64(Eviction):
     """Whatever is scored, the first tokens and the last ones stay."""
 
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        if rows.evicts:
+            cache = self.evictor.cache
+            stored = cache.lengths.shortest(self.resident.request_slot, step.layer)
+            kept = torch.tensor(survivors(list(range(stored))))
+            self.compact(step.layer, [kept] * cache.num_kv_heads)
+
+
+class Every64(Schedule):
+    """After every 64 tokens of the prompt, and at its end."""
+
+    eviction = EvictionEvery64
     holds_whole_prompt = False
 
     def positions(self, config: EvictionConfig, n: int) -> tuple[int, ...]:
         return (*range(EVERY, n, EVERY), n)
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
+    def peak(self, phase: Phase, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         return rank.rows * pages_for(BUDGET + EVERY, page_size)
-
-    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        if rows.evicts:
-            stored = evictor.cache.lengths.shortest(rows.resident.request_slot, step.layer)
-            kept = torch.tensor(survivors(list(range(stored))))
-            evictor.compact(rows.resident, step.layer, [kept] * evictor.cache.num_kv_heads)
 
 
 @pytest.fixture

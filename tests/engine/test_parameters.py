@@ -162,12 +162,12 @@ def test_nothing_is_left_of_the_parameters_where_a_chat_has_nothing_to_evict():
     server = Options.parse({"policy": "snapkv", "scope": "prefix", "min_prompt": 0})
     fields = {"kv_params": "kernel=9", "kv_budget": 0.5}
     in_scope = server.fields_in_scope(1000, 0, fields)
-    assert server.plan(1000, in_scope).evict_at is None and fields == {
+    assert server.plan(1000, in_scope).prompt is None and fields == {
         "kv_params": "kernel=9",
         "kv_budget": 0.5,
     }
     plan = server.plan(1000, server.fields_in_scope(1000, 700, fields))
-    assert (plan.evict_at, plan.config.params["kernel"]) == (700, 9)
+    assert (plan.prompt.end, plan.config.params["kernel"]) == (700, 9)
 
 
 @given(st.text() | st.text("kernlwidop=,0123456789.max-").map("kernel={}".format), st.sampled_from(EVICTING))

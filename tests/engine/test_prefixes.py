@@ -24,7 +24,8 @@ from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules import base
-from vllm_kvevict.schedules.plan import Admission, plan_of
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import plan_of
 
 VOCAB = 1000
 

@@ -9,7 +9,8 @@ from tests.engine.running import Ask, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
-from vllm_kvevict.schedules.plan import plan_of
+from vllm_kvevict.schedules.eviction import Eviction
+from vllm_kvevict.schedules.registry import plan_of
 
 LAYERS, LENGTH, BUDGET = 16, 1024, 0.1
 BOUNDS = MemoryBounds([RankCapacity(10**6, 0, LAYERS, 2, LAYERS, 2)], 32, 4096, 1, is_asynchronous=False)
@@ -25,13 +26,14 @@ def _watch_peaks(worker: Any) -> None:
     from vllm_kvevict.engine.worker.runtime import get_runtime
 
     runtime = get_runtime()
-    runtime.peaks, report = {}, runtime.rank.evictor._report
+    runtime.peaks, part_of = {}, Eviction._part
 
-    def watched(resident, n):
-        report(resident, n)
-        runtime.peaks[resident.admission.request_id] = resident.peak_pages
+    def watched(eviction, kept):
+        part = part_of(eviction, kept)
+        runtime.peaks[eviction.resident.admission.request_id] = part.peak_pages
+        return part
 
-    runtime.rank.evictor._report = watched
+    Eviction._part = watched
 
 
 def _peaks(worker: Any) -> dict[str, int]:
@@ -46,7 +48,8 @@ def model(models):
 
 
 @pytest.mark.engine
-def test_the_same_choice_with_a_fraction_of_the_pages(model) -> None:
+def test_the_same_choice_with_a_fraction_of_the_pages(model, monkeypatch) -> None:
+    monkeypatch.setattr(Eviction, "_part", Eviction._part)  # put back at the end
     assert {"ada-snapkv", "pyramidkv", "h2o", "criticalkv", "lava", "lava-uniform-head", "cake"} <= set(
         RECYCLED
     )

@@ -25,6 +25,7 @@ from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import available
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import needs_reserve
 
@@ -319,16 +320,15 @@ def test_only_what_steps_cut_is_kept_between_them(models, monkeypatch) -> None:
     kept: dict[str, list[int]] = {}
 
     def record(worker: Any) -> None:
-        evictor = get_runtime().rank.evictor
-        after = evictor.after_attention
+        after = Eviction.after_attention
 
-        def recording(step, rows):
-            after(step, rows)
-            held = [rows.resident.collected.window, *rows.resident.probe.values()]
+        def recording(eviction, step, rows):
+            after(eviction, step, rows)
+            held = [eviction.collected.window, *getattr(eviction, "probe", {}).values()]
             sizes = [x.untyped_storage().nbytes() for x in held if x is not None]
-            kept.setdefault(rows.resident.plan.config.policy, []).extend(sizes)
+            kept.setdefault(eviction.phase.config.policy, []).extend(sizes)
 
-        evictor.after_attention = recording
+        monkeypatch.setattr(Eviction, "after_attention", recording)
 
     row = 4 * 32 * 4  # query heads, head size, fp32
     settings = {"max_num_batched_tokens": 256, "max_model_len": 512}

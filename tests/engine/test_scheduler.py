@@ -21,6 +21,7 @@ from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.policies import cuts
+from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.reports import Report
 
 ROWS = 32
@@ -44,13 +45,13 @@ def check_end(load: Load, simulation: Simulation) -> None:
     assert len(set(simulation.workers.evictions)) == len(simulation.workers.evictions)
     for ask in load.asks:
         plan = options.plan(ask.prompt, ask.extra_args)
-        evict_at = plan.evict_at
-        assert set(positions.get(ask.name, ())) <= {*plan.positions, evict_at}
+        assert set(positions.get(ask.name, ())) <= {*(plan.prompt.positions if plan.prompt else ())}
         if ask.name not in load.aborted:
             assert simulation.outputs[ask.name] == ask.output
             # Where more is to be done than read the prompt, one that ends with its first token is not evicted.
-            late = (load.setup.pipeline or plan.schedule.repeats_prompt) and ask.output == 1
-            assert evict_at is None or late or evict_at in positions[ask.name]
+            is_repeated = plan.prompt is not None and schedule_of(plan.prompt).repeats_prompt
+            late = (load.setup.pipeline or is_repeated) and ask.output == 1
+            assert plan.prompt is None or late or plan.prompt.end in positions[ask.name]
     nothing = [0] * len(load.setup.shapes)
     ledger = simulation.ledger
     assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty

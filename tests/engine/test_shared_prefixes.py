@@ -53,7 +53,7 @@ def test_a_second_question_reads_what_is_its_own(policy: str) -> None:
     assert served(simulation, ask("a", first, **fields)) == 640
     read = served(simulation, ask("b", second, **fields))
     plan = simulation.ledger.options.plan(605, fields)
-    window = max(1, plan.config.window_for(605)) if plan.evict_at else 1
+    window = max(1, plan.config.window_for(605)) if plan.prompt else 1
     hits = policy not in ("take", "h2o", "compactor", "expected-attention")
     assert read == 605 - hits * (min(600, 605 - window) // PAGE * PAGE)
     check_end(simulation)

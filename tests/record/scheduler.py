@@ -15,6 +15,7 @@ from tests.engine.loads import Load
 from tests.engine.simulation import Simulation
 from tests.engine.test_scheduler import with_room_for_repeats
 from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.registry import schedule_of
 
 SEEDS = 16
 TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
@@ -136,7 +137,8 @@ def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
     plan = admission.plan
     segments = [[numbers.of(number), columns] for number, columns in admission.segments]
     how = [admission.by_layer, admission.reserved_at, numbers.of(admission.prefix), segments]
-    return [admission.request_id, admission.epoch, plan.config.label, plan.evict_at, *how, admission.tokens]
+    end = plan.prompt and plan.prompt.end
+    return [admission.request_id, admission.epoch, plan.config.label, end, *how, admission.tokens]
 
 
 def _scheduled(output: SchedulerOutput, plans: Mapping[str, Plan]) -> list[list[Any]]:
@@ -144,8 +146,9 @@ def _scheduled(output: SchedulerOutput, plans: Mapping[str, Plan]) -> list[list[
     extra, beside = output.kv_connector_metadata.extra, {}
     if extra is not None:
         plan = plans[extra.request_id]
-        chunk = ["repeat", extra.start, extra.stop, extra.stop == plan.evict_at]
-        beside[extra.name] = [extra.request_id, *(chunk if plan.schedule.repeats_prompt else ["probe"])]
+        chunk = ["repeat", extra.start, extra.stop, extra.stop == plan.prompt.end]
+        repeats = schedule_of(plan.prompt).repeats_prompt
+        beside[extra.name] = [extra.request_id, *(chunk if repeats else ["probe"])]
     drafts = output.scheduled_spec_decode_tokens
     return [
         [*beside.get(name, [name]), count, len(drafts.get(name, ()))]

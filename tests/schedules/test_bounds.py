@@ -22,7 +22,8 @@ from vllm_kvevict.policies import (
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
-from vllm_kvevict.schedules.plan import Plan, plan_of
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import plan_of
 
 PAGE, HEADS = 32, 2
 
@@ -145,7 +146,7 @@ def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int,
     )
     cuts = tuple(stop for _, stop in take.prompt_chunks(config, n)[:-1])
     plan = plan_of(config, n)
-    assert plan.positions == (*cuts, n)
+    assert plan.prompt.positions == (*cuts, n)
     first, count = stage
     stored, peak, start = [0] * 4, 0, 0
     for stop in (*cuts, n):

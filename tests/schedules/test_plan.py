@@ -4,7 +4,8 @@ import pytest
 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.inputs import HeadDims
-from vllm_kvevict.schedules.plan import Plan, plan_of
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import plan_of
 
 N, WINDOW = 700, 32
 
@@ -15,29 +16,27 @@ def plan(policy: str, budget: int = 100, **params: int) -> Plan:
 
 @pytest.mark.parametrize("kept", [plan_of(EvictionConfig("full"), N), plan("snapkv", N)])
 def test_what_is_kept_whole_is_left_for_others(kept: Plan) -> None:
-    assert kept.evict_at is None and kept.positions == () and kept.next_eviction(0) is None
+    assert kept.prompt is None and kept.phase_at(0) is None and kept.next_eviction(0) is None
     # The last token is computed in any case.
     assert (kept.most_cached(N), kept.leaves(N)) == (N - 1, N)
-    assert kept.extra_tokens(N) == 0
 
 
 def test_one_eviction_follows_the_prompt() -> None:
     once = plan("snapkv", window=WINDOW)
-    assert once.evict_at == N and once.positions == (N,)
+    assert once.prompt is not None and once.prompt.positions == (N,)
     assert [once.next_eviction(tokens) for tokens in (0, N - 1, N)] == [N, N, None]
-    assert once.window(N) == slice(N - WINDOW, N)
     # The window's queries choose, and queries are not stored.
     assert (once.most_cached(N), once.leaves(N)) == (N - WINDOW, N)
 
 
 def test_chunks_are_evicted_one_by_one_with_a_probe() -> None:
     chunked = plan("take", take_chunk=256)
-    assert chunked.positions == (256, 512, N)
+    assert chunked.prompt is not None and chunked.prompt.positions == (256, 512, N)
     assert [chunked.next_eviction(tokens) for tokens in (0, 256, 600)] == [256, 512, N]
     # What follows a chunk is read with it evicted, so nobody shares it.
     assert (chunked.most_cached(N), chunked.leaves(N)) == (0, 0)
-    assert chunked.extra_tokens(256) == chunked.extra_tokens(512) > 0
-    assert [chunked.extra_tokens(position) for position in (100, N)] == [0, 0]
+    assert chunked.prompt.extra_tokens(256) == chunked.prompt.extra_tokens(512) > 0
+    assert [chunked.prompt.extra_tokens(position) for position in (100, N)] == [0, 0]
 
 
 def test_sums_over_all_queries_need_a_reserve_and_all_tokens() -> None:

@@ -1,6 +1,6 @@
 """What all ranks say of an eviction becomes one."""
 
-from tests.schedules.ranks import eviction_of_eight_ranks, report
+from tests.schedules.ranks import eviction_of_eight_ranks, part
 from vllm_kvevict.schedules.reports import join
 
 
@@ -14,5 +14,5 @@ def test_a_kv_head_counts_once_however_many_ranks_hold_it() -> None:
 
 
 def test_ranks_with_several_layers_and_heads() -> None:
-    reports = [report(2, 0, [[5, 6]]), report(0, 2, [[3, 4], [7, 8]]), report(0, 0, [[1, 2], [5, 6]])]
-    assert join("r", [*reports, report(2, 2, [[7, 8]])]).heads == [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 8]]
+    parts = [part(2, 0, [[5, 6]]), part(0, 2, [[3, 4], [7, 8]]), part(0, 0, [[1, 2], [5, 6]])]
+    assert join("r", 500, [*parts, part(2, 2, [[7, 8]])]).heads == [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 8]]

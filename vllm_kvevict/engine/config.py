@@ -28,7 +28,8 @@ from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.params import DEFAULTS
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules import inputs
-from vllm_kvevict.schedules.plan import Plan, needs_reserve, plan_of
+from vllm_kvevict.schedules.plan import Plan, needs_reserve
+from vllm_kvevict.schedules.registry import plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 DEFAULT_BUDGET = 0.2
@@ -281,12 +282,11 @@ class Options:
                 f"kv_prefix_len must not exceed the length of the prompt, {prompt_len} tokens, got {prefix_len}",
                 "kv_prefix_len",
             )
-        n = prompt_len if prefix_len is None else prefix_len
-        return self.plan_with(config, n)
+        return self.plan_with(config, prompt_len if prefix_len is None else prefix_len)
 
     def plan_with(self, config: EvictionConfig, n: int) -> Plan:
         """The plan of a prompt, or of a prefix, of n tokens under a configuration."""
-        return Plan(config, None) if n < self.min_prompt else plan_of(config, n)
+        return Plan(config) if n < self.min_prompt else plan_of(config, n)
 
     def fields_in_scope(
         self,
@@ -310,7 +310,7 @@ class Options:
         """
         plan = self.plan(prompt_len, extra_args)
         fields = extra_args or {}
-        if self.scope == "prompt" or plan.evict_at is None or fields.get("kv_prefix_len") is not None:
+        if self.scope == "prompt" or plan.prompt is None or fields.get("kv_prefix_len") is not None:
             return extra_args
         if chat_prefix_len is None and most_output != 1:
             reason = no_prefix or NOT_RENDERED

@@ -198,7 +198,7 @@ def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, in
     done = recording.of_request(joined, output.request_id)
     mask = np.ones(shape, bool)
     plan = require_options(llm.llm_engine.vllm_config).plan(len(prompt.ids), fields)
-    if plan.evict_at is None:  # all of it fits the budget, or the policy evicts nothing
+    if plan.prompt is None:  # all of it fits the budget, or the policy evicts nothing
         return mask
     if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:
         raise ValueError("the prompt leaves no room for an answer: raise --max-model-len")

@@ -14,6 +14,7 @@ from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.server import Server
 
 
@@ -47,7 +48,7 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     page_bytes = server.entry * server.page_size
     return {
         "budget": "full" if plan.config.policy == "full" else f"{options.budget:g}",
-        "kept": prompt if plan.evict_at is None else plan.config.budget_for(prompt),
+        "kept": prompt if plan.prompt is None else plan.config.budget_for(prompt),
         "reading": page_bytes * max(alone.terms.peak),
         "evicted": page_bytes * max(now),
         "end": page_bytes * max(ends),
@@ -62,7 +63,7 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
 
 def cached(plan: Plan, ranks: Sequence[RankCapacity], pages: Sequence[int]) -> int:
     """How many evicted prefixes that hold so many pages of each rank can be cached; what is kept whole never is."""
-    if plan.evict_at is None:
+    if plan.prompt is None:
         return 0
     return min(min(rank.pages // held, rank.most_prefixes) for rank, held in zip(ranks, pages, strict=True))
 
@@ -86,7 +87,8 @@ class Crowd:
     @property
     def steps(self) -> int:
         """Steps that reading a prompt takes."""
-        return max(-(-self.prompt // self.control.step_tokens), len(self.plan.positions))
+        positions = self.plan.prompt.positions if self.plan.prompt else ()
+        return max(-(-self.prompt // self.control.step_tokens), len(positions))
 
     def newcomer(self, running: int) -> Account:
         """The next request, which a step reads beside a token of each that runs."""
@@ -115,11 +117,11 @@ def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]
 
 def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:
     """Pages of a request on a rank once its prompt is read; rows that compete are taken to end anywhere in a page."""
-    config, rows, layers = plan.config, rank.rows, rank.num_model_layers
-    budgets = plan.schedule.layer_budgets(config, prompt, layers) if plan.evict_at else [prompt] * layers
+    phase, rows, layers = plan.prompt, rank.rows, rank.num_model_layers
+    budgets = schedule_of(phase).layer_budgets(phase, layers) if phase else [prompt] * layers
     on_rank = budgets[rank.first_layer :][: rank.num_layers]
     lengths = [budget for budget in on_rank for _ in range(rank.num_kv_heads)]
-    if plan.evict_at and plan.schedule.is_ragged(config):
+    if phase and schedule_of(phase).is_ragged(phase.config):
         spread = [(2 * row + 1) * page_size // (2 * rows) - page_size // 2 for row in range(rows)]
         lengths = [max(1, min(kept + more, prompt)) for kept, more in zip(lengths, spread, strict=True)]
     residues = [sum(kept % page_size == rest for kept in lengths) for rest in range(page_size)]

@@ -1,4 +1,8 @@
-"""What every way of evicting answers: when, what it records until then, how much it holds, who waits, what it does."""
+"""What the host asks of every way of evicting: when, how much is held until then and afterwards, and who waits.
+
+Owns nothing: a schedule has no state, and its answers follow from the arguments alone, in every process. What is done
+on a rank is its other half (``schedules/eviction.py``).
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -6,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from vllm_kvevict.policies import EvictionConfig, most_candidates
 from vllm_kvevict.policies.sinks import num_sinks
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
-from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens
+from vllm_kvevict.schedules.eviction import Eviction
+from vllm_kvevict.schedules.inputs import sums_up
+from vllm_kvevict.schedules.plan import Phase
+from vllm_kvevict.schedules.reports import Answer, Claim
 
 MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
@@ -84,16 +88,19 @@ class Arbiter(ABC):
 
 
 class Schedule(ABC):
-    """One way of evicting a prompt of n tokens under a configuration; it has no state.
+    """One way of evicting, as the host sees it: when, how much is held, and who waits; it has no state.
 
         tokens read   0 ------ position ------ position ------ n ------------> decoding
         in a layer      store    |               |             |  the last position
-        and attend               +---------------+-------------+--> after_layer: record, score, choose, compact
+        and attend               +---------------+-------------+--> Eviction.after_layer: record, score, choose, compact
         after the step                                              report, or wait for other ranks
 
-    Where nothing else is said, a prompt is evicted once, at n, and is held whole until then.
+    Where nothing else is said, a prompt is evicted once, at n, and is held whole until then. Most questions are about a
+    phase; its ``end`` is the papers' n.
     """
 
+    eviction: type[Eviction]
+    """What is done on each rank, of which every request has one object in each phase."""
     holds_whole_prompt = True
     """Whether all that was read is held until the last position, unless layers recycle pages."""
     reads_token_ids = False
@@ -103,17 +110,32 @@ class Schedule(ABC):
 
     # When, known before the prompt is read.
 
+    def phases(self, config: EvictionConfig, name: str, n: int) -> tuple[Phase, ...]:
+        """The phases of a request whose prompt, or prefix, of n tokens is evicted.
+
+        Args:
+            name: of the schedule.
+        """
+        most = n - max(1, config.window_for(n))
+        return (
+            Phase(
+                config,
+                name,
+                self.positions(config, n),
+                probe=self.probe(config, n),
+                # Sums over the queries of all tokens need all queries, which are not stored.
+                most_cached=most if self.holds_whole_prompt and not sums_up(config.inputs) else 0,
+                leaves_cached=self.holds_whole_prompt,
+            ),
+        )
+
     def positions(self, config: EvictionConfig, n: int) -> tuple[int, ...]:
-        """Numbers of tokens after which the prompt is evicted, ascending; the last is n."""
+        """Numbers of tokens after which a prompt of n is evicted, ascending; the last is n."""
         return (n,)
 
     def probe(self, config: EvictionConfig, n: int) -> int:
         """Token rows that accompany the step that reaches a position before the last one."""
         return 0
-
-    def window(self, config: EvictionConfig, n: int, position: int) -> slice:
-        """Tokens whose queries choose at a position, if they are not a probe's."""
-        return slice(n - config.window_for(n), n)
 
     def conflict_with_stages(self, config: EvictionConfig, stages: Sequence[int]) -> str | None:
         """Why pipeline stages of so many layers cannot serve it, None if they can; the end of a sentence.
@@ -131,7 +153,7 @@ class Schedule(ABC):
         """
         return 0
 
-    def chunks(self, config: EvictionConfig, n: int, longest: int) -> list[tuple[int, int]]:
+    def chunks(self, phase: Phase, longest: int) -> list[tuple[int, int]]:
         """What is repeated once the prompt is read, (start, stop) of each step.
 
         Args:
@@ -139,8 +161,8 @@ class Schedule(ABC):
         """
         return []
 
-    def conflict_with_length(self, config: EvictionConfig, n: int, longest: int) -> str | None:
-        """Why a prompt of n tokens cannot be evicted, None if it can; the end of a sentence.
+    def conflict_with_length(self, phase: Phase, longest: int) -> str | None:
+        """Why a prompt of that length cannot be evicted, None if it can; the end of a sentence.
 
         Args:
             longest: tokens that workers have room for in a request.
@@ -149,7 +171,7 @@ class Schedule(ABC):
 
     # How much is held.
 
-    def extra_entries(self, config: EvictionConfig, n: int, page_size: int) -> int:
+    def extra_entries(self, phase: Phase, page_size: int) -> int:
         """Entries that each row may hold beside the prompt's n, once that is read and until it is evicted."""
         return 0
 
@@ -161,35 +183,34 @@ class Schedule(ABC):
         """
         return False
 
-    def layer_budgets(self, config: EvictionConfig, n: int, num_layers: int) -> list[int]:
+    def layer_budgets(self, phase: Phase, num_layers: int) -> list[int]:
         """Tokens per KV head that each of the model's layers keeps, where no scores decide that."""
-        return config.layer_budgets(n, num_layers)
+        return phase.config.layer_budgets(phase.end, num_layers)
 
     def is_ragged(self, config: EvictionConfig) -> bool:
         """Whether scores decide how much a row keeps."""
         return config.heads_compete
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
+    def peak(self, phase: Phase, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         """The most pages that a rank holds until the prompt is evicted.
 
         Args:
             by_layer: whether one step evicts it layer by layer: one is whole while those below hold what they keep.
         """
-        unevicted = rank.rows * pages_for(n, page_size)
+        whole = pages_for(phase.end, page_size)
         if not by_layer:
-            return unevicted
-        below = self.kept_pages(config, n, 0, rank, page_size, rank.num_layers - 1)
-        return min(unevicted, rank.num_kv_heads * pages_for(n, page_size) + below)
+            return rank.rows * whole
+        below = self.kept_pages(phase, 0, rank, page_size, rank.num_layers - 1)
+        return min(rank.rows * whole, rank.num_kv_heads * whole + below)
 
-    def kept_pages(
-        self, config: EvictionConfig, n: int, more: int, rank: RankCapacity, page_size: int, num_layers: int
-    ) -> int:
-        """The most pages that a rank's lowest ``num_layers`` layers hold ``more`` tokens after the eviction at n.
+    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
+        """The most pages that a rank's lowest ``num_layers`` layers hold ``more`` tokens after an eviction.
 
         Whatever the scores: of rows that compete any may win.
         """
+        config, n = phase.config, phase.end
         heads, always = rank.num_kv_heads, config.window_for(n) + num_sinks(config, n)
-        every = self.layer_budgets(config, n, rank.num_model_layers)
+        every = self.layer_budgets(phase, rank.num_model_layers)
         pages = 0
         # Most layers have the same budget, and admission asks this of every request that waits, in every step.
         for budget, layers in Counter(every[rank.first_layer :][:num_layers]).items():
@@ -206,40 +227,11 @@ class Schedule(ABC):
         """Whether stages have to hear of the others before they can choose."""
         return False
 
-    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
+    def arbiter(self, phase: Phase, rank: RankCapacity) -> Arbiter:
         """What the scheduler decides by if stages have to hear of the others.
 
         Args:
             rank: any of them, for the size of the model.
-        """
-        raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
-
-    # What is done.
-
-    @abstractmethod
-    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        """Go on with a request's eviction once a layer has attended.
-
-        Args:
-            evictor: the rank's.
-            rows: the request's token rows in the step.
-            window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
-        """
-
-    def begin_extra(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> int:
-        """Make ready for a step that computes extra tokens of a request.
-
-        Returns:
-            The request slot which they join.
-        """
-        return resident.request_slot
-
-    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
-        """Go on with a request's eviction once its arbiter has answered.
-
-        Args:
-            evictor: the rank's.
-            answer: to the claim that this rank sent last; of the same admission.
         """
         raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
 

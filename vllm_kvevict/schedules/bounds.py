@@ -1,10 +1,18 @@
-"""How many pages a request holds at most, known before it is read: what admission and start-up rely on."""
+"""How many pages a request holds at most, known before it is read: what admission and start-up rely on.
 
-from collections.abc import Callable, Sequence
+Owns nothing. No request ever holds more on a rank, whatever its policy chooses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Phase, Plan
+from vllm_kvevict.schedules.registry import schedule_of
+
+Known = Mapping[int, Sequence[PageCount]]
+"""What each rank holds of a request after evictions, by their positions."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +22,9 @@ class MemoryBounds:
         pages  ^        ______ until_read
                |      /|
                |    /  |         ____ after_eviction, a page more in each row every page_size tokens
-               |  /    |____----
+               |  /    |____----     |_____ until the next eviction, where there is one
                |/_________________________> tokens
-                     evict_at
+                     prompt.end
 
     Attributes:
         ranks: what each can hold; where several would be equal, one stands for them.
@@ -37,13 +45,13 @@ class MemoryBounds:
 
         It is then evicted layer by layer, each layer into the pages of the one before.
         """
-        if plan.evict_at is None or plan.evict_at > self.longest_step:
+        if plan.prompt is None or plan.prompt.end > self.longest_step:
             return False
-        return plan.schedule.can_recycle(plan.config, self.num_stages, self.is_asynchronous)
+        return schedule_of(plan.prompt).can_recycle(plan.config, self.num_stages, self.is_asynchronous)
 
     def by_layer(self, plan: Plan, first_step: int) -> bool:
         """Whether a request is evicted layer by layer if its first step has so many tokens."""
-        return first_step == plan.evict_at and self.gains_from_one_step(plan)
+        return plan.prompt is not None and first_step == plan.prompt.end and self.gains_from_one_step(plan)
 
     def until_read(self, plan: Plan, tokens: int, by_layer: bool) -> list[int]:
         """The most pages that a request holds on each rank until ``tokens`` tokens are read.
@@ -53,21 +61,49 @@ class MemoryBounds:
             by_layer: whether its first step evicts it layer by layer.
         """
         after = self.after_eviction(plan, tokens)
-        n = plan.evict_at
-        if n is None:
+        if plan.prompt is None:
             return after
-        peaks = [plan.schedule.peak(plan.config, n, rank, self.page_size, by_layer) for rank in self.ranks]
-        return [max(pair) for pair in zip(peaks, after, strict=True)]
+        return [max(pair) for pair in zip(self.until_evicted(plan.prompt, by_layer), after, strict=True)]
 
-    def after_eviction(self, plan: Plan, tokens: int) -> list[int]:
-        """The most pages that a request holds on each rank at ``tokens`` tokens, its eviction done."""
-        return [self._after_eviction(plan, tokens, rank) for rank in self.ranks]
+    def until_evicted(self, prompt: Phase, by_layer: bool) -> list[int]:
+        """The most pages that a request holds on each rank until its prompt is evicted; arguments as above."""
+        schedule = schedule_of(prompt)
+        return [schedule.peak(prompt, rank, self.page_size, by_layer) for rank in self.ranks]
 
-    def _after_eviction(self, plan: Plan, tokens: int, rank: RankCapacity) -> int:
-        n, unevicted = plan.evict_at, rank.rows * pages_for(tokens, self.page_size)
-        if n is None:
+    def after_eviction(self, plan: Plan, tokens: int, known: Known | None = None) -> list[int]:
+        """The most pages that a request holds on each rank from its prompt's eviction until it has so many tokens.
+
+        Args:
+            known: what it holds after evictions, where that is no guess.
+        """
+        start = 0 if plan.prompt is None else plan.prompt.end
+        return [self._most_after(plan, index, start, tokens, known or {}) for index in range(len(self.ranks))]
+
+    def most_held(self, plan: Plan, index: int, count: PageCount, tokens: int) -> int:
+        """The most pages that a rank holds of a request from ``count`` on until it has so many tokens."""
+        end = plan.grows_until(count.tokens, tokens)
+        pages = count.at(end)
+        return pages if end == tokens else max(pages, self._most_after(plan, index, end, tokens, {}))
+
+    def _most_after(self, plan: Plan, index: int, start: int, tokens: int, known: Known) -> int:
+        """The same from the eviction at ``start`` on, or from a prompt's first token."""
+        pages, position = 0, start
+        while True:
+            end, counts = plan.grows_until(position, tokens), known.get(position)
+            held = self._kept(plan, index, position, end) if counts is None else _grown(counts[index], end)
+            pages = max(pages, held)
+            if end == tokens:
+                return pages
+            position = end
+
+    def _kept(self, plan: Plan, index: int, position: int, tokens: int) -> int:
+        """The most pages at so many tokens, if it is evicted at a position and not since."""
+        rank, phase = self.ranks[index], plan.phase_of(position)
+        unevicted = rank.rows * pages_for(tokens, self.page_size)
+        if phase is None:
             return unevicted
-        kept = plan.schedule.kept_pages(plan.config, n, tokens - n, rank, self.page_size, rank.num_layers)
+        more = tokens - position
+        kept = schedule_of(phase).kept_pages(phase, more, rank, self.page_size, rank.num_layers)
         return min(unevicted, kept)
 
     def have_room_for(self, pages: Sequence[int]) -> bool:
@@ -95,6 +131,24 @@ class MemoryBounds:
     def most_tokens(self, plan: Plan, tokens: int, most: int) -> int:
         """The most tokens, from ``tokens`` to ``most``, that a request can have stored, its eviction done, alone."""
         return last_that(lambda count: self.have_room_for(self.after_eviction(plan, count)), tokens, most)
+
+    def most_tokens_from(self, plan: Plan, counts: Sequence[PageCount], most: int) -> int:
+        """The same, ``most`` at most, of a request that is evicted.
+
+        Args:
+            counts: what each rank holds of it now.
+        """
+
+        def fits(tokens: int) -> bool:
+            held = [self.most_held(plan, index, count, tokens) for index, count in enumerate(counts)]
+            return self.have_room_for(held)
+
+        now = counts[0].tokens
+        return most if most <= now or fits(most) else last_that(fits, now, most)
+
+
+def _grown(count: PageCount, tokens: int) -> int:
+    return count.at(max(tokens, count.tokens))
 
 
 def last_that(holds: Callable[[int], bool], low: int, high: int) -> int:

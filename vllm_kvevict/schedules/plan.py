@@ -1,17 +1,16 @@
-"""What happens to a request: when and how it is evicted, and what is settled when it is admitted.
+"""What happens to a request: in which phases it is evicted, when, and how.
 
 Owns nothing: a plan has no state, and is equal in every process, since it follows from configuration and length alone.
 """
 
 import bisect
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules import inputs
-from vllm_kvevict.schedules.base import Schedule
-from vllm_kvevict.schedules.registry import begins_with_cached, leaves_cached, schedule_of
 
 
 def needs_reserve(policy: str) -> bool:
@@ -20,38 +19,96 @@ def needs_reserve(policy: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a request's tokens, and when and how it is evicted while these are stored.
+
+        tokens   0 ----- position ----- end ------------- position ----- position ----- ...
+                 |  the prompt's phase  |  an answer's, if it is evicted as well
+
+    Attributes:
+        config: the policy and its parameters.
+        schedule: name of the schedule that evicts.
+        positions: numbers of tokens after which it is evicted, ascending. An answer's may be a range that never ends.
+        begins: tokens that the request has stored when the phase begins, 0 for the prompt's.
+        probe: tokens that a step which reaches a position before the last one computes as well, to choose by them.
+        most_cached: the most tokens that the request may begin with which an earlier one has left uncompressed.
+        leaves_cached: whether what is read until the first position is what others with the same tokens read.
+    """
+
+    config: EvictionConfig
+    schedule: str
+    positions: Sequence[int]
+    begins: int = 0
+    probe: int = 0
+    most_cached: int = 0
+    leaves_cached: bool = False
+
+    @functools.cached_property
+    def end(self) -> int:
+        """Tokens after which it is evicted for the last time."""
+        return self.positions[-1]
+
+    @property
+    def evictions(self) -> Sequence[int]:
+        """Positions with which an eviction is complete: a prompt's with the last one, an answer's with each."""
+        return self.positions if self.begins else (self.end,)
+
+    def next_eviction(self, tokens: int) -> int:
+        """The first position after ``tokens`` tokens, which are fewer than ``end``."""
+        return self.positions[bisect.bisect_right(self.positions, tokens)]
+
+    def extra_tokens(self, position: int) -> int:
+        """Tokens that a step which ends at ``position`` computes as well, only to choose by them."""
+        return self.probe if self.probe and position < self.end and position in self.positions else 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """When and how a request is evicted. It follows from its configuration and its length, in every process alike.
 
     Attributes:
-        config: the policy and its parameters.
-        evict_at: number of tokens after which it is evicted for the last time; None when it is kept whole.
-        positions: all numbers of tokens after which it is evicted, ascending; ``evict_at`` is the last.
+        config: the policy and its parameters, also where nothing is evicted.
+        phases: in which it is evicted, one after the other; none when it is kept whole.
     """
 
     config: EvictionConfig
-    evict_at: int | None
-    positions: tuple[int, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
-    @property
-    def schedule(self) -> Schedule:
-        """The way in which the policy evicts."""
-        return schedule_of(self.config)
+    @functools.cached_property
+    def prompt(self) -> Phase | None:
+        """The phase in which its prompt, or a prefix of it, is evicted; None when that is kept whole."""
+        return self.phases[0] if self.phases and not self.phases[0].begins else None
+
+    def phase_at(self, tokens: int) -> Phase | None:
+        """The phase of the next eviction after ``tokens`` tokens, None when there is none."""
+        for phase in self.phases:
+            if tokens < phase.end:
+                return phase
+        return None
+
+    def next_eviction(self, tokens: int) -> int | None:
+        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
+        phase = self.phase_at(tokens)
+        return None if phase is None else phase.next_eviction(tokens)
+
+    def grows_until(self, tokens: int, later: int) -> int:
+        """Up to how many tokens, ``later`` at most, each token adds an entry to each row: none is evicted before."""
+        position = self.next_eviction(tokens)
+        return later if position is None else min(position, later)
+
+    def phase_of(self, position: int) -> Phase | None:
+        """The phase in which an eviction is complete with a position (:attr:`Phase.evictions`), None if none is."""
+        return next((phase for phase in self.phases if position in phase.evictions), None)
 
     def reserved(self, dims: inputs.HeadDims, in_one_step: bool = False) -> int:
-        """What it takes of the workers' reserve until its eviction: numbers for each layer and query head.
+        """What its prompt takes of the workers' reserve until it is evicted: numbers for each layer and query head.
 
         Args:
             in_one_step: whether one step reads all up to its eviction: it scores by the queries themselves.
         """
-        if self.evict_at is None:
+        if self.prompt is None:
             return 0
-        return inputs.size(self.config.inputs, self.evict_at, dims, in_one_step)
-
-    def next_eviction(self, tokens: int) -> int | None:
-        """The first position of an eviction after ``tokens`` tokens, None when there is none."""
-        later = bisect.bisect_right(self.positions, tokens)
-        return self.positions[later] if later < len(self.positions) else None
+        return inputs.size(self.config.inputs, self.prompt.end, dims, in_one_step)
 
     def most_cached(self, tokens: int) -> int:
         """The most tokens that a request may begin with which an earlier one has left uncompressed.
@@ -61,44 +118,14 @@ class Plan:
         Args:
             tokens: to be read.
         """
-        return tokens - 1 if self.evict_at is None else self._most_cached
-
-    @functools.cached_property
-    def _most_cached(self) -> int:
-        # Asked of every waiting request in every step.
-        n = self.evict_at or 0
-        return n - max(1, self.config.window_for(n)) if begins_with_cached(self.config) else 0
+        return min(tokens - 1, self.phases[0].most_cached) if self.phases else tokens - 1
 
     def leaves(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed for others once so many are read."""
-        if self.evict_at is None:
+        if not self.phases:
             return tokens
-        return self.evict_at if leaves_cached(self.config) else 0
-
-    def extra_tokens(self, position: int) -> int:
-        """Tokens before ``evict_at`` that a step that ends at ``position`` computes as well, only to choose by them."""
-        if self.evict_at is None or position >= self.evict_at or position not in self.positions:
-            return 0
-        return self.schedule.probe(self.config, self.evict_at)
-
-    def extra_entries(self, tokens: int, page_size: int) -> int:
-        """Entries that each row of a request with so many tokens may hold beside them, until it is evicted."""
-        if self.evict_at is None or tokens != self.evict_at:
-            return 0
-        return self.schedule.extra_entries(self.config, self.evict_at, page_size)
-
-    def window(self, position: int) -> slice:
-        """Tokens whose queries choose at an eviction, if they are not such extra ones."""
-        assert self.evict_at is not None
-        return self.schedule.window(self.config, self.evict_at, position)
-
-
-@functools.lru_cache(maxsize=128)
-def plan_of(config: EvictionConfig, n: int) -> Plan:
-    """The plan of a prompt, or of a prefix, of n tokens."""
-    if not config.evicts(n):
-        return Plan(config, None)
-    return Plan(config, n, schedule_of(config).positions(config, n))
+        first = self.phases[0]
+        return min(tokens, first.positions[0]) if first.leaves_cached else 0
 
 
 @dataclass(frozen=True)
@@ -128,4 +155,6 @@ class Admission:
     @property
     def tokens(self) -> int:
         """Tokens that it has stored from the start."""
-        return self.cached if self.prefix is None else self.plan.evict_at or 0
+        if self.prefix is None or self.plan.prompt is None:
+            return self.cached
+        return self.plan.prompt.end

@@ -3,6 +3,7 @@
 Owns which schedule has which name, each of them once. What is asked of a policy here has one answer in every process.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
-from vllm_kvevict.schedules.inputs import sums_up
+from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
+from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
 from vllm_kvevict.schedules.whole import Whole
@@ -25,9 +28,32 @@ def register(name: str, schedule: Schedule) -> None:
     _schedules[name] = schedule
 
 
-def schedule_of(config: EvictionConfig) -> Schedule:
-    """The schedule of a policy."""
-    return _schedules[lookup(config.policy).schedule]
+def schedule_of(phase: Phase) -> Schedule:
+    """The schedule of a phase."""
+    return _schedules[phase.schedule]
+
+
+def schedule_for(policy: str) -> Schedule:
+    """The schedule by which a policy evicts prompts."""
+    return _schedules[lookup(policy).schedule]
+
+
+@functools.lru_cache(maxsize=128)
+def plan_of(config: EvictionConfig, n: int) -> Plan:
+    """The plan of a prompt, or of a prefix, of n tokens."""
+    if not config.evicts(n):
+        return Plan(config)
+    name = lookup(config.policy).schedule
+    return Plan(config, _schedules[name].phases(config, name, n))
+
+
+def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:
+    """A request's eviction on a rank, which begins with its phase; None if it is evicted no more."""
+    if resident.eviction is None:
+        phase = resident.plan.phase_at(resident.tokens)
+        if phase is not None:
+            resident.eviction = schedule_of(phase).eviction(evictor, resident, phase)
+    return resident.eviction
 
 
 def most_extra_rows(policy: str, params: Mapping[str, Any], defaults: str) -> int:
@@ -37,31 +63,17 @@ def most_extra_rows(policy: str, params: Mapping[str, Any], defaults: str) -> in
         params: of the policy, those that differ from its defaults.
         defaults: which these are, "measured" or "paper".
     """
-    return _schedules[lookup(policy).schedule].most_extra_rows(parameters(policy, defaults) | dict(params))
-
-
-def begins_with_cached(config: EvictionConfig) -> bool:
-    """Whether a prompt that is evicted may begin with uncompressed KV that an earlier one has left.
-
-    Not if its scores add up over the queries of all tokens, which are not stored; nor if later tokens are read with the
-    earlier ones evicted, so that their KV is another.
-    """
-    return not sums_up(config.inputs) and leaves_cached(config)
-
-
-def leaves_cached(config: EvictionConfig) -> bool:
-    """Whether what a prompt is read to, until it is evicted, is what any other prompt with the same tokens is."""
-    return schedule_of(config).holds_whole_prompt
+    return schedule_for(policy).most_extra_rows(parameters(policy, defaults) | dict(params))
 
 
 def bounded_policies() -> list[str]:
     """Policies that never hold a whole prompt, however long it is."""
-    return [name for name in available() if not _schedules[lookup(name).schedule].holds_whole_prompt]
+    return [name for name in available() if not schedule_for(name).holds_whole_prompt]
 
 
 def repeating_policies() -> list[str]:
     """Policies that have the model read a prompt a second time."""
-    return [name for name in available() if _schedules[lookup(name).schedule].repeats_prompt]
+    return [name for name in available() if schedule_for(name).repeats_prompt]
 
 
 register("whole", Whole())

@@ -18,96 +18,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.policies.cuts import Question
 from vllm_kvevict.policies.inputs import REPEATED
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
-from vllm_kvevict.schedules.evictor import Evictor, ExtraRows, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.eviction import ExtraRows, QueryRows
+from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 from vllm_kvevict.schedules.reports import ExtraTokens
-from vllm_kvevict.schedules.shared import ByScore
+from vllm_kvevict.schedules.shared import ByScore, EvictionByScore
+
+
+class EvictionByRepeat(EvictionByScore):
+    """Of one prompt, by what its tokens receive in the repeats."""
+
+    def evicts_after(self, position: int) -> bool:
+        return False
+
+    def begin_extra(self, extra: ExtraTokens) -> int:
+        if self.phase.config.params["kvzip_sees"] == "all":
+            return self.resident.request_slot
+        return self.open_scratch(self._seen(extra))
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        if rows.extra is None:
+            return
+        self._note(step, rows.extra)
+        if rows.evicts:
+            asked = self.collected.window
+            self.score(step, rows, None if asked is None else asked[step.layer])
+        if not self.evictor.is_last(step.layer):
+            return
+        self.drop_extra_entries()
+        if rows.evicts:
+            self.decide_together()
+
+    def _seen(self, extra: ExtraTokens) -> Tensor:
+        """The tokens over which a chunk's scores are taken, beside the repeat's own: int64, ascending."""
+        device = self.evictor.cache.device
+        first = torch.arange(min(self.phase.config.params["sinks"], extra.start), device=device)
+        return torch.cat((first, torch.arange(extra.start, extra.stop, device=device)))
+
+    def _note(self, step: LayerStep, extra: ExtraRows) -> None:
+        """Note what the chunk's tokens received in a layer."""
+        n, chunk, cache = self.phase.end, extra.tokens, self.evictor.cache
+        seen = self._seen(chunk)
+        if self.scratch is None:
+            entries = torch.cat((seen, torch.arange(n, n + extra.count, device=cache.device)))
+            keys = cache.read_keys_at(self.resident.request_slot, step.layer, entries)
+        else:
+            keys = cache.read_keys(self.scratch, step.layer, len(seen) + extra.count)
+        places = slice(len(seen) - (chunk.stop - chunk.start), len(seen))
+        tokens = self.tokens(step, extra.rows)
+        sums = self.collected.sums_of(self.evictor.sources, tokens)
+        most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
+        sums[REPEATED][:, chunk.start : chunk.stop] = most
 
 
 class ByRepeat(ByScore):
     """The candidates of all layers compete, by what each received while the prompt was repeated."""
 
+    eviction = EvictionByRepeat
     reads_token_ids = True
     repeats_prompt = True
 
     def most_extra_rows(self, params: Mapping[str, Any]) -> int:
         return int(params["kvzip_chunk"]) + MOST_EXTRA_ROWS
 
-    def chunks(self, config: EvictionConfig, n: int, longest: int) -> list[tuple[int, int]]:
-        size = _chunk_size(config, n, longest)
+    def chunks(self, phase: Phase, longest: int) -> list[tuple[int, int]]:
+        n, size = phase.end, _chunk_size(phase, longest)
         return [(start, min(start + size, n)) for start in range(0, n, size)]
 
-    def conflict_with_length(self, config: EvictionConfig, n: int, longest: int) -> str | None:
-        if _chunk_size(config, n, longest) >= min(MIN_CHUNK, n):
+    def conflict_with_length(self, phase: Phase, longest: int) -> str | None:
+        if _chunk_size(phase, longest) >= min(MIN_CHUNK, phase.end):
             return None
         most = longest - MIN_CHUNK - MOST_EXTRA_ROWS - 1
         return (
             f"repeats the tokens it evicts after the prompt, so with --max-model-len {longest} it can evict at most "
-            f"{max(most, 0)} tokens, not {n}"
+            f"{max(most, 0)} tokens, not {phase.end}"
         )
 
-    def extra_entries(self, config: EvictionConfig, n: int, page_size: int) -> int:
-        chunk = min(config.params["kvzip_chunk"], n)
+    def extra_entries(self, phase: Phase, page_size: int) -> int:
+        params = phase.config.params
+        chunk = min(params["kvzip_chunk"], phase.end)
         rows = chunk + MOST_EXTRA_ROWS
-        if config.params["kvzip_sees"] == "all":
+        if params["kvzip_sees"] == "all":
             return rows
         # Copies of what the rows see come before them, in pages of their own.
-        return page_size * pages_for(config.params["sinks"] + chunk + rows, page_size)
+        return page_size * pages_for(params["sinks"] + chunk + rows, page_size)
 
-    def peak(self, config: EvictionConfig, n: int, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
-        return rank.rows * pages_for(n + self.extra_entries(config, n, page_size), page_size)
-
-    def begin_extra(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> int:
-        if resident.plan.config.params["kvzip_sees"] == "all":
-            return resident.request_slot
-        return evictor.open_scratch(resident, self._seen(evictor, resident, extra))
-
-    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        if rows.extra is None:
-            return
-        resident, last = rows.resident, evictor.is_last(step.layer)
-        self._note(evictor, step, resident, rows.extra)
-        if rows.evicts:
-            asked = resident.collected.window
-            evictor.score(step, rows, None if asked is None else asked[step.layer])
-        if not last:
-            return
-        evictor.drop_extra_entries(resident)
-        if rows.evicts and evictor.has_all_layers:
-            evictor.decide(resident)
-        elif rows.evicts:
-            evictor.send_tally(resident, Question())
-
-    def _seen(self, evictor: Evictor, resident: ResidentRequest, extra: ExtraTokens) -> Tensor:
-        """The tokens over which a chunk's scores are taken, beside the repeat's own: int64, ascending."""
-        sinks = min(resident.plan.config.params["sinks"], extra.start)
-        first = torch.arange(sinks, device=evictor.cache.device)
-        chunk = torch.arange(extra.start, extra.stop, device=evictor.cache.device)
-        return torch.cat((first, chunk))
-
-    def _note(self, evictor: Evictor, step: LayerStep, resident: ResidentRequest, extra: ExtraRows) -> None:
-        """Note what the chunk's tokens received in a layer."""
-        n, chunk = resident.plan.evict_at, extra.tokens
-        assert n is not None
-        seen, cache = self._seen(evictor, resident, chunk), evictor.cache
-        if resident.scratch is None:
-            entries = torch.cat((seen, torch.arange(n, n + extra.count, device=cache.device)))
-            keys = cache.read_keys_at(resident.request_slot, step.layer, entries)
-        else:
-            keys = cache.read_keys(resident.scratch, step.layer, len(seen) + extra.count)
-        places = slice(len(seen) - (chunk.stop - chunk.start), len(seen))
-        tokens = evictor.tokens(step, resident, extra.rows)
-        sums = resident.collected.sums_of(evictor.sources, tokens)
-        most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
-        sums[REPEATED][:, chunk.start : chunk.stop] = most
+    def peak(self, phase: Phase, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
+        return rank.rows * pages_for(phase.end + self.extra_entries(phase, page_size), page_size)
 
 
-def _chunk_size(config: EvictionConfig, n: int, longest: int) -> int:
+def _chunk_size(phase: Phase, longest: int) -> int:
     """Tokens of a chunk: what the policy says, but no more than a request of ``longest`` tokens has room for."""
     # vLLM counts one token more than is computed, since a request that ends there would sample.
-    return min(config.params["kvzip_chunk"], n, longest - n - MOST_EXTRA_ROWS - 1)
+    room = longest - phase.end - MOST_EXTRA_ROWS - 1
+    return min(phase.config.params["kvzip_chunk"], phase.end, room)

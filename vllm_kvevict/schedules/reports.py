@@ -97,37 +97,46 @@ Answer = LayerBudgets | CutQuestion | Cut
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a rank says of one request after its eviction.
+class PartOfEviction:
+    """What one rank did in a complete eviction of a request.
 
     Attributes:
-        policy: name of the policy that chose.
-        epoch: admission the report belongs to; the ledger drops a report of an older one.
-        tokens: the request's token count when it was evicted.
-        last: whether it is the request's last eviction.
-        pages: pages held on the rank afterwards.
-        freed_pages: pages returned to the pool, by earlier evictions too.
+        policy: label of the policy that chose.
+        freed_pages: pages returned to the pool.
         peak_pages: the most pages that the request held on the rank until then.
-        residues: [page_size], rows by kv_len modulo page_size.
         first_layer: the rank's first layer in the model.
         first_head: the rank's first KV head in the model.
-        kept: [layers][KV heads] of the rank, entries kept of ``tokens`` stored.
-        decision_seconds, compaction_seconds: spent on choosing and on moving, in earlier evictions too.
+        kept: [layers][KV heads] of the rank, entries kept.
+        decision_seconds, compaction_seconds: spent on choosing and on moving.
     """
 
     policy: str
-    epoch: int
-    tokens: int
-    last: bool
-    pages: int
     freed_pages: int
     peak_pages: int
-    residues: Sequence[int]
     first_layer: int
     first_head: int
     kept: Sequence[Sequence[int]]
     decision_seconds: float
     compaction_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank holds of a request after a position of its plan.
+
+    Attributes:
+        epoch: admission the report belongs to; the ledger drops a report of an older one.
+        tokens: the position.
+        pages: pages held on the rank.
+        residues: [page_size], rows by kv_len modulo page_size.
+        part: what the rank did, if an eviction is complete with that.
+    """
+
+    epoch: int
+    tokens: int
+    pages: int
+    residues: Sequence[int]
+    part: PartOfEviction | None
 
 
 @dataclass(frozen=True)
@@ -172,31 +181,31 @@ def read_evictions(path: Path) -> Iterator[EvictionRecord]:
             yield eviction
 
 
-def join(request_id: str, reports: Sequence[Report]) -> EvictionRecord:
-    """Make one eviction of the reports of all ranks, one of each."""
-    first, heads = reports[0], kept_by_head(reports)
+def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> EvictionRecord:
+    """Make one eviction, after so many tokens, of what all ranks did, one part of each."""
+    heads = kept_by_head(parts)
     return EvictionRecord(
         request=request_id,
-        tokens=first.tokens,
-        policy=first.policy,
+        tokens=tokens,
+        policy=parts[0].policy,
         kept=sum(map(sum, heads)),
-        stored=sum(map(len, heads)) * first.tokens,
-        freed_pages=sum(report.freed_pages for report in reports),
-        held_pages=sum(report.peak_pages for report in reports),
+        stored=sum(map(len, heads)) * tokens,
+        freed_pages=sum(part.freed_pages for part in parts),
+        held_pages=sum(part.peak_pages for part in parts),
         heads=heads,
-        decision_seconds=max(report.decision_seconds for report in reports),
-        compaction_seconds=max(report.compaction_seconds for report in reports),
+        decision_seconds=max(part.decision_seconds for part in parts),
+        compaction_seconds=max(part.compaction_seconds for part in parts),
     )
 
 
-def kept_by_head(reports: Sequence[Report]) -> list[list[int]]:
+def kept_by_head(parts: Sequence[PartOfEviction]) -> list[list[int]]:
     """[layers][KV heads] of the model, entries kept.
 
-    Stages report layers of their own. Ranks of a stage report heads of the same layers; where they replicate a KV head
-    they report the same of it, and it counts once.
+    Stages have layers of their own. Ranks of a stage have heads of the same layers; where they replicate a KV head
+    they say the same of it, and it counts once.
     """
     layers: dict[int, dict[int, int]] = {}
-    for report in reports:
-        for layer, heads in enumerate(report.kept, report.first_layer):
-            layers.setdefault(layer, {}).update(enumerate(heads, report.first_head))
+    for part in parts:
+        for layer, heads in enumerate(part.kept, part.first_layer):
+            layers.setdefault(layer, {}).update(enumerate(heads, part.first_head))
     return [[heads[head] for head in sorted(heads)] for _, heads in sorted(layers.items())]

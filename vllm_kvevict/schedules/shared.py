@@ -6,6 +6,8 @@ Over pipeline stages neither can be decided by a rank alone. Each says what its 
     by score     ranks: counts of scores           scheduler: which part to count next, at last the score to be reached
 
 The request waits meanwhile; claims go up and answers down with the steps that serve the others.
+
+An arbiter owns what it was told of one eviction, and is asked no more once it has decided.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ from vllm_kvevict.policies import (
 )
 from vllm_kvevict.policies.cuts import CutSearch, Question
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
-from vllm_kvevict.schedules.evictor import Evictor, LayerStep, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.reports import (
     Answer,
     Claim,
@@ -69,12 +73,34 @@ class CutArbiter(Arbiter):
         return Cut(epoch, self.search.cut)
 
 
-class ByWeight(Schedule):
-    """Each layer gets a share of the budget by a weight that its scores give it.
+class EvictionByWeight(Eviction):
+    """Of one prompt, whose layers share the budget by weights.
 
-    One stage knows all weights after its last layer. A prompt that one step reads may be trimmed as the
-    layers go by: shares only shrink as further layers are known (LAVa Alg. 2).
+    One stage knows all weights after its last layer. A prompt that one step reads may be trimmed as the layers go by:
+    shares only shrink as further layers are known (LAVa Alg. 2).
     """
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        if not rows.evicts:
+            return
+        self.score(step, rows, window)
+        last = self.evictor.is_last(step.layer)
+        if last and self.evictor.has_all_layers:
+            self.decide()
+        elif self.resident.admission.by_layer:
+            self.trim(provisional_budgets(self.phase.config, self.scores, self.phase.end))
+        elif last:
+            self.send_weights()
+
+    def on_answer(self, answer: Answer) -> None:
+        assert isinstance(answer, LayerBudgets)
+        self.decide_by_budgets(answer.budgets)
+
+
+class ByWeight(Schedule):
+    """Each layer gets a share of the budget by a weight that its scores give it."""
+
+    eviction = EvictionByWeight
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         # With a guarantee, rounded head budgets may grow by a token as a layer's budget shrinks.
@@ -83,9 +109,7 @@ class ByWeight(Schedule):
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True
 
-    def kept_pages(
-        self, config: EvictionConfig, n: int, more: int, rank: RankCapacity, page_size: int, num_layers: int
-    ) -> int:
+    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
         """As of :meth:`Schedule.kept_pages`. Layers that were not scored yet may be left with nothing.
 
         What competing heads win grows less than their layer's budget does, so the worst is to share evenly. Where
@@ -93,7 +117,8 @@ class ByWeight(Schedule):
         """
         if not num_layers:
             return 0
-        heads, window = rank.num_kv_heads, config.window_for(n)
+        config, n, heads = phase.config, phase.end, rank.num_kv_heads
+        window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
         rounding = num_layers if num_layers < rank.num_layers else 0
         budget = min(m, -(-(rank.num_model_layers * b + rounding) // num_layers))
@@ -105,38 +130,47 @@ class ByWeight(Schedule):
     def decides_across_stages(self, num_stages: int) -> bool:
         return num_stages > 1
 
-    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+    def arbiter(self, phase: Phase, rank: RankCapacity) -> Arbiter:
+        return BudgetArbiter(phase.config, phase.end)
+
+
+class EvictionByScore(Eviction):
+    """Of one prompt, whose layers' candidates compete."""
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
-        resident = rows.resident
-        n = evictor.score(step, rows, window)
-        last = evictor.is_last(step.layer)
-        if last and evictor.has_all_layers:
-            evictor.decide(resident)
-        elif resident.admission.by_layer:
-            evictor.trim(resident, provisional_budgets(resident.plan.config, resident.scores, n))
-        elif last:
-            evictor.send_weights(resident)
+        self.score(step, rows, window)
+        if self.evictor.is_last(step.layer):
+            self.decide_together()
 
-    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
-        return BudgetArbiter(config, n)
+    def decide_together(self) -> None:
+        """Decide for all layers of the model, with the other stages if there are any."""
+        if self.evictor.has_all_layers:
+            self.decide()
+        else:
+            self.send_tally(Question())
 
-    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
-        assert isinstance(answer, LayerBudgets)
-        evictor.decide_by_budgets(resident, answer.budgets)
+    def on_answer(self, answer: Answer) -> None:
+        if isinstance(answer, CutQuestion):
+            self.send_tally(answer.question)
+        else:
+            assert isinstance(answer, Cut)
+            self.decide_by_cut(answer.key)
 
 
 class ByScore(Schedule):
     """The candidates of all layers compete at once."""
 
+    eviction: type[Eviction] = EvictionByScore
+
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True
 
-    def kept_pages(
-        self, config: EvictionConfig, n: int, more: int, rank: RankCapacity, page_size: int, num_layers: int
-    ) -> int:
+    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
         """As of :meth:`Schedule.kept_pages`: this rank's rows may win all there is to win."""
-        rows, window = num_layers * rank.num_kv_heads, config.window_for(n)
+        config, n, rows = phase.config, phase.end, num_layers * rank.num_kv_heads
+        window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
         shared = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m)
         return ragged_pages(shared, rows, window + more, n + more, page_size)
@@ -144,23 +178,6 @@ class ByScore(Schedule):
     def decides_across_stages(self, num_stages: int) -> bool:
         return num_stages > 1
 
-    def after_layer(self, evictor: Evictor, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        if not rows.evicts:
-            return
-        evictor.score(step, rows, window)
-        if not evictor.is_last(step.layer):
-            return
-        if evictor.has_all_layers:
-            evictor.decide(rows.resident)
-        else:
-            evictor.send_tally(rows.resident, Question())
-
-    def arbiter(self, config: EvictionConfig, n: int, rank: RankCapacity) -> Arbiter:
-        return CutArbiter(whole_model.wanted(config, n, rank.num_model_layers, rank.num_model_kv_heads))
-
-    def on_answer(self, evictor: Evictor, resident: ResidentRequest, answer: Answer) -> None:
-        if isinstance(answer, CutQuestion):
-            evictor.send_tally(resident, answer.question)
-        else:
-            assert isinstance(answer, Cut)
-            evictor.decide_by_cut(resident, answer.key)
+    def arbiter(self, phase: Phase, rank: RankCapacity) -> Arbiter:
+        wanted = whole_model.wanted(phase.config, phase.end, rank.num_model_layers, rank.num_model_kv_heads)
+        return CutArbiter(wanted)

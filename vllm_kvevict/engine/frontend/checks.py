@@ -16,7 +16,7 @@ from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.registry import schedule_for
 
 WINDOWED = "models with sliding-window attention in every layer"
 BIDIRECTIONAL = "models whose images are attended to in both directions"
@@ -296,7 +296,7 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         KVEvictionError: one sentence naming the flags.
     """
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
-    if layer_groups(vllm_config).others and schedule_of(config).most_extra_rows(config.params):
+    if layer_groups(vllm_config).others and schedule_for(config.policy).most_extra_rows(config.params):
         raise KVEvictionError(
             f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "
             "full attention cannot undo, so choose another policy",
@@ -320,7 +320,7 @@ def _check_policy_with_lora(config: EvictionConfig, name: str) -> None:
     for part in config.needs_of_model:
         if part.weights:
             reason = f"reads {part.weights}, which adapters change"
-    if schedule_of(config).repeats_prompt:
+    if schedule_for(config.policy).repeats_prompt:
         # vLLM counts the adapters of a step before the repeat is added to it.
         reason = "repeats prompts in steps that may already use --max-loras other adapters"
     if reason is not None:
@@ -340,7 +340,7 @@ def check_stages(config: EvictionConfig, stages: Sequence[int], name: str) -> No
         KVEvictionError: one sentence naming the flags.
     """
     try:
-        conflict = schedule_of(config).conflict_with_stages(config, stages)
+        conflict = schedule_for(config.policy).conflict_with_stages(config, stages)
     except ValueError as error:
         raise KVEvictionError(f"{name} {config.policy}: {error}", name) from None
     if conflict is not None:

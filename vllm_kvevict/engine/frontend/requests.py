@@ -29,7 +29,7 @@ from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.registry import schedule_for, schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEAM_SEARCH = (
@@ -201,9 +201,9 @@ def _finder_of_rows(
         plan = options.plan(length, fields)
     except KVEvictionError:
         return None
-    if plan.evict_at is None or not plan.schedule.repeats_prompt:
+    if plan.prompt is None or not schedule_of(plan.prompt).repeats_prompt:
         return None
-    return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evict_at == length)
+    return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.prompt.end == length)
 
 
 def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] |
     """
     if chat.PREFIX_LEN not in prompt:
         return
-    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).evict_at is None:
+    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).prompt is None:
         metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
 
@@ -236,9 +236,9 @@ def check_length(plan: Plan, longest: int) -> None:
     Raises:
         KVEvictionError: one sentence.
     """
-    if plan.evict_at is None:
+    if plan.prompt is None:
         return
-    conflict = plan.schedule.conflict_with_length(plan.config, plan.evict_at, longest)
+    conflict = schedule_of(plan.prompt).conflict_with_length(plan.prompt, longest)
     if conflict is not None:
         raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
 
@@ -255,7 +255,7 @@ def _checked_fields(
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
         # A chat that mixes text with embeddings or images has token ids too, but only placeholders where these stand.
-        if schedule_of(config).reads_token_ids and (embeds is not None or with_media):
+        if schedule_for(config.policy).reads_token_ids and (embeds is not None or with_media):
             found = "embeddings" if embeds is not None else "images, audio or video"
             raise KVEvictionError(
                 f"kv_eviction {config.policy} needs a text-only prompt, without {found}: choose another policy",

@@ -1,7 +1,8 @@
 """One admission of one request: what it holds on each rank, and what is promised to its prefill.
 
 An account owns what is known of its admission. What it says it holds is never less than what the workers hold, and
-exact once its last eviction is reported. Nobody else writes to it: what happens to a request is a method here.
+exact from an eviction's last report to the next eviction. Nobody else writes to it: what happens to a request is a
+method here.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
+from vllm_kvevict.schedules.bounds import Known
 from vllm_kvevict.schedules.inputs import HeadDims
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Phase, Plan
+from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.reports import Answer, Claim
 
 STEPS_AHEAD = 3
@@ -51,7 +54,7 @@ class Account:
         preemptions: how often it was preempted.
         counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What it borrows is
             counted as its own.
-        replayed: what each rank kept of it in an earlier admission, and will keep again; None if it had none.
+        replayed: what each rank kept of it in an earlier admission, and will keep again.
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         borrowed: pages of each rank that it borrows.
@@ -72,7 +75,7 @@ class Account:
     max_tokens: int
     preemptions: int
     counts: list[PageCount]
-    replayed: list[PageCount] | None
+    replayed: Known
     held: list[int]
     promise: list[int]
     borrowed: list[int]
@@ -87,6 +90,8 @@ class Account:
     is_undecided: bool = False
     _unreported: set[int] = field(default_factory=set)
     _to_repeat: list[tuple[int, int]] = field(default_factory=list)
+    _evicting: Phase | None = None
+    """The phase of the eviction that was dispatched last."""
     _arbiter: Arbiter | None = None
 
     # What is known.
@@ -122,16 +127,21 @@ class Account:
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its counts are final and exact: it was evicted for the last time, or never is."""
-        evict_at = self.plan.evict_at
-        return evict_at is None or (not self._unreported and self.counts[0].tokens >= evict_at)
+        """Whether its prompt is evicted, or never is, and its counts are exact until the next eviction."""
+        return not self._unreported and self.is_evicted_on(0)
+
+    def is_evicted_on(self, index: int) -> bool:
+        """Whether that is so on a rank, by its index."""
+        prompt, tokens = self.plan.prompt, self.counts[index].tokens
+        return prompt is None or (tokens >= prompt.end and index not in self._unreported)
 
     @property
     def is_bounded(self) -> bool:
         """Whether it is not known how much it holds once it is evicted, until that is reported: it does not hold all
         that was read, or it holds copies besides."""
-        by_layer, copies = self.terms.by_layer, self.terms.copies
-        return by_layer or copies is not None or not self.plan.schedule.holds_whole_prompt
+        if self.terms.by_layer or self.terms.copies is not None:
+            return True
+        return self._evicting is not None and not schedule_of(self._evicting).holds_whole_prompt
 
     @property
     def must_wait(self) -> bool:
@@ -151,12 +161,14 @@ class Account:
     @property
     def is_lasting(self) -> bool:
         """Whether it uses to its end what it borrows of segments."""
-        return self.plan.evict_at is None
+        return not self.plan.phases
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
-        is_over = self.tokens >= (self.plan.evict_at or 0) and not self._to_repeat
-        return 0 if is_over else self.plan.reserved(dims, self.in_one_step)
+        prompt = self.plan.prompt
+        if prompt is None or (self.tokens >= prompt.end and not self._to_repeat):
+            return 0
+        return self.plan.reserved(dims, self.in_one_step)
 
     def need_at(self, tokens: int, terms: Terms | None = None) -> Need:
         """What the request takes during a step that ends at ``tokens`` tokens.
@@ -174,19 +186,21 @@ class Account:
 
     def _pages_at(self, tokens: int, terms: Terms) -> list[int]:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
-        if terms.by_layer and self.tokens < (self.plan.evict_at or 0) <= tokens:
-            return list(terms.peak)
-        stored = tokens + self.plan.extra_tokens(tokens)
-        stored += self.plan.extra_entries(tokens, self.counts[0].page_size)
+        prompt, stored = self.plan.prompt, tokens
+        if prompt is not None and self.counts[0].tokens < prompt.end:
+            if terms.by_layer and self.tokens < prompt.end <= tokens:
+                return list(terms.peak)
+            stored += self._extra_entries(prompt, tokens)
         own = [count.at(stored) - pages for count, pages in zip(self.counts, self.borrowed, strict=True)]
-        if terms.copies is None or not self._is_evicted_by(tokens):
+        if terms.copies is None or prompt is None or not self.counts[0].tokens < prompt.end <= tokens:
             return own
         return [sum(pair) for pair in zip(own, terms.copies, strict=True)]
 
-    def _is_evicted_by(self, tokens: int) -> bool:
-        """Whether a step that ends at ``tokens`` tokens is the one that evicts it."""
-        n = self.plan.evict_at
-        return n is not None and self.counts[0].tokens < n <= tokens
+    def _extra_entries(self, prompt: Phase, tokens: int) -> int:
+        """Entries that each row may hold beside so many tokens, until the prompt is evicted."""
+        if tokens != prompt.end:
+            return prompt.extra_tokens(tokens)
+        return schedule_of(prompt).extra_entries(prompt, self.counts[0].page_size)
 
     def _promised_at(self, tokens: int, held: Sequence[int], terms: Terms) -> list[int]:
         """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -221,18 +235,19 @@ class Account:
             longest: tokens that workers have room for in a request.
 
         Returns:
-            Whether it is its last eviction.
+            Whether its prompt is evicted with that.
         """
         before, self.tokens = self.tokens, tokens
-        position = self.plan.next_eviction(before)
-        if position is None or position > tokens:
+        phase = self.plan.phase_at(before)
+        if phase is None or phase.next_eviction(before) > tokens:
             return False
+        self._evicting, self._arbiter = phase, None
         self._unreported = set(range(len(ranks)))
-        self._to_repeat = self.plan.schedule.chunks(self.plan.config, tokens, longest)
+        self._to_repeat = schedule_of(phase).chunks(phase, longest) if tokens == phase.end else []
         self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
         if self.is_bounded:
             self.counts = self._bounds_until_reported(tokens, ranks)
-        return position == self.plan.evict_at == tokens
+        return phase is self.plan.prompt and tokens == phase.end
 
     def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
         """Counts that do not say where its rows end.
@@ -260,9 +275,8 @@ class Account:
             rank: any of them, for the size of the model.
         """
         if self._arbiter is None:
-            n = self.plan.evict_at
-            assert n is not None
-            self._arbiter = self.plan.schedule.arbiter(self.plan.config, n, rank)
+            assert self._evicting is not None
+            self._arbiter = schedule_of(self._evicting).arbiter(self._evicting, rank)
         answer = self._arbiter.on_claims(self.epoch, claims)
         self.is_undecided = not self._arbiter.is_done
         return answer
@@ -275,15 +289,16 @@ class Account:
         held[index] = count.at(self.tokens) - self.borrowed[index]
         return self.need_with(held)
 
-    def on_last_report(self, index: int, count: PageCount, borrowed: int) -> Need:
-        """As :meth:`on_report`, of its last eviction: the rest of a replay is promised in exact pages from here on.
+    def on_complete_report(self, index: int, count: PageCount, most: int, borrowed: int) -> Need:
+        """As :meth:`on_report`, of a complete eviction: the rest of a replay is promised by what is known now.
 
         Args:
+            most: pages that it holds there until it is read.
             borrowed: pages that it borrows there from now on.
         """
         self.borrowed[index] = borrowed
         peak = list(self.terms.peak)
-        peak[index] = count.at(max(self.prefill_len, self.tokens)) - borrowed
+        peak[index] = most - borrowed
         self.terms = replace(self.terms, peak=peak)
         return self.on_report(index, count)
 
@@ -321,4 +336,4 @@ class Account:
 
     def end_copying(self) -> None:
         """It was evicted on every rank: it borrows nothing of segments any more."""
-        self.terms, self.segment = replace(self.terms, copies=None), None
+        self.terms, self.segment = replace(self.terms, by_layer=False, copies=None), None

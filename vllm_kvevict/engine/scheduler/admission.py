@@ -15,8 +15,9 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Terms
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
-from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.bounds import Known, MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import schedule_of
 
 PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
@@ -68,7 +69,7 @@ class AdmissionControl:
         *,
         prefill_len: int | None = None,
         preemptions: int = 0,
-        replayed: list[PageCount] | None = None,
+        replayed: Known | None = None,
         begins_with: Found | None = None,
     ) -> Account:
         """The account of a request whose first step has so many tokens; attributes as of :class:`Account`.
@@ -79,15 +80,13 @@ class AdmissionControl:
         ranks, to_read = self.bounds.ranks, prompt_len if prefill_len is None else prefill_len
         counts = [PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks]
         prefix, segment, tokens, borrowed = None, None, 0, [0] * len(ranks)
+        replayed = replayed or {}
         if isinstance(begins_with, Prefix):
-            prefix, tokens, borrowed, replayed = (
-                begins_with,
-                begins_with.tokens,
-                list(begins_with.full_pages),
-                None,
-            )
+            prefix, tokens, replayed = begins_with, begins_with.tokens, {}
+            borrowed = list(prefix.full_pages)
             counts = [prefix.kept[rank] for rank in range(len(ranks))]
-            terms = Terms([count.at(to_read) - pages for count, pages in zip(counts, borrowed, strict=True)])
+            until = (self.bounds.most_held(plan, *rank, to_read) for rank in enumerate(counts))
+            terms = Terms([pages - shared for pages, shared in zip(until, borrowed, strict=True)])
         elif begins_with is not None:
             segment, columns = begins_with
             tokens, borrowed = columns * self.bounds.page_size, [rank.rows * columns for rank in ranks]
@@ -110,45 +109,35 @@ class AdmissionControl:
             prefix=prefix,
             segment=segment,
             tokens=tokens,
-            in_one_step=first_step == plan.evict_at,
-            waits_for_stages=plan.schedule.decides_across_stages(self.bounds.num_stages),
+            in_one_step=plan.prompt is not None and first_step == plan.prompt.end,
+            waits_for_stages=plan.prompt is not None
+            and schedule_of(plan.prompt).decides_across_stages(self.bounds.num_stages),
         )
 
-    def copying(
-        self, plan: Plan, tokens: int, borrowed: Sequence[int], replayed: Sequence[PageCount] | None
-    ) -> Terms:
+    def copying(self, plan: Plan, tokens: int, borrowed: Sequence[int], replayed: Known) -> Terms:
         """The terms of a request whose pages stay with segments when it is evicted: it holds copies of what it keeps.
 
         Args:
             tokens: to be read.
             borrowed: pages of each rank that it borrows.
         """
-        n = plan.evict_at
-        until = self.bounds.until_read(plan, n or tokens, False)
+        prompt = plan.prompt
+        until = self.bounds.until_read(plan, tokens if prompt is None else prompt.end, False)
         peak = [pages - shared for pages, shared in zip(until, borrowed, strict=True)]
-        if n is None:
+        if prompt is None:
             return Terms(peak)
-        copies = self.bounds.after_eviction(plan, n + STEPS_AHEAD)
+        copies = self.bounds.after_eviction(plan, prompt.end + STEPS_AHEAD)
         with_copies = [sum(pages) for pages in zip(peak, copies, strict=True)]
-        after = self._after_eviction(plan, tokens, replayed)
+        after = self.bounds.after_eviction(plan, tokens, replayed)
         return Terms([max(pair) for pair in zip(with_copies, after, strict=True)], copies=copies)
 
-    def peaks(
-        self, plan: Plan, tokens: int, by_layer: bool, replayed: Sequence[PageCount] | None
-    ) -> list[int]:
+    def peaks(self, plan: Plan, tokens: int, by_layer: bool, replayed: Known) -> list[int]:
         """The most pages that reading ``tokens`` tokens takes on each rank."""
-        if replayed is None or plan.evict_at is None:
+        if plan.prompt is None or plan.prompt.end not in replayed:
             return self.bounds.until_read(plan, tokens, by_layer)
-        until = self.bounds.until_read(plan, plan.evict_at, by_layer)
-        after = self._after_eviction(plan, tokens, replayed)
+        until = self.bounds.until_read(plan, plan.prompt.end, by_layer)
+        after = self.bounds.after_eviction(plan, tokens, replayed)
         return [max(pair) for pair in zip(until, after, strict=True)]
-
-    def _after_eviction(self, plan: Plan, tokens: int, replayed: Sequence[PageCount] | None) -> list[int]:
-        """The most pages of each rank that a request holds at ``tokens`` tokens, its eviction done."""
-        if replayed is None:
-            return self.bounds.after_eviction(plan, tokens)
-        # What a replay holds after its eviction is no guess.
-        return [count.at(max(tokens, count.tokens)) for count in replayed]
 
     def can_ever_fit(self, account: Account) -> bool:
         """Whether empty pools could hold the request until it is read, in this way or in one step."""
@@ -221,15 +210,16 @@ class AdmissionControl:
         return min(end, self.max_model_len)
 
     def expected_pages(self, account: Account, index: int, end: int) -> int:
-        """Pages of a rank that an account is expected to hold at ``end`` tokens: exact once evicted, else by its
+        """Pages of a rank that an account is expected to hold until ``end`` tokens: exact once evicted, else by its
         budget."""
-        count, evict_at = account.counts[index], account.plan.evict_at
-        if evict_at is None or (count.tokens >= evict_at and not account.awaits_report_of(index)):
-            return count.at(end) - account.borrowed[index]
-        if account.replayed is not None:
-            kept = account.replayed[index]
-            return kept.at(max(end, kept.tokens))
-        entries = account.plan.config.budget_for(evict_at) + end - evict_at
+        count, plan = account.counts[index], account.plan
+        if plan.prompt is None or account.is_evicted_on(index):
+            return self.bounds.most_held(plan, index, count, end) - account.borrowed[index]
+        n = plan.prompt.end
+        if n in account.replayed:
+            kept = account.replayed[n][index]
+            return self.bounds.most_held(plan, index, kept, max(end, n))
+        entries = plan.config.budget_for(n) + plan.grows_until(n, end) - n
         page_size = self.bounds.page_size
         # Half a page of slack per row is the mean of what ragged rows leave unfilled.
         return count.rows * (2 * entries + page_size) // (2 * page_size)

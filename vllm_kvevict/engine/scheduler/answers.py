@@ -4,22 +4,13 @@ Owns which requests get fewer tokens than they asked for: once it is known what 
 its answer can be. It could not grow beyond that even alone, so without the limit it would be preempted for ever.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import Account
-from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.bounds import last_that
+from vllm_kvevict.schedules.bounds import MemoryBounds
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-def _holds(count: PageCount, rank: RankCapacity, tokens: int) -> bool:
-    """Whether a rank can hold so many tokens of a request, if it holds nothing else."""
-    return count.at(tokens) <= rank.pages
 
 
 class AnswerLimits:
@@ -29,16 +20,12 @@ class AnswerLimits:
         self._asked: dict[str, tuple[Request, int]] = {}
         """Requests whose answers are limited, and the tokens that they asked for."""
 
-    def limit(
-        self, request: "Request", account: Account, ranks: Sequence[RankCapacity], max_model_len: int
-    ) -> None:
+    def limit(self, request: "Request", account: Account, bounds: MemoryBounds, max_model_len: int) -> None:
         """End an answer where the memory ends, if it is known what is kept."""
         if not account.is_evicted:
             return
-        last = most = min(account.last_token, max_model_len)
-        for count, rank in zip(account.counts, ranks, strict=True):
-            if count.at(max(last, count.tokens)) > rank.pages:
-                most = min(most, last_that(partial(_holds, count, rank), count.tokens, last))
+        last = min(account.last_token, max_model_len)
+        most = bounds.most_tokens_from(account.plan, account.counts, last)
         if most < last:
             # vLLM looks at the limit when a token comes: there must be one more.
             tokens = max(request.num_output_tokens + 1, most - account.prompt_len + 1)

@@ -11,7 +11,7 @@ from vllm_kvevict.engine.messages import Claim, Handshake, Report, WorkerMessage
 from vllm_kvevict.engine.process import mark_started
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.schedules.reports import join
+from vllm_kvevict.schedules.reports import PartOfEviction, join
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -25,7 +25,7 @@ class SchedulerEnd:
         self.options = options
         self.statistics = metrics.EvictionStats()
         self.log = EvictionLog(options.eviction_log)
-        self.incomplete: dict[tuple[str, int], list[Report]] = {}
+        self.incomplete: dict[tuple[str, int, int], list[PartOfEviction]] = {}
 
     @property
     def is_bound(self) -> bool:
@@ -77,8 +77,8 @@ class SchedulerEnd:
         for rank, message in messages.by_rank.items():
             for request_id, report in message.reports.items():
                 self.ledger.on_report(rank, request_id, report)
-                if report.last:
-                    self._count(request_id, report)
+                if report.part is not None:
+                    self._count(request_id, report, report.part)
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(
@@ -99,13 +99,14 @@ class SchedulerEnd:
         for request_id, of_ranks in claims.items():
             self.ledger.on_claims(request_id, of_ranks)
 
-    def _count(self, request_id: str, report: Report) -> None:
+    def _count(self, request_id: str, report: Report, part: PartOfEviction) -> None:
         # Not the ledger's business: a request may have finished with the very step that evicted it.
-        reports = self.incomplete.setdefault((request_id, report.epoch), [])
-        reports.append(report)
-        if len(reports) == len(self.ledger.ranks):
-            del self.incomplete[request_id, report.epoch]
-            eviction = join(request_id, reports)
+        key = request_id, report.epoch, report.tokens
+        parts = self.incomplete.setdefault(key, [])
+        parts.append(part)
+        if len(parts) == len(self.ledger.ranks):
+            del self.incomplete[key]
+            eviction = join(request_id, report.tokens, parts)
             self.statistics.on_eviction(eviction)
             self.log.write(eviction)
 

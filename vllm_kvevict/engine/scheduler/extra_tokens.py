@@ -70,7 +70,7 @@ class Turn:
 
     def _probe(self, request_id: str) -> ExtraTokens:
         account = self._requests.accounts[request_id]
-        n, position = account.plan.evict_at, account.tokens
-        assert n is not None
-        first = n - account.plan.extra_tokens(position)
+        prompt, position = account.plan.prompt, account.tokens
+        assert prompt is not None
+        first, n = prompt.end - prompt.extra_tokens(position), prompt.end
         return ExtraTokens(f"{request_id}-probe-{position}", request_id, first, n)

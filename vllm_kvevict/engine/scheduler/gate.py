@@ -53,7 +53,7 @@ class Gate:
         """
         plan = self._requests.plan(request)
         most = min(tokens_left, self._requests.control.bounds.longest_step)
-        needed = plan.reserved(self._head_dims, plan.evict_at is not None and plan.evict_at <= most)
+        needed = plan.reserved(self._head_dims, plan.prompt is not None and plan.prompt.end <= most)
         if not needed or self._shared.compressed.find(request) is not None:
             return False
         if self._reserve.find(needed) is None:

@@ -290,7 +290,7 @@ class PageLedger(KVCacheManager):
         )
         if account.reserved_at is not None:
             self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
-        self.limits.limit(request, account, self.capacities, self.max_model_len)
+        self.limits.limit(request, account, self.bounds, self.max_model_len)
         if prefix is not None:
             self.prefixes.borrow(prefix, name)
             self.requests.keep(name, account)
@@ -298,7 +298,8 @@ class PageLedger(KVCacheManager):
         self.uncompressed.begin(request, account)
         key = self.requests.key(request)
         if key is not None and self.prefixes.find(key) is None:
-            self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
+            assert account.plan.prompt is not None
+            self.prefixes.begin(key, account.plan.prompt.end, (name, account.epoch))
 
     def room_for_drafts(self) -> list[int]:
         """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
@@ -369,27 +370,32 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.prefixes.produced_by((request_id, report.epoch)) if report.last else None
+        prefix = self.prefixes.produced_by((request_id, report.epoch))
+        if prefix is not None and prefix.tokens != report.tokens:
+            prefix = None
         if prefix is not None:
             self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
             self.compressed.drop_forgotten()
             return
-        if report.last:
-            need = account.on_last_report(index, count, 0 if prefix is None else prefix.full_pages[index])
-        else:
+        phase = account.plan.phase_of(report.tokens)
+        if phase is None:
             need = account.on_report(index, count)
+        else:
+            tokens = max(account.prefill_len, account.tokens)
+            most = self.bounds.most_held(account.plan, index, count, tokens)
+            need = account.on_complete_report(index, count, most, prefix.full_pages[index] if prefix else 0)
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
             account.borrow(prefix)
             self.prefixes.borrow(prefix, request_id)
             self.compressed.drop_forgotten()
-        if report.last and account.is_evicted:
+        if phase is not None and account.is_evicted:
             self.uncompressed.end_copying(account)
             self.requests.keep(request_id, account)
             request = self.requests.in_flight[request_id]
-            self.limits.limit(request, account, self.capacities, self.max_model_len)
+            self.limits.limit(request, account, self.bounds, self.max_model_len)
 
     def on_claims(self, request_id: str, claims: Sequence[Claim]) -> None:
         """Answer what all ranks said of an eviction; they hear of it before their next step."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
+from vllm_kvevict.schedules.bounds import Known
 from vllm_kvevict.schedules.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Requests:
     Attributes:
         accounts: of requests in flight, by id.
         in_flight: vLLM's requests, by id.
-        kept: of requests evicted for the last time, what each rank keeps of them; a replay keeps it again.
+        kept: what each rank keeps of requests, by the positions of complete evictions; a replay keeps it again.
         has_w_o, has_rotary: whether the workers find output projections, and a rotary embedding that can be undone.
     """
 
@@ -47,7 +47,7 @@ class Requests:
         self._key_of, self.fewest_read = key_of, fewest_read
         self.accounts: dict[str, Account] = {}
         self.in_flight: dict[str, Request] = {}
-        self.kept: dict[str, list[PageCount]] = {}
+        self.kept: dict[str, Known] = {}
         self.has_w_o = self.has_rotary = True
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
@@ -70,13 +70,13 @@ class Requests:
         if plan is None:
             params = request.sampling_params
             plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
-            if plan.evict_at is not None and (lacking := self._lacking(plan.config)):
+            if plan.phases and (lacking := self._lacking(plan.config)):
                 logger.warning_once(
                     "KV eviction: kv_eviction=%s needs %s, which this model lacks, so such requests are kept whole",
                     plan.config.policy,
                     lacking,
                 )
-                plan = Plan(plan.config, None)
+                plan = Plan(plan.config)
             self._plans[request.request_id] = plan
         return plan
 
@@ -114,8 +114,10 @@ class Requests:
         )
 
     def keep(self, name: str, account: Account) -> None:
-        """It is known what each rank keeps of a request."""
-        self.kept[name] = account.counts
+        """It is known what each rank keeps of a request; of earlier evictions only the prompt's matters still."""
+        prompt, position = account.plan.prompt, account.counts[0].tokens
+        known = {at: counts for at, counts in self.kept.get(name, {}).items() if prompt and at == prompt.end}
+        self.kept[name] = {**known, position: account.counts}
 
     def forget_kept(self) -> None:
         """What was kept says nothing any more."""

@@ -24,6 +24,7 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.shared.prefixes import prefix_key
 from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 from vllm_kvevict.schedules.reports import ExtraTokens
 
@@ -244,9 +245,10 @@ class _EvictionMixin:
     def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """How many of the tokens a step may compute; 0 for a prompt that is better read in a later step."""
         plan = self.kv_cache_manager.plan(request)
-        position = plan.next_eviction(num_computed_tokens)
-        if position is None:
+        phase = plan.phase_at(num_computed_tokens)
+        if phase is None:
             return num_new_tokens
+        position = phase.next_eviction(num_computed_tokens)
         # Rows behind an eviction must see the compressed cache, so they go into a later step.
         left = position - num_computed_tokens
         if num_new_tokens < left:
@@ -254,9 +256,10 @@ class _EvictionMixin:
                 self._postponed[request.request_id] = self._postponed.get(request.request_id, 0) + 1
                 return 0
             return num_new_tokens
-        if plan.extra_tokens(position) and not self.kv_cache_manager.turn.take_for_probe(request.request_id):
+        if phase.extra_tokens(position) and not self.kv_cache_manager.turn.take_for_probe(request.request_id):
             return left - 1
-        return left
+        # Drafts may be rejected, so the step that evicts computes none.
+        return left if left <= max(1, request.num_tokens - num_computed_tokens) else left - 1
 
     def _waits_for_whole_step(self, request: Request, plan: Plan, num_new_tokens: int) -> bool:
         """Whether a prompt, of which this step has room for a part, should be read in one step.
@@ -268,9 +271,9 @@ class _EvictionMixin:
         A prompt with images does not wait: the memory of encoders may never have room for all of it.
         """
         ledger = self.kv_cache_manager
-        if plan.evict_at is None or not ledger.bounds.gains_from_one_step(plan) or request.has_encoder_inputs:
+        if plan.prompt is None or not ledger.bounds.gains_from_one_step(plan) or request.has_encoder_inputs:
             return False
-        soon = plan.evict_at <= self._tokens_next_step()
+        soon = plan.prompt.end <= self._tokens_next_step()
         if ledger.gate.would_admit(request, num_new_tokens):
             return soon and request.request_id not in self._postponed
         return soon or not ledger.bounds.fits(plan, request.num_tokens, in_one_step=False)
@@ -297,7 +300,8 @@ class _EvictionMixin:
             return None
         if ledger.get_computed_blocks(request)[1]:
             return None
-        whole_step = ledger.plan(request).evict_at or request.num_tokens
+        prompt = ledger.plan(request).prompt
+        whole_step = request.num_tokens if prompt is None else prompt.end
         return request.request_id if ledger.gate.would_admit(request, whole_step) else None
 
     def _admits_requests(self) -> bool:
@@ -333,10 +337,10 @@ class _EvictionMixin:
 def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
     """The tokens that vLLM is to read for extra tokens, the prompt's before them included, and the first of them that
     a step computes."""
-    n = plan.evict_at
-    assert n is not None and request.prompt_token_ids is not None
+    assert plan.prompt is not None and request.prompt_token_ids is not None
+    n = plan.prompt.end
     prompt = request.prompt_token_ids[:n]
-    if not plan.schedule.repeats_prompt:
+    if not schedule_of(plan.prompt).repeats_prompt:
         return prompt[: extra.stop], extra.start
     prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
     return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n

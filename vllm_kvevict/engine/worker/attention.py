@@ -100,7 +100,7 @@ class RaggedImpl(AttentionImpl):
             self._serve(index, batch, query, key, value, output)
         for request in batch.by_layer:
             self._serve_by_layer(index, request, query, key, value, output)
-        if attn_metadata.prefills:
+        if attn_metadata.evictions:
             runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output
 

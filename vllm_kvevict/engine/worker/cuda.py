@@ -143,7 +143,7 @@ class CUDAPages:
         self, query: Tensor, table: Tensor, n: int, scale: float, softcap: float, rows: str
     ) -> Tensor:
         """What tokens receive of the window's attention; see
-        :data:`vllm_kvevict.schedules.evictor.WindowAttention`."""
+        :data:`vllm_kvevict.schedules.inputs.WindowAttention`."""
         return attend_from_window(query, self.storage, self.page_size, table, n, scale, softcap, rows)
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> PagedDecode:

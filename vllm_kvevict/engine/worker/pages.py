@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.schedules.evictor import WindowAttention
+from vllm_kvevict.schedules.inputs import WindowAttention
 
 
 class Pages(Protocol):

@@ -10,7 +10,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import LayerScores
-from vllm_kvevict.schedules.evictor import Evictor, ResidentRequest
+from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.plan import Admission
 
 
 @dataclass
@@ -67,44 +68,44 @@ class Recorder:
         self._stored: dict[tuple[str, int], dict[int, _Stored]] = {}
         self._scores: dict[tuple[str, int], dict[int, Tensor]] = {}
 
-    def on_scores(self, resident: ResidentRequest, scores: LayerScores) -> None:
+    def on_scores(self, admission: Admission, scores: LayerScores) -> None:
         if self.with_scores and scores.scores is not None:
-            layers = self._scores.setdefault(_key(resident), {})
+            layers = self._scores.setdefault(_key(admission), {})
             layers[scores.layer - self.evictor.first_layer] = scores.scores.cpu().clone()
 
-    def on_compaction(self, resident: ResidentRequest, layer: int, kept: Sequence[Tensor]) -> None:
+    def on_compaction(self, admission: Admission, tokens: int, layer: int, kept: Sequence[Tensor]) -> None:
         heads = self.evictor.cache.num_kv_heads
-        layers = self._stored.setdefault(_key(resident), {})
+        layers = self._stored.setdefault(_key(admission), {})
         for first in range(0, len(kept), heads):
             index = layer + first // heads
             before = layers.get(index) or _Stored(0, [torch.empty(0, dtype=torch.int64)] * heads)
-            new = torch.arange(before.tokens, resident.tokens)
+            new = torch.arange(before.tokens, tokens)
             positions = [
                 torch.cat([held, new])[entries.cpu()]
                 for held, entries in zip(before.positions, kept[first : first + heads], strict=True)
             ]
-            layers[index] = _Stored(resident.tokens, positions)
+            layers[index] = _Stored(tokens, positions)
 
-    def on_eviction(self, resident: ResidentRequest) -> None:
-        comm, key = self.evictor.comm, _key(resident)
+    def on_eviction(self, admission: Admission, tokens: int) -> None:
+        comm, key = self.evictor.comm, _key(admission)
         first_head = comm.local_heads.start if comm else 0
         scores = self._scores.pop(key, {})
         for layer, stored in sorted(self._stored[key].items()):
             self.decisions.append(
                 Decision(
-                    resident.admission.request_id,
+                    admission.request_id,
                     self.evictor.first_layer + layer,
                     first_head,
                     stored.positions,
                     scores.get(layer),
                 )
             )
-        if resident.tokens == resident.plan.evict_at:
+        if admission.plan.next_eviction(tokens) is None:
             del self._stored[key]
 
 
-def _key(resident: ResidentRequest) -> tuple[str, int]:
-    return resident.admission.request_id, resident.admission.epoch
+def _key(admission: Admission) -> tuple[str, int]:
+    return admission.request_id, admission.epoch
 
 
 # For `collective_rpc`, which calls them in every worker.

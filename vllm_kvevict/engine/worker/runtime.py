@@ -5,8 +5,8 @@ admitted, and only then takes pages.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,15 +25,10 @@ from vllm_kvevict.engine.worker.attach import Rank, attach
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
 from vllm_kvevict.engine.worker.reserve import allocate
-from vllm_kvevict.schedules.evictor import (
-    ExtraRows,
-    LayerStep,
-    QueryRows,
-    ResidentRequest,
-    query_rows,
-    repeat_rows,
-)
+from vllm_kvevict.schedules.eviction import Eviction, ExtraRows, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import eviction_of
 from vllm_kvevict.schedules.reports import ExtraTokens
 
 if TYPE_CHECKING:
@@ -48,11 +43,11 @@ class StepState:
 
     Attributes:
         batch: the step's; None where vLLM only pretends to serve requests.
-        prefills: rows of requests that are to be evicted.
+        evictions: of requests whose rows they have to see, with these.
     """
 
     batch: Batch | None
-    prefills: Sequence[QueryRows] = field(default_factory=list)
+    evictions: Sequence[tuple[Eviction, QueryRows]] = ()
 
 
 class Runtime:
@@ -131,8 +126,9 @@ class Runtime:
         self._exchange_blocks(message)
         self.rank.cache.pool.fewest_free = self.rank.cache.num_free
         for name, answer in message.answers.items():
-            if name in self.residents:
-                self.rank.evictor.on_answer(self.residents[name], answer)
+            resident = self.residents.get(name)
+            if resident is not None and resident.eviction is not None:
+                resident.eviction.answer(answer)
         self._store_prefixes()
         for admission in message.admissions:
             self.residents[admission.request_id] = self._open(admission)
@@ -183,15 +179,23 @@ class Runtime:
     def _store_prefixes(self) -> None:
         """Cache those prefixes that were evicted since the last message to the scheduler."""
         for name, report in self.rank.evictor.reports.items():
-            if report.last and name in self.residents:
+            if report.part is not None and name in self.residents:
                 self.rank.prefixes.store(name, self.residents[name].request_slot)
 
     def reads_prompts(self) -> bool:
-        """Whether the running step has tokens before an eviction position, or repeats a prompt."""
-        if self.in_step and self.extra is not None:
-            return True
-        rows = (self.residents.get(name) for name in self.scheduled) if self.in_step else ()
-        return any(resident and resident.plan.next_eviction(resident.tokens) is not None for resident in rows)
+        """Whether the running step has tokens of a prompt that is to be evicted, repeats one, or evicts an answer."""
+        if not self.in_step:
+            return False
+        return self.extra is not None or any(map(self._reads_prompt, self.scheduled))
+
+    def _reads_prompt(self, name: str) -> bool:
+        resident = self.residents.get(name)
+        phase = None if resident is None else resident.plan.phase_at(resident.tokens)
+        if resident is None or phase is None:
+            return False
+        return not phase.begins or resident.tokens + self.scheduled[name] >= phase.next_eviction(
+            resident.tokens
+        )
 
     def build(self, common: Any) -> StepState:
         """Take the step's pages and lay out its batch, once for all groups of layers.
@@ -220,17 +224,29 @@ class Runtime:
         batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.rank.cache, self.residents[name].request_slot, span))
-        prefills = [self._advance(name, span, extra) for name, span in spans.items()]
-        if extra is not None and extra.tokens.request_id not in spans:
-            prefills.append(repeat_rows(self.residents[extra.tokens.request_id], extra))
-        return StepState(self._replayable(batch, common.num_reqs), [rows for rows in prefills if rows])
+        return StepState(self._replayable(batch, common.num_reqs), list(self._advance(spans, extra)))
 
-    def _advance(self, name: str, span: slice, extra: ExtraRows | None) -> QueryRows | None:
-        """Count a request's rows as stored, and say what they mean for its eviction."""
-        resident, is_its_own = self.residents[name], extra is not None and extra.tokens.request_id == name
-        rows = query_rows(resident, span, extra if is_its_own else None)
-        resident.tokens += span.stop - span.start
-        return rows
+    def _advance(
+        self, spans: dict[str, slice], extra: ExtraRows | None
+    ) -> Iterator[tuple[Eviction, QueryRows]]:
+        """Count requests' rows as stored, and say what they mean for their evictions."""
+        extra_of = None if extra is None else extra.tokens.request_id
+        for name, span in spans.items():
+            resident = self.residents[name]
+            eviction = eviction_of(self.rank.evictor, resident)
+            rows = None if eviction is None else eviction.rows(span, extra if extra_of == name else None)
+            resident.tokens += span.stop - span.start
+            if eviction is not None and rows is not None:
+                yield eviction, rows
+        if extra is not None and extra_of not in spans:
+            eviction = self._eviction(extra.tokens)
+            yield eviction, eviction.repeat_rows(extra)
+
+    def _eviction(self, extra: ExtraTokens) -> Eviction:
+        """The eviction that extra tokens are computed for."""
+        eviction = eviction_of(self.rank.evictor, self.residents[extra.request_id])
+        assert eviction is not None
+        return eviction
 
     def _token_rows(self, common: Any) -> tuple[dict[str, slice], ExtraRows | None]:
         """Each request's token rows in the step, by its id, and the extra ones."""
@@ -255,9 +271,7 @@ class Runtime:
         lengths = [sum(span.stop - span.start for span in parts) for parts in token_rows.values()]
         slots = {name: self.residents[name].request_slot for name in token_rows}
         if self.extra is not None:
-            name = self.extra.request_id
-            schedule = self.residents[name].plan.schedule
-            slots[name] = schedule.begin_extra(self.rank.evictor, self.residents[name], self.extra)
+            slots[self.extra.request_id] = self._eviction(self.extra).begin_extra(self.extra)
         cache, ours = self.rank.cache, self.rank.decode_attention
         step = cache.extend(list(slots.values()), lengths)
         self._freeze(token_rows)
@@ -288,8 +302,8 @@ class Runtime:
     ) -> None:
         """Evict, or prepare to; arguments as of :class:`LayerStep`."""
         step = LayerStep(layer, query, scale, softcap)
-        for rows in state.prefills:
-            self.rank.evictor.after_attention(step, rows)
+        for eviction, rows in state.evictions:
+            eviction.after_attention(step, rows)
 
     def leave_step(self) -> None:
         """The step's kernels are on their way; what vLLM runs from now on serves no request."""

@@ -42,9 +42,9 @@ def prefix_key(
     Returns:
         None if the request has no prefix that is evicted on its own, or vLLM has not hashed it.
     """
-    tokens = plan.evict_at
-    if tokens is None or tokens >= request.num_prompt_tokens:
+    if plan.prompt is None or plan.prompt.end >= request.num_prompt_tokens:
         return None
+    tokens = plan.prompt.end
     blocks = tokens // block_size
     if len(request.block_hashes) < blocks:
         return None

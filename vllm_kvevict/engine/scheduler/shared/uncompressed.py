@@ -137,9 +137,9 @@ class UncompressedPrefixes:
             return False
         if account.is_lasting or account.terms.copies is not None:
             return True
-        copies = self._requests.control.bounds.after_eviction(
-            account.plan, (account.plan.evict_at or 0) + STEPS_AHEAD
-        )
+        plan = account.plan
+        end = 0 if plan.prompt is None else plan.prompt.end
+        copies = self._requests.control.bounds.after_eviction(plan, end + STEPS_AHEAD)
         return all(more <= free for more, free in zip(copies, self._books.idle, strict=True))
 
     def begin(self, request: "Request", account: Account) -> None:
@@ -155,13 +155,10 @@ class UncompressedPrefixes:
 
         What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
         """
-        n, plan = account.plan.evict_at, account.plan
-        if (
-            account.is_stale
-            or n is None
-            or account.terms.copies is not None
-            or not account.tokens < n <= tokens
-        ):
+        plan = account.plan
+        if account.is_stale or plan.prompt is None or account.terms.copies is not None:
+            return
+        if not account.tokens < plan.prompt.end <= tokens:
             return
         units = self._units(request, plan.leaves(tokens))
         if not units or self._segments.known(self._keys_of(request), units):
@@ -220,7 +217,8 @@ class UncompressedPrefixes:
 
     def leave(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
-        end = account.plan.evict_at or account.prefill_len
+        prompt = account.plan.prompt
+        end = account.prefill_len if prompt is None else prompt.end
         if not account.tokens < end <= tokens:
             return
         self._segments.end(request.request_id)
