@@ -297,7 +297,10 @@ class PageLedger(KVCacheManager):
             return
         self.uncompressed.begin(request, account)
         key = self.requests.key(request)
-        if key is not None and self.prefixes.find(key) is None:
+        known = self.prefixes.find(key)
+        if known is not None and known.is_ready:
+            self.prefixes.touch(known)
+        elif key is not None and known is None:
             self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
 
     def room_for_drafts(self) -> list[int]:

@@ -33,17 +33,16 @@ class CompressedPrefixes:
         self._prefixes = books.prefixes
 
     def find(self, request: "Request") -> Prefix | None:
-        """The prefix that a request can begin with; it counts as used.
+        """The prefix that a request can begin with. Modifies the order: what is found counts as used.
 
         One that does not fit the pool together with the rest of the prompt is not used: the request reads all of its
         prompt, and the prefix is dropped if its pages are needed.
         """
         prefix = self._prefixes.find(self._requests.key(request))
-        if (
-            prefix is None
-            or not prefix.is_ready
-            or request.num_tokens - prefix.tokens < self._requests.fewest_read
-        ):
+        if prefix is None or not prefix.is_ready:
+            return None
+        self._prefixes.touch(prefix)
+        if request.num_tokens - prefix.tokens < self._requests.fewest_read:
             return None
         for rank, capacity in enumerate(self._books.ranks):
             own = prefix.kept[rank].at(request.num_tokens) - prefix.full_pages[rank]

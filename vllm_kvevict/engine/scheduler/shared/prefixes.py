@@ -156,14 +156,12 @@ class PrefixCache:
         return bool(self._storing)
 
     def find(self, key: Hashable | None) -> Prefix | None:
-        """The prefix with this key, if requests may begin with it or wait for it.
+        """The prefix with this key, if requests may begin with it or wait for it. Changes nothing."""
+        return self._by_key.get(key)
 
-        One that is ready counts as used by whoever asks, also by those who wait for something else.
-        """
-        prefix = self._by_key.get(key)
-        if prefix is not None and prefix.is_ready:
-            self._stored[prefix.number] = self._stored.pop(prefix.number)
-        return prefix
+    def touch(self, prefix: Prefix) -> None:
+        """A prefix that is ready counts as used now, also by those who wait for something else. Modifies the order."""
+        self._stored[prefix.number] = self._stored.pop(prefix.number)
 
     # From reading to ready.
 

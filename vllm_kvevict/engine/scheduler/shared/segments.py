@@ -111,16 +111,17 @@ class SegmentCache:
 
     def find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
         """The longest prefix of at most ``most`` units that a request can begin with: its last segment, and its
-        columns. That counts as used; what comes before it cannot go before it.
+        columns. Changes nothing.
 
-        What is known of a prefix is known of all shorter ones, for the same reason.
+        What is known of a prefix is known of all shorter ones, since what comes before a segment cannot go before it.
         """
         units = last_that(lambda count: self._ready(keys(count)) is not None, 0, most)
         segment = self._ready(keys(units)) if units else None
-        if segment is None:
-            return None
+        return None if segment is None else (segment, units * self.unit)
+
+    def touch(self, segment: Segment) -> None:
+        """A segment counts as used now, and so do those before it. Modifies the order."""
         self._segments[segment.number] = self._segments.pop(segment.number)
-        return segment, units * self.unit
 
     def _ready(self, key: Hashable) -> Segment | None:
         segments = self._by_key.get(key, ())

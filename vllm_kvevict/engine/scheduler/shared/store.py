@@ -52,7 +52,7 @@ class SharedStore:
     # Who begins with what.
 
     def find(self, request: "Request") -> Found | None:
-        """What a waiting request begins with."""
+        """What a waiting request begins with. Modifies the order: it counts as used."""
         return self.compressed.find(request) or self.uncompressed.find(request)
 
     def tokens_found(self, request: "Request") -> int:
@@ -96,6 +96,7 @@ class SharedStore:
         if prefix is None:
             return self.uncompressed.awaited(request)
         if prefix.is_ready:
+            self._books.prefixes.touch(prefix)
             return None
         self._hurry(prefix, request)
         return prefix.number

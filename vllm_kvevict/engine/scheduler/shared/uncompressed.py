@@ -83,13 +83,20 @@ class UncompressedPrefixes:
     def find(self, request: "Request") -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
 
-        A prompt that fits the pool only if it is evicted layer by layer begins with nothing.
+        A prompt that fits the pool only if it is evicted layer by layer begins with nothing. Modifies the order: what
+        is found counts as used.
         """
-        most = self._units_to_find(request)
-        found = self._segments.find(self._keys_of(request), most)
+        found = self._find(self._keys_of(request), self._units_to_find(request))
         while found is not None and not self._fits_alone(request, *found):
             segment, _ = found
             found = (segment.parent, segment.start) if segment.parent else None
+        return found
+
+    def _find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
+        """As of :meth:`SegmentCache.find`; modifies the order."""
+        found = self._segments.find(keys, most)
+        if found is not None:
+            self._segments.touch(found[0])
         return found
 
     def _fits_alone(self, request: "Request", segment: Segment, columns: int) -> bool:
@@ -112,10 +119,11 @@ class UncompressedPrefixes:
         """By what is found what another request will leave, if a request should wait for that.
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
-        in vLLM's order; never much longer than it would take to read that itself.
+        in vLLM's order; never much longer than it would take to read that itself. Modifies the order: what is there
+        already counts as used.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
-        found = self._segments.find(keys, most)
+        found = self._find(keys, most)
         units = found[1] // self._segments.unit if found else 0
         soon = self._segments.soon(keys, most)
         if soon > units:
