@@ -73,9 +73,8 @@ SET_FROM_OUTSIDE = {
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
     "engine.scheduler.scheduler": "output.total_num_scheduled_tokens self.kv_cache_manager.ends "
     "self.kv_cache_manager.tokens_left self.kv_cache_manager.waiting_requests",
-    "engine.scheduler.shared.prefixes": "prefix.held prefix.is_forgotten prefix.is_storing prefix.full_pages",
-    "engine.scheduler.shared.segments": "segment.is_forgotten segment.keys segment.lasting segment.parent.children "
-    "segment.users",
+    "engine.scheduler.shared.compressed": "prefix.held prefix.is_forgotten prefix.is_storing",
+    "engine.scheduler.shared.segments": "segment.is_forgotten segment.lasting segment.parent.children segment.users",
     "engine.scheduler.shared.store": "producer.priority",
     "schedules.evictor": "resident.collected resident.compaction_seconds resident.decision_seconds "
     "resident.freed_pages resident.peak_pages resident.probe resident.scores resident.scratch resident.stored",

@@ -114,7 +114,10 @@ def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> No
     last = len(ledger.ranks) - 1
     accounts = ledger.accounts.values()
     full = sum(ledger.control.expected_pages(account, last, longest) for account in accounts)
-    capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full + ledger.prefixes.held[last])]
+    capacities = [
+        *[plenty] * last,
+        dataclasses.replace(plenty, pages=full + ledger.shared.compressed.held[last]),
+    ]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
     ledger.requests.control = dataclasses.replace(ledger.control, bounds=bounds)
     ledger.books.ranks = capacities

@@ -88,7 +88,8 @@ class SchedulerEnd:
                 message.uncompressed_pages,
                 message.logical_tokens,
             )
-        self.statistics.on_prefixes(len(self.ledger.prefixes), self.ledger.prefixes.take_dropped())
+        prefixes = self.ledger.shared.compressed
+        self.statistics.on_prefixes(prefixes.num_ready, prefixes.take_dropped())
 
     def _pass_on_claims(self, messages: WorkerMessages) -> None:
         """Join what all ranks say of an eviction, which they do in the same step."""

@@ -80,14 +80,10 @@ class Gate:
                 return False
         books, accounts = self._books, self._requests.accounts
         new.take_place(place, books.others.blocks_beside(request))
-        pinned = books.prefixes.pinned(new.prefix)
-        reading, answering = books.others.together_later(pinned, accounts.values(), new)
-        in_use = books.with_columns(reading, books.segments.with_user(new.segment))
-        staying = new.segment if new.is_lasting else None
-        lasting = books.with_columns(answering, books.segments.with_lasting(staying))
+        pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), new)
         running: list[Account] = []
         less_urgent: list[Account] = []
         for name, account in accounts.items():
             is_less_urgent = self._requests.in_flight[name].priority > request.priority
             (less_urgent if is_less_urgent else running).append(account)
-        return self._requests.control.shortage(new, running, in_use, lasting, less_urgent) is None
+        return self._requests.control.shortage(new, running, pinned, lasting, less_urgent) is None

@@ -7,8 +7,6 @@ adds one entry to every row, and an eviction is followed by a report of the new 
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +29,8 @@ from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.requests import KeyOf, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
-from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
-from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
-from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
-from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
+from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Admission, Plan
@@ -61,8 +55,7 @@ class PageLedger(KVCacheManager):
         requests: those that are known, with their accounts.
         books: pages that are held and promised.
         outbox: what the workers are told with the next step.
-        prefixes, segments: what is cached, compressed and not.
-        shared: who begins with that, and leaves it; `compressed` and `uncompressed` are its two kinds.
+        shared: what is cached, and who begins with that.
         others: layers that are not evicted.
         gate: who may begin.
         turn: whose extra tokens the step computes.
@@ -111,31 +104,20 @@ class PageLedger(KVCacheManager):
         Args:
             control: which knows the ranks.
         """
-        ranks = control.bounds.ranks
-        numbers = itertools.count(1)
-        most = min((rank.most_prefixes for rank in ranks), default=0)
-        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__, self.outbox)
-        tokens = math.lcm(self._block, self.options.page_size)
-        unit = tokens // self.options.page_size
-        part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
-        longest = unit * max(1, -(-part // unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__, self.outbox)
-        kept = self._blocks_kept
+        ranks, kept = control.bounds.ranks, self._blocks_kept
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
-        self.books = Books(ranks, self.prefixes, self.segments, self.others)
+        self.books = Books(ranks, self.others)
         self.requests = Requests(self.options, control, self._key_of, self._fewest_read)
         self.turn = Turn(self.requests)
-        self.compressed = CompressedPrefixes(self.requests, self.books, self.outbox)
-        self.uncompressed = UncompressedPrefixes(
+        self.shared = SharedStore(
+            self.outbox,
             self.requests,
             self.books,
             lambda: self.waiting_requests(),
             self.enable_caching,
             self._block,
-            tokens,
         )
-        self.shared = SharedStore(self.requests, self.books, self.outbox, self.compressed, self.uncompressed)
         self.gate = Gate(self.requests, self.books, self.shared, self.reserve, self.head_dims)
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
@@ -227,7 +209,7 @@ class PageLedger(KVCacheManager):
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
         if account.is_reading:
-            self.uncompressed.let_copy_if_idle(request, account, tokens)
+            self.shared.uncompressed.let_copy_if_idle(request, account, tokens)
         need = self.shared.make_room(account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [request.request_id] and not self.awaits_reports:
@@ -243,9 +225,9 @@ class PageLedger(KVCacheManager):
             self._admit(request, account)
         self.books.hold(account, need)
         if account.is_reading:
-            self.uncompressed.leave(request, account, tokens)
+            self.shared.uncompressed.leave(request, account, tokens)
         if account.advance(tokens, self.max_model_len, self.capacities):
-            self.compressed.store(request.request_id, account)
+            self.shared.compressed.store(request.request_id, account)
         return blocks
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
@@ -275,7 +257,7 @@ class PageLedger(KVCacheManager):
         name, prefix, segment = request.request_id, account.prefix, account.segment
         self.requests.admit(request, account)
         self.adapters.take(request)
-        self.uncompressed.leaves_queue(name)
+        self.shared.uncompressed.leaves_queue(name)
         self.outbox.admit(
             Admission(
                 name,
@@ -284,7 +266,7 @@ class PageLedger(KVCacheManager):
                 account.terms.by_layer,
                 account.reserved_at,
                 None if prefix is None else prefix.number,
-                segment.parts(self.uncompressed.columns_of(account)) if segment else (),
+                segment.parts(self.shared.uncompressed.columns_of(account)) if segment else (),
                 account.tokens if segment else 0,
             )
         )
@@ -292,16 +274,8 @@ class PageLedger(KVCacheManager):
             self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
         self.limits.limit(request, account, self.capacities, self.max_model_len)
         if prefix is not None:
-            self.prefixes.borrow(prefix, name)
             self.requests.keep(name, account)
-            return
-        self.uncompressed.begin(request, account)
-        key = self.requests.key(request)
-        known = self.prefixes.find(key)
-        if known is not None and known.is_ready:
-            self.prefixes.touch(known)
-        elif key is not None and known is None:
-            self.prefixes.begin(key, account.plan.evict_at or 0, (name, account.epoch))
+        self.shared.begin(request, account)
 
     def room_for_drafts(self) -> list[int]:
         """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
@@ -372,12 +346,12 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.prefixes.produced_by((request_id, report.epoch)) if report.last else None
+        prefix = self.shared.compressed.produced_by(request_id, report.epoch) if report.last else None
         if prefix is not None:
-            self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
+            self.shared.compressed.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self.compressed.drop_forgotten()
+            self.shared.compressed.drop_forgotten()
             return
         if report.last:
             need = account.on_last_report(index, count, 0 if prefix is None else prefix.full_pages[index])
@@ -386,10 +360,10 @@ class PageLedger(KVCacheManager):
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
             account.borrow(prefix)
-            self.prefixes.borrow(prefix, request_id)
-            self.compressed.drop_forgotten()
+            self.shared.compressed.borrow(prefix, request_id)
+            self.shared.compressed.drop_forgotten()
         if report.last and account.is_evicted:
-            self.uncompressed.end_copying(account)
+            self.shared.uncompressed.end_copying(account)
             self.requests.keep(request_id, account)
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.capacities, self.max_model_len)
@@ -404,19 +378,20 @@ class PageLedger(KVCacheManager):
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
         return (
-            any(account.awaits_reports for account in self.accounts.values()) or self.prefixes.awaits_reports
+            any(account.awaits_reports for account in self.accounts.values())
+            or self.shared.compressed.awaits_reports
         )
 
     def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds at the end of its step. Raises RuntimeError if that differs."""
-        verify(rank, self.ranks.index(rank), actual, self.accounts, self.books)
+        verify(rank, self.ranks.index(rank), actual, self.accounts, self.books, self.shared)
 
     # The rest of the block manager's interface.
 
     @property
     def usage(self) -> float:
         """As of :attr:`Books.usage`."""
-        return self.books.usage
+        return self.books.usage(self.shared.in_use())
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""

@@ -56,31 +56,26 @@ class OtherLayers:
         nothing = [0] * len(self._ranks)
         return nothing if self._blocks is None else self._with_blocks(nothing, self._blocks.of_others + more)
 
-    def together_with(self, pages: Sequence[int]) -> list[int]:
-        """Pages of each rank together with those that there cannot be."""
-        if self._blocks is None:
-            return list(pages)
-        return self._with_blocks(pages, self._blocks.of_others)
-
     def together_later(
-        self, pages: Sequence[int], accounts: Collection[Account], new: Account
+        self, while_read: Sequence[int], at_end: Sequence[int], accounts: Collection[Account], new: Account
     ) -> tuple[list[int], list[int]]:
-        """The same at two moments: while `new` is read beside these accounts, and when all answers end.
+        """Pages of each rank at two moments, together with those that there cannot be then: while ``new`` is read
+        beside these accounts, and when all answers end.
 
         Windows that will grow while answers are written count only where somebody was preempted too often: to leave
         room for all of them costs more than a rare preemption.
         """
         if self._blocks is None:
-            return list(pages), list(pages)
-        while_read, at_end = PADDING + new.beside[0], PADDING + new.beside[1]
+            return list(while_read), list(at_end)
+        soon, later = PADDING + new.beside[0], PADDING + new.beside[1]
         for account in accounts:
-            while_read += account.beside[0] if account.is_reading else account.beside[1]
-            at_end += account.beside[1]
+            soon += account.beside[0] if account.is_reading else account.beside[1]
+            later += account.beside[1]
         now = self._blocks.of_others
         if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
-            at_end = now
+            later = now
         # Blocks behind a window are given back a step late.
-        return self._with_blocks(pages, max(while_read, now)), self._with_blocks(pages, at_end)
+        return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)
 
     def _with_blocks(self, pages: Sequence[int], blocks: int) -> list[int]:
         """Pages of each rank together with those that there cannot be if other layers hold so many blocks."""

@@ -1,10 +1,11 @@
 """All KV that requests share, of both kinds: who begins with what, who waits for it, what goes to make room.
 
-Owns who was found to wait in this step. A compressed prefix comes before segments: it is worth as many tokens with a
-part of the pages.
+Owns the two kinds, and who was found to wait in this step. A compressed prefix comes before segments: it is worth as
+many tokens with a part of the pages.
 """
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
@@ -25,20 +26,28 @@ class SharedStore:
     """What is shared, for the requests of a ledger.
 
     Args:
-        requests, books, outbox: the ledger's.
-        compressed, uncompressed: of its two kinds.
+        outbox: where the workers are told what to make and to drop.
+        requests, books: the ledger's.
+        waiting, is_on, block: as of :class:`UncompressedPrefixes`.
+
+    Attributes:
+        compressed, uncompressed: its two kinds.
     """
 
     def __init__(
         self,
+        outbox: Outbox,
         requests: Requests,
         books: Books,
-        outbox: Outbox,
-        compressed: CompressedPrefixes,
-        uncompressed: UncompressedPrefixes,
+        waiting: Callable[[], Iterable["Request"]],
+        is_on: bool,
+        block: int,
     ):
-        self._requests, self._books, self._outbox = requests, books, outbox
-        self.compressed, self.uncompressed = compressed, uncompressed
+        self._requests, self._books = requests, books
+        next_number = itertools.count(1).__next__
+        self.uncompressed = UncompressedPrefixes(next_number, outbox, requests, books, waiting, is_on, block)
+        self._segments = self.uncompressed.segments
+        self.compressed = CompressedPrefixes(next_number, outbox, requests, books, self._segments)
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
@@ -54,6 +63,12 @@ class SharedStore:
     def find(self, request: "Request") -> Found | None:
         """What a waiting request begins with. Modifies the order: it counts as used."""
         return self.compressed.find(request) or self.uncompressed.find(request)
+
+    def begin(self, request: "Request", account: Account) -> None:
+        """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
+        self.compressed.begin(request, account)
+        if account.prefix is None:
+            self.uncompressed.begin(request, account)
 
     def tokens_found(self, request: "Request") -> int:
         """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
@@ -92,11 +107,11 @@ class SharedStore:
 
     def _awaited_key(self, request: "Request") -> Hashable | None:
         """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
-        prefix = self._books.prefixes.find(self._requests.key(request))
+        prefix = self.compressed.known(request)
         if prefix is None:
             return self.uncompressed.awaited(request)
         if prefix.is_ready:
-            self._books.prefixes.touch(prefix)
+            self.compressed.touch(prefix)
             return None
         self._hurry(prefix, request)
         return prefix.number
@@ -126,7 +141,7 @@ class SharedStore:
         if is_new and not is_enough:
             return None
         # Uncompressed prefixes go first.
-        books.segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
+        self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
         if books.fits(account, need):
             return need
         while (prefix := self.compressed.next_to_drop(untouchable, is_enough)) is not None:
@@ -140,8 +155,20 @@ class SharedStore:
         self, untouchable: Prefix | None = None, kept: Segment | None = None
     ) -> Sequence[int]:
         """Pages of each rank that would be freed if all went that may, apart from one."""
-        pages = self._books.prefixes.droppable_pages(self._outbox.admitted, untouchable)
-        return self._books.with_columns(pages, self._books.segments.droppable(kept))
+        pages = self.compressed.droppable_pages(untouchable)
+        return self._books.with_columns(pages, self._segments.droppable(kept))
+
+    def pinned(self, new: Account) -> tuple[list[int], list[int]]:
+        """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,
+        and until answers end."""
+        pages = self.compressed.pinned(new.prefix)
+        used = self._segments.with_user(new.segment)
+        lasting = self._segments.with_lasting(new.segment if new.is_lasting else None)
+        return self._books.with_columns(pages, used), self._books.with_columns(pages, lasting)
+
+    def in_use(self) -> list[int]:
+        """Pages of each rank that requests use, or that are being stored."""
+        return self._books.with_columns(self.compressed.in_use(), self._segments.pinned)
 
     def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
@@ -156,10 +183,9 @@ class SharedStore:
         """
         for account in self._requests.accounts.values():
             account.become_stale()
-        self._books.prefixes.forget()
-        self._books.segments.forget()
-        self.compressed.drop_forgotten()
-        return not (self.compressed.are_used or self._books.segments.pinned)
+        is_unused = self.compressed.forget()
+        self._segments.forget()
+        return is_unused and not self._segments.pinned
 
     def forget_waiting(self, name: str) -> None:
         """A request is finished."""
