@@ -491,7 +491,7 @@ OURS = {
     ("scheduler/ledger.py", "PageLedger"): [f"{MANAGER}:KVCacheManager"],
     ("scheduler/other_layers.py", "OtherLayers"): [f"{MANAGER}:KVCacheManager"],
     ("scheduler/ledger.py", "NoBlocks"): [f"{MANAGER}:KVCacheBlocks"],
-    ("scheduler/scheduler.py", "_EvictionMixin"): [SCHEDULER],
+    ("scheduler/scheduler.py", "EvictionScheduler"): [SCHEDULER],
     ("worker/worker.py", "_EvictionMixin"): list(WORKERS),
     ("worker/attention.py", "RaggedBuilder"): [f"{BACKEND}:AttentionMetadataBuilder"],
     ("worker/attention.py", "RaggedImpl"): [f"{BACKEND}:AttentionImpl"],

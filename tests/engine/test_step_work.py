@@ -119,9 +119,10 @@ def test_who_waits_for_a_prefix_costs_little_more_than_vllm_takes_to_pass_over(p
 
 def take_away_what_is_free(ledger: PageLedger) -> None:
     ranks = [
-        replace(rank, pages=pages) for rank, pages in zip(ledger.capacities, ledger.books.cached, strict=True)
+        replace(rank, pages=pages)
+        for rank, pages in zip(ledger.books.ranks, ledger.books.cached, strict=True)
     ]
-    ledger.requests.control = replace(ledger.control, bounds=replace(ledger.bounds, ranks=ranks))
+    ledger.requests.control = replace(ledger.requests.control, bounds=replace(ledger.bounds, ranks=ranks))
     ledger.books.ranks = ranks
 
 

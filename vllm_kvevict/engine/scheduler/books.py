@@ -4,7 +4,7 @@ The books own the first three sums: over the accounts, and over what is shared, 
 above the pools: that is asked here before anything is taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
@@ -14,11 +14,8 @@ from vllm_kvevict.schedules.base import RankCapacity
 class Books:
     """Of all ranks.
 
-    Args:
-        ranks: what each can hold.
-        others: layers that are not evicted.
-
     Attributes:
+        ranks: what each can hold.
         used, promised: pages of each rank that requests hold, and that are kept free for their prefills.
         cached: those that shared entries hold, compressed and not.
     """
@@ -78,6 +75,16 @@ class Books:
     def free(self) -> list[int]:
         """The same without what other layers hold."""
         return [left - beside for left, beside in zip(self.left, self.others.pages(), strict=True)]
+
+    def room_for_drafts(self, accounts: Iterable[Account]) -> list[int]:
+        """Pages of each rank that draft tokens may take in the next step: the free ones, less those that the accounts
+        that answer need for one token each."""
+        room = self.free
+        for account in accounts:
+            if not account.is_reading:
+                more = account.growth(account.tokens, account.tokens + 1)
+                room = [free - pages for free, pages in zip(room, more, strict=True)]
+        return room
 
     def fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
         """Whether every rank has room for what an account needs, if ``freed`` pages of each rank are free besides."""

@@ -3,6 +3,7 @@
 Owns the reserve's places, and whether it is closed in this step. A question here takes nothing.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account
@@ -20,16 +21,20 @@ class Gate:
     """Of a server.
 
     Args:
-        requests, books, shared: the ledger's.
-        reserve: of the workers.
-        head_dims: heads of a rank.
+        tokens_left: tokens of the step that is being scheduled that nobody takes so far.
     """
 
     def __init__(
-        self, requests: Requests, books: Books, shared: SharedStore, reserve: Reserve, head_dims: HeadDims
+        self,
+        requests: Requests,
+        books: Books,
+        shared: SharedStore,
+        reserve: Reserve,
+        head_dims: HeadDims,
+        tokens_left: Callable[[], int],
     ):
         self._requests, self._books, self._shared = requests, books, shared
-        self._reserve, self._head_dims = reserve, head_dims
+        self._reserve, self._head_dims, self._tokens_left = reserve, head_dims, tokens_left
         self._reserve_is_closed = False
         """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
 
@@ -40,19 +45,16 @@ class Gate:
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.give_back(name)
 
-    def awaits_reserve(self, request: "Request", tokens_left: int) -> bool:
+    def awaits_reserve(self, request: "Request") -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
 
         One that begins with a compressed prefix needs none, nor do most that this step can read whole.
 
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
-
-        Args:
-            tokens_left: of the step, that nobody takes so far.
         """
         plan = self._requests.plan(request)
-        most = min(tokens_left, self._requests.control.bounds.longest_step)
+        most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
         needed = plan.reserved(self._head_dims, plan.evict_at is not None and plan.evict_at <= most)
         if not needed or self._shared.compressed.find(request) is not None:
             return False

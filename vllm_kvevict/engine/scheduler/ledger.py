@@ -20,7 +20,7 @@ from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
-from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.check import verify
 from vllm_kvevict.engine.scheduler.extra_tokens import Turn
@@ -39,31 +39,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NoBlocks(KVCacheBlocks):
-    """Blocks without ids: workers place pages themselves."""
-
-    def get_block_ids(self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None) -> Any:
-        # Never None (the V1 runner asserts on it when a request resumes), and fresh lists (it extends them).
-        return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
-
-
 class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager.
 
     Attributes:
         ranks: global ranks; whatever is counted for each rank is in their order.
-        requests: those that are known, with their accounts.
-        books: pages that are held and promised.
-        outbox: what the workers are told with the next step.
-        shared: what is cached, and who begins with that.
-        others: layers that are not evicted.
-        gate: who may begin.
-        turn: whose extra tokens the step computes.
-        limits: answers that end where the memory does.
+        requests, books, outbox, shared, gate, turn, limits, adapters, reserve, others, blocks: its parts; blocks is
+            None where all layers are evicted.
         ends: requests that can never go on, and how they end; the scheduler sees to it after each step.
-        waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
-            which.
-        tokens_left: tokens of the step that is being scheduled that nobody takes so far; the scheduler says how many.
     """
 
     def __init__(
@@ -76,15 +59,27 @@ class PageLedger(KVCacheManager):
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
+        waiting_requests: Callable[[], Iterable["Request"]] = tuple,
+        tokens_left: Callable[[], int] = lambda: 0,
         **kwargs: Any,
     ):
-        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
-        heads of a rank, by what a request finds a cached prefix, blocks that are kept for layers that are not
-        evicted (0 where all are), the tokens that a waiting request computes at least in its first step, and the LoRA
-        adapters that a step may use at most."""
+        """Arguments as of vLLM's own, besides these.
+
+        Args:
+            options: the server's.
+            control: who is admitted; it knows the ranks after :meth:`set_capacity`.
+            head_dims: heads of a rank.
+            prefix_key: by what a request finds a compressed prefix.
+            blocks_kept: blocks that are kept for layers that are not evicted; 0 where all are.
+            fewest_read: tokens that a waiting request computes at least in its first step.
+            most_adapters: LoRA adapters that a step may use.
+            waiting_requests: those that are not admitted and that there are seats for, in their order.
+            tokens_left: tokens of the step that is being scheduled that nobody takes so far.
+        """
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
+        self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
         self._key_of: KeyOf = prefix_key if self.enable_caching else lambda request, plan: None
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -94,8 +89,6 @@ class PageLedger(KVCacheManager):
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self.limits = AnswerLimits()
         self.ends: dict[str, RequestStatus] = {}
-        self.waiting_requests: Callable[[], Iterable[Request]] = tuple
-        self.tokens_left: Callable[[], int] = lambda: 0
         self._begin(control)
 
     def _begin(self, control: AdmissionControl) -> None:
@@ -114,11 +107,13 @@ class PageLedger(KVCacheManager):
             self.outbox,
             self.requests,
             self.books,
-            lambda: self.waiting_requests(),
+            self._waiting_requests,
             self.enable_caching,
             self._block,
         )
-        self.gate = Gate(self.requests, self.books, self.shared, self.reserve, self.head_dims)
+        self.gate = Gate(
+            self.requests, self.books, self.shared, self.reserve, self.head_dims, self._tokens_left
+        )
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request. Learning the same again changes nothing.
@@ -127,15 +122,15 @@ class PageLedger(KVCacheManager):
             ValueError: when a prompt of ``max_model_len`` tokens does not fit.
         """
         ranks, in_order = sorted(capacities), [capacities[rank] for rank in sorted(capacities)]
-        if (ranks, in_order) == (self.ranks, list(self.capacities)):
+        if (ranks, in_order) == (self.ranks, list(self.books.ranks)):
             return
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
-        self._begin(dataclasses.replace(self.control, bounds=bounds))
+        self._begin(dataclasses.replace(self.requests.control, bounds=bounds))
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
-                f"{min(capacity.pages for capacity in self.capacities)} pages: lower --max-model-len or give the KV "
+                f"{min(capacity.pages for capacity in self.books.ranks)} pages: lower --max-model-len or give the KV "
                 "cache more memory"
             )
 
@@ -145,19 +140,9 @@ class PageLedger(KVCacheManager):
         return self.requests.accounts
 
     @property
-    def control(self) -> AdmissionControl:
-        """Who decides by what all will hold."""
-        return self.requests.control
-
-    @property
     def bounds(self) -> MemoryBounds:
         """What requests hold at most."""
-        return self.control.bounds
-
-    @property
-    def capacities(self) -> Sequence[RankCapacity]:
-        """What each rank can hold, in the order of ``ranks``."""
-        return self.control.bounds.ranks
+        return self.requests.control.bounds
 
     def plan(self, request: "Request") -> Plan:
         """When and how the request is evicted."""
@@ -226,13 +211,13 @@ class PageLedger(KVCacheManager):
         self.books.hold(account, need)
         if account.is_reading:
             self.shared.uncompressed.leave(request, account, tokens)
-        if account.advance(tokens, self.max_model_len, self.capacities):
+        if account.advance(tokens, self.max_model_len, self.books.ranks):
             self.shared.compressed.store(request.request_id, account)
         return blocks
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
-        if not self.control.can_ever_fit(account):
+        if not self.requests.control.can_ever_fit(account):
             # Only a replay can have become too long, whose client has a part of the answer.
             replay = bool(request.num_output_tokens)
             self.ends[request.request_id] = (
@@ -257,7 +242,6 @@ class PageLedger(KVCacheManager):
         name, prefix, segment = request.request_id, account.prefix, account.segment
         self.requests.admit(request, account)
         self.adapters.take(request)
-        self.shared.uncompressed.leaves_queue(name)
         self.outbox.admit(
             Admission(
                 name,
@@ -272,29 +256,15 @@ class PageLedger(KVCacheManager):
         )
         if account.reserved_at is not None:
             self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
-        self.limits.limit(request, account, self.capacities, self.max_model_len)
+        self.limits.limit(request, account, self.books.ranks, self.max_model_len)
         if prefix is not None:
             self.requests.keep(name, account)
         self.shared.begin(request, account)
-
-    def room_for_drafts(self) -> list[int]:
-        """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
-        those that the requests that answer need for one token each."""
-        room = self.books.free
-        for account in self.accounts.values():
-            if not account.is_reading:
-                more = account.growth(account.tokens, account.tokens + 1)
-                room = [free - pages for free, pages in zip(room, more, strict=True)]
-        return room
 
     def must_wait(self, request_id: str) -> bool:
         """As of :attr:`Account.must_wait`."""
         account = self.accounts.get(request_id)
         return account is not None and account.must_wait
-
-    def awaits_reserve(self, request: "Request") -> bool:
-        """As of :meth:`Gate.awaits_reserve`."""
-        return self.gate.awaits_reserve(request, self.tokens_left())
 
     # Cached prefixes.
 
@@ -366,13 +336,13 @@ class PageLedger(KVCacheManager):
             self.shared.uncompressed.end_copying(account)
             self.requests.keep(request_id, account)
             request = self.requests.in_flight[request_id]
-            self.limits.limit(request, account, self.capacities, self.max_model_len)
+            self.limits.limit(request, account, self.books.ranks, self.max_model_len)
 
     def on_claims(self, request_id: str, claims: Sequence[Claim]) -> None:
         """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
         if account is not None and account.epoch == claims[0].epoch:
-            self.outbox.answer(request_id, account.on_claims(claims, self.capacities[0]))
+            self.outbox.answer(request_id, account.on_claims(claims, self.books.ranks[0]))
 
     @property
     def awaits_reports(self) -> bool:
@@ -418,15 +388,9 @@ class PageLedger(KVCacheManager):
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""
 
-    def take_new_block_ids(self) -> list[int]:
-        return super().take_new_block_ids() if self.others.exist else []
-
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         if self.others.exist:
             super().remove_skipped_blocks(*args, **kwargs)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         return super().get_blocks(request_id) if self.others.exist else self.empty_kv_cache_blocks
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self.get_blocks(request_id).get_block_ids()

@@ -34,11 +34,6 @@ logger = init_logger("vllm.kv_eviction")
 class CompressedPrefixes(Entries[Prefix]):
     """Those that are being read, storing or ready; as entries count those that are storing or ready.
 
-    Args:
-        next_number, outbox: as of :class:`Entries`.
-        requests, books: the ledger's.
-        segments: which go to make room for a prefix.
-
     Attributes:
         held: pages of each rank that prefixes hold.
     """
@@ -152,8 +147,8 @@ class CompressedPrefixes(Entries[Prefix]):
         while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
             if not self.is_full and self._segments.drop_columns(1):
                 continue
-            unused = next(self.droppable(), None)
-            if unused is None or unused.num_users:
+            unused = self.next_to_drop(None, even_borrowed=False)
+            if unused is None:
                 return False
             self.drop(unused)
         return True

@@ -48,11 +48,9 @@ class Segment(Entry):
 
     def parts(self, columns: int) -> tuple[tuple[int, int], ...]:
         """Number and columns of each segment that a request uses which begins with ``columns``, itself last."""
-        found, stop = [], columns
-        for segment in reversed(self.chain()):
-            found.append((segment.number, stop - segment.start))
-            stop = segment.start
-        return tuple(reversed(found))
+        chain = self.chain()
+        stops = [*(part.start for part in chain[1:]), columns]
+        return tuple((part.number, stop - part.start) for part, stop in zip(chain, stops, strict=True))
 
     def chain(self) -> list["Segment"]:
         """All segments from the first token on, itself last."""
@@ -161,7 +159,7 @@ class SegmentCache(Entries[Segment]):
         """
         if parent is not None and parent.is_forgotten:
             return parent
-        while start < stop and self._make_room(parent):
+        while start < stop and (not self.is_full or self.drop_columns(1, parent)):
             end = min(stop, start - start % self.longest + self.longest)
             found_by = [keys(count) for count in range(start // self.unit + 1, end // self.unit + 1)]
             segment = Segment(self.next_number(), parent, start, end, found_by)
@@ -169,10 +167,6 @@ class SegmentCache(Entries[Segment]):
             self.outbox.freeze(request_id, segment.number, segment.columns)
             parent, start = segment, end
         return parent
-
-    def _make_room(self, parent: Segment | None) -> bool:
-        """See to it that there may be one segment more."""
-        return not self.is_full or self.drop_columns(1, parent)
 
     def _add(self, segment: Segment) -> None:
         self._stored[segment.number] = segment
@@ -231,11 +225,8 @@ class SegmentCache(Entries[Segment]):
         return self.lasting + sum(part.columns for part in more if not part.lasting)
 
     def drop_columns(self, columns: int, keep: Segment | None = None) -> bool:
-        """Drop segments that nobody uses until so many columns are free, or none is left but those of ``keep``.
-
-        Returns:
-            Whether any went.
-        """
+        """Drop segments that nobody uses until so many columns are free, or none is left but those of ``keep``; whether
+        any went."""
         dropped = 0
         for segment in self._to_drop(keep) if columns > 0 else ():
             self._drop(segment)

@@ -5,7 +5,7 @@ many tokens with a part of the pages.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
@@ -26,8 +26,6 @@ class SharedStore:
     """What is shared, for the requests of a ledger.
 
     Args:
-        outbox: where the workers are told what to make and to drop.
-        requests, books: the ledger's.
         waiting, is_on, block: as of :class:`UncompressedPrefixes`.
 
     Attributes:
@@ -67,8 +65,7 @@ class SharedStore:
     def begin(self, request: "Request", account: Account) -> None:
         """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
         self.compressed.begin(request, account)
-        if account.prefix is None:
-            self.uncompressed.begin(request, account)
+        self.uncompressed.begin(request, account)
 
     def tokens_found(self, request: "Request") -> int:
         """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
@@ -106,21 +103,19 @@ class SharedStore:
         return True
 
     def _awaited_key(self, request: "Request") -> Hashable | None:
-        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
+        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is.
+        Modifies the order, and who is urgent."""
         prefix = self.compressed.known(request)
         if prefix is None:
             return self.uncompressed.awaited(request)
         if prefix.is_ready:
             self.compressed.touch(prefix)
             return None
-        self._hurry(prefix, request)
-        return prefix.number
-
-    def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
-        """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
+        # Whoever reads it is as urgent as who waits for it, lest others in between keep both waiting.
         producer = self._requests.in_flight.get(prefix.producer[0])
         if producer is not None:
-            producer.priority = min(producer.priority, waiting.priority)
+            producer.priority = min(producer.priority, request.priority)
+        return prefix.number
 
     # What goes.
 
@@ -142,18 +137,15 @@ class SharedStore:
             return None
         # Uncompressed prefixes go first.
         self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
-        if books.fits(account, need):
-            return need
-        while (prefix := self.compressed.next_to_drop(untouchable, is_enough)) is not None:
+        while not books.fits(account, need):
+            prefix = self.compressed.next_to_drop(untouchable, is_enough)
+            if prefix is None:
+                return None
             self.compressed.drop(prefix)
             need = account.need_at(tokens)
-            if books.fits(account, need):
-                return need
-        return None
+        return need
 
-    def droppable_pages(
-        self, untouchable: Prefix | None = None, kept: Segment | None = None
-    ) -> Sequence[int]:
+    def droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
         """Pages of each rank that would be freed if all went that may, apart from one."""
         pages = self.compressed.droppable_pages(untouchable)
         return self._books.with_columns(pages, self._segments.droppable(kept))

@@ -9,7 +9,8 @@ else needs them. Owns the segments, and who waits as this step began.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
@@ -18,7 +19,6 @@ from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
-from vllm_kvevict.engine.scheduler.shared.queue_head import QueueHead, Waiting
 from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
 
@@ -29,12 +29,25 @@ PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A request at the head of the queue: what it takes until it is read, and what it may begin with.
+
+    Attributes:
+        tokens, pages: to be read, and the most of each rank that it holds until then.
+        keys, units: by which it finds uncompressed prefixes, and the most units that it may begin with.
+    """
+
+    tokens: int
+    pages: Sequence[int]
+    keys: Keys
+    units: int
+
+
 class UncompressedPrefixes:
     """Decides which segments requests begin with, wait for and leave.
 
     Args:
-        next_number, outbox: as of :class:`Entries`.
-        requests, books: the ledger's.
         waiting: requests that are not admitted and that there are seats for, in their order.
         is_on: whether anything is cached.
         block: tokens of a block that vLLM hashes.
@@ -61,18 +74,14 @@ class UncompressedPrefixes:
         part = cdiv(min((rank.columns for rank in books.ranks), default=0), PARTS)
         longest = unit * max(1, cdiv(part, unit))
         self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, next_number, outbox, books.cache_columns)
-        self._queue_head: QueueHead | None = None
-        """The first waiting requests, as they were when this step began; None until somebody asks."""
+        self._queue_head: dict[str, Waiting] | None = None
+        """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
+        long, and a step may evict many: it is looked at once in a step, when somebody asks."""
 
     def new_step_starts(self) -> None:
         """What earlier steps have left can be used from now on."""
         self.segments.new_step_starts()
         self._queue_head = None
-
-    def leaves_queue(self, name: str) -> None:
-        """A request was admitted."""
-        if self._queue_head is not None:
-            self._queue_head.remove(name)
 
     def columns_of(self, account: Account) -> int:
         """Columns that an account borrows of segments."""
@@ -168,6 +177,10 @@ class UncompressedPrefixes:
 
     def begin(self, request: "Request", account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
+        if self._queue_head is not None:
+            self._queue_head.pop(request.request_id, None)
+        if account.prefix is not None:
+            return
         if account.segment is not None:
             self.segments.borrow(account.segment, account.is_lasting)
         units = self._units(request, account.plan.leaves(account.prefill_len))
@@ -209,8 +222,7 @@ class UncompressedPrefixes:
     def _needed_soon(self, request: "Request", account: Account) -> list[int]:
         """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
         that begin have been read."""
-        units = self._units(request, account.plan.leaves(request.num_tokens))
-        unread, pages = self._head_of_queue().besides(request.request_id, self._keys_of(request), units)
+        unread, pages = self._needed_to_begin(request, account)
         unread += sum(
             other.prefill_len - other.tokens for other in self._requests.accounts.values() if other.is_reading
         )
@@ -222,25 +234,36 @@ class UncompressedPrefixes:
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
 
-    def _head_of_queue(self) -> QueueHead:
-        """Waiting requests that this step and the next ones have tokens for."""
+    def _needed_to_begin(self, request: "Request", account: Account) -> tuple[int, list[int]]:
+        """Tokens to be read, and pages of each rank, of the first waiting requests, but those that begin with what a
+        request leaves."""
         if self._queue_head is None:
-            self._queue_head = QueueHead(self._first_waiting(), len(self._books.ranks))
-        return self._queue_head
+            self._queue_head = self._first_waiting()
+        keys, units = self._keys_of(request), self._units(request, account.plan.leaves(request.num_tokens))
+        unread, pages = 0, [0] * len(self._books.ranks)
+        for name, waiting in self._queue_head.items():
+            common = min(waiting.units, units)
+            if name == request.request_id or (common and waiting.keys(common) == keys(common)):
+                continue
+            unread += waiting.tokens
+            for index, more in enumerate(waiting.pages):
+                pages[index] += more
+        return unread, pages
 
-    def _first_waiting(self) -> Iterator[Waiting]:
-        left = (1 + STEPS_AHEAD) * self._requests.control.step_tokens
+    def _first_waiting(self) -> dict[str, Waiting]:
+        """Waiting requests by id that this step and the next ones have tokens for."""
+        left, found = (1 + STEPS_AHEAD) * self._requests.control.step_tokens, {}
         for request in self._waiting():
             if left <= 0:
-                return
+                break
             left -= request.num_tokens
-            yield Waiting(
-                request.request_id,
+            found[request.request_id] = Waiting(
                 request.num_tokens,
                 self._requests.pages_until_read(request),
                 self._keys_of(request),
                 self._units_to_find(request),
             )
+        return found
 
     def leave(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
