@@ -52,13 +52,8 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "pages of finished requests are never returned",
     ),
     f"{MANAGER}:KVCacheManager.get_blocks": ("request_id", "the scheduler reads blocks that do not exist"),
-    f"{MANAGER}:KVCacheManager.get_block_ids": ("request_id", "the scheduler reads blocks that do not exist"),
     f"{MANAGER}:KVCacheManager.estimate_cached_tokens": ("request", "admission reads vLLM's own accounts"),
     f"{MANAGER}:KVCacheManager.reset_prefix_cache": ("", "cached prefixes outlive a reset"),
-    f"{MANAGER}:KVCacheManager.take_new_block_ids": (
-        "",
-        "workers zero blocks that hold other requests' pages",
-    ),
     f"{MANAGER}:KVCacheManager.cache_blocks": (
         "request num_computed_tokens",
         "asynchronous scheduling fails",
@@ -490,7 +485,7 @@ OURS = {
     ("connector.py", "EvictionConnector"): [f"{BASE}:KVConnectorBase_V1", f"{BASE}:SupportsHMA"],
     ("scheduler/ledger.py", "PageLedger"): [f"{MANAGER}:KVCacheManager"],
     ("scheduler/other_layers.py", "OtherLayers"): [f"{MANAGER}:KVCacheManager"],
-    ("scheduler/ledger.py", "NoBlocks"): [f"{MANAGER}:KVCacheBlocks"],
+    ("scheduler/blocks.py", "NoBlocks"): [f"{MANAGER}:KVCacheBlocks"],
     ("scheduler/scheduler.py", "EvictionScheduler"): [SCHEDULER],
     ("worker/worker.py", "_EvictionMixin"): list(WORKERS),
     ("worker/attention.py", "RaggedBuilder"): [f"{BACKEND}:AttentionMetadataBuilder"],

@@ -14,7 +14,7 @@ UNIT = 4
 
 def make(longest: int = 2, most: int = 100) -> SegmentCache:
     counted: list[int] = []
-    cache = SegmentCache(UNIT, longest * UNIT, most, itertools.count(1).__next__, Outbox(), counted.append)
+    cache = SegmentCache(UNIT, longest * UNIT, most, Outbox(), counted.append)
     cache.counted = counted
     return cache
 

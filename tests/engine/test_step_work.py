@@ -155,7 +155,7 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
 
 def test_twice_the_segments_are_dropped_with_twice_the_work():
     def work(count: int) -> int:
-        cache = SegmentCache(1, 4, count, iter(range(1, count + 1)).__next__, Outbox(), abs)
+        cache = SegmentCache(1, 4, count, Outbox(), abs)
         for prompt in range(count // 4):  # a chain of three segments, and one by itself that is used later
             for name, units in ((f"long{prompt}", 12), (f"short{prompt}", 4)):
                 cache.store(name, None, lambda count, name=name: (name, count), 0, units)

@@ -4,6 +4,7 @@ The outbox owns all that workers are still to be told: whoever changes something
 at once. What was taken for a step is dispatched, and cannot be taken back.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ class Outbox:
     """What the next step tells."""
 
     def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self._begin()
 
     def _begin(self) -> None:
@@ -56,6 +58,10 @@ class Outbox:
     def has_drops(self) -> bool:
         """Whether something is to be dropped, which is a reason for a step."""
         return bool(self._rest.drops)
+
+    def new_number(self) -> int:
+        """What scheduler and workers call the next shared entry; nothing else there has the number."""
+        return next(self._numbers)
 
     def admit(self, admission: Admission) -> None:
         """The step admits a request."""

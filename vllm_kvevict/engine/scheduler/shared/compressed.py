@@ -11,7 +11,7 @@ Owns them. A prefix takes only memory that nobody was promised, and none goes th
     dropped    its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -38,17 +38,9 @@ class CompressedPrefixes(Entries[Prefix]):
         held: pages of each rank that prefixes hold.
     """
 
-    def __init__(
-        self,
-        next_number: Callable[[], int],
-        outbox: Outbox,
-        requests: Requests,
-        books: Books,
-        segments: SegmentCache,
-    ):
-        # Those that are storing or ready.
+    def __init__(self, outbox: Outbox, requests: Requests, books: Books, segments: SegmentCache):
         most = min((rank.most_prefixes for rank in books.ranks), default=0)
-        super().__init__(most, next_number, outbox)
+        super().__init__(most, outbox)
         self._requests, self._books, self._segments = requests, books, segments
         self.held = [0] * len(books.ranks)
         self._dropped = 0
@@ -110,7 +102,7 @@ class CompressedPrefixes(Entries[Prefix]):
         if known is None and key is not None:
             producer = request.request_id, account.epoch
             prefix = Prefix(
-                self.next_number(), key, account.plan.evict_at or 0, producer, [0] * len(self.held)
+                self.outbox.new_number(), key, account.plan.evict_at or 0, producer, [0] * len(self.held)
             )
             self._by_key[key] = self._by_producer[producer] = prefix
         elif known is not None and known.is_ready:

@@ -4,7 +4,7 @@ Only counts, as in the ledger: the pages are the workers', which know an entry b
 does not go; what nobody uses goes when its pages are needed, the least recently used first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,12 +32,11 @@ class Entries(Generic[E]):
 
     Args:
         most: how many there may be at once.
-        next_number: gives numbers that nothing else on the workers has.
         outbox: where the workers are told what to make and to drop.
     """
 
-    def __init__(self, most: int, next_number: Callable[[], int], outbox: Outbox):
-        self.most, self.next_number, self.outbox = most, next_number, outbox
+    def __init__(self, most: int, outbox: Outbox):
+        self.most, self.outbox = most, outbox
         self._stored: dict[int, E] = {}
         """By number, the least recently used first."""
 

@@ -68,7 +68,7 @@ class SegmentCache(Entries[Segment]):
     Args:
         unit: columns that a prefix is a multiple of.
         longest: the most columns of a segment.
-        most, next_number, outbox: as of :class:`Entries`.
+        most, outbox: as of :class:`Entries`.
         count: told of how many columns more there are, or fewer.
 
     Attributes:
@@ -77,16 +77,8 @@ class SegmentCache(Entries[Segment]):
         lasting: columns of those that requests use to their end.
     """
 
-    def __init__(
-        self,
-        unit: int,
-        longest: int,
-        most: int,
-        next_number: Callable[[], int],
-        outbox: Outbox,
-        count: Callable[[int], None],
-    ):
-        super().__init__(most, next_number, outbox)
+    def __init__(self, unit: int, longest: int, most: int, outbox: Outbox, count: Callable[[int], None]):
+        super().__init__(most, outbox)
         self.unit, self.longest, self._told = unit, longest, count
         self.columns = self.pinned = self.lasting = 0
         self._by_key: dict[Hashable, list[Segment]] = {}
@@ -162,7 +154,7 @@ class SegmentCache(Entries[Segment]):
         while start < stop and (not self.is_full or self.drop_columns(1, parent)):
             end = min(stop, start - start % self.longest + self.longest)
             found_by = [keys(count) for count in range(start // self.unit + 1, end // self.unit + 1)]
-            segment = Segment(self.next_number(), parent, start, end, found_by)
+            segment = Segment(self.outbox.new_number(), parent, start, end, found_by)
             self._add(segment)
             self.outbox.freeze(request_id, segment.number, segment.columns)
             parent, start = segment, end

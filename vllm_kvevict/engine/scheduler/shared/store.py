@@ -4,7 +4,6 @@ Owns the two kinds, and who was found to wait in this step. A compressed prefix 
 many tokens with a part of the pages.
 """
 
-import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
@@ -42,10 +41,9 @@ class SharedStore:
         block: int,
     ):
         self._requests, self._books = requests, books
-        next_number = itertools.count(1).__next__
-        self.uncompressed = UncompressedPrefixes(next_number, outbox, requests, books, waiting, is_on, block)
+        self.uncompressed = UncompressedPrefixes(outbox, requests, books, waiting, is_on, block)
         self._segments = self.uncompressed.segments
-        self.compressed = CompressedPrefixes(next_number, outbox, requests, books, self._segments)
+        self.compressed = CompressedPrefixes(outbox, requests, books, self._segments)
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}

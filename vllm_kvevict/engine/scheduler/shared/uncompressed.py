@@ -58,7 +58,6 @@ class UncompressedPrefixes:
 
     def __init__(
         self,
-        next_number: Callable[[], int],
         outbox: Outbox,
         requests: Requests,
         books: Books,
@@ -73,7 +72,7 @@ class UncompressedPrefixes:
         unit = self._unit // page_size
         part = cdiv(min((rank.columns for rank in books.ranks), default=0), PARTS)
         longest = unit * max(1, cdiv(part, unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, next_number, outbox, books.cache_columns)
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books.cache_columns)
         self._queue_head: dict[str, Waiting] | None = None
         """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
         long, and a step may evict many: it is looked at once in a step, when somebody asks."""
