@@ -57,18 +57,15 @@ LONG_FILES = [
     "benchmarks/report.py",
     "kernels/decode_attention.cpp",
     "kernels/paged_decode.py",
-    "vllm_kvevict/engine/scheduler/ledger.py",
 ]
 """Files above 400 lines."""
 
 SET_FROM_OUTSIDE = {
     "engine.scheduler.answers": "request.max_tokens",
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
-    "engine.scheduler.scheduler": "output.total_num_scheduled_tokens self.kv_cache_manager.ends "
-    "self.kv_cache_manager.tokens_left self.kv_cache_manager.waiting_requests",
-    "engine.scheduler.shared.prefixes": "prefix.held prefix.is_forgotten prefix.is_storing prefix.full_pages",
-    "engine.scheduler.shared.segments": "segment.is_forgotten segment.keys segment.lasting segment.parent.children "
-    "segment.users",
+    "engine.scheduler.scheduler": "output.total_num_scheduled_tokens self.kv_cache_manager.ends",
+    "engine.scheduler.shared.compressed": "prefix.held prefix.is_forgotten prefix.is_storing",
+    "engine.scheduler.shared.segments": "segment.is_forgotten segment.lasting segment.parent.children segment.users",
     "engine.scheduler.shared.store": "producer.priority",
     "schedules.eviction": "self.resident.eviction",
     "schedules.registry": "resident.eviction",

@@ -96,7 +96,7 @@ def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[f
     assert ledger.allocate_slots(request, PROMPT) is not None
     ledger.next_message({})
     seconds = []
-    for rank, capacity in enumerate(ledger.capacities):
+    for rank, capacity in enumerate(ledger.books.ranks):
         residues, pages = [0] * PAGE, 0
         for _ in range(capacity.rows):
             length = choose.randrange(1, 2 * PROMPT // 5)
@@ -113,10 +113,13 @@ def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> No
     """Shrink the last rank, so that admission looks at every rank before it says no."""
     last = len(ledger.ranks) - 1
     accounts = ledger.accounts.values()
-    full = sum(ledger.control.expected_pages(account, last, longest) for account in accounts)
-    capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full + ledger.prefixes.held[last])]
+    full = sum(ledger.requests.control.expected_pages(account, last, longest) for account in accounts)
+    capacities = [
+        *[plenty] * last,
+        dataclasses.replace(plenty, pages=full + ledger.shared.compressed.held[last]),
+    ]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
-    ledger.requests.control = dataclasses.replace(ledger.control, bounds=bounds)
+    ledger.requests.control = dataclasses.replace(ledger.requests.control, bounds=bounds)
     ledger.books.ranks = capacities
 
 

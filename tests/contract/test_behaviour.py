@@ -208,17 +208,17 @@ HANDSHAKE = "get_kv_connector_handshake_metadata set_xfer_handshake_metadata_pp_
 """What the engine calls at its start, itself or in a step of its own, to tell the ledger the pools' sizes."""
 
 OURS = """
-    new_step_starts allocate_slots free pop_blocks_for_free get_blocks get_block_ids estimate_cached_tokens
-    take_new_block_ids cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks get_computed_blocks
+    new_step_starts allocate_slots free pop_blocks_for_free get_blocks estimate_cached_tokens
+    cache_blocks remove_skipped_blocks usage empty_kv_cache_blocks get_computed_blocks
     reset_prefix_cache
 """
 """What vLLM's scheduler asks of the block manager and our ledger answers."""
 
 HARMLESS = """
     block_pool coordinator evict_blocks finalize_partial_tail_offloads
-    get_block_ids_for_computed_tokens get_computed_blocks_for_connector make_prefix_cache_stats
+    get_block_ids get_block_ids_for_computed_tokens get_computed_blocks_for_connector make_prefix_cache_stats
     mamba_shared_prefix_checkpoint record_blocks_for_zeroing record_prefix_cache_stats
-    take_boundary_state_offloads take_events take_kv_cache_block_copies truncate_computed_blocks
+    take_boundary_state_offloads take_new_block_ids take_events take_kv_cache_block_copies truncate_computed_blocks
 """
 """What vLLM's own, idle manager may answer: it has no blocks, and only counts what our ledger finds cached."""
 

@@ -20,7 +20,7 @@ from tests.engine.servers import PAGE, Setup, capacities, stages
 from tests.engine.simulation import Workers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, _EvictionMixin
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, EvictionScheduler
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
 from vllm_kvevict.schedules.plan import Admission
@@ -281,7 +281,7 @@ def test_crowds() -> None:
 
 def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without looking whether there is a seat, and again after a pause that brought nothing."""
-    schedule = _EvictionMixin.schedule
+    schedule = EvictionScheduler.schedule
 
     def stubborn(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
@@ -289,8 +289,8 @@ def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytes
             self._postponed[self._step.pausing_for] = MOST_POSTPONED
         return output
 
-    monkeypatch.setattr(_EvictionMixin, "schedule", stubborn)
-    monkeypatch.setattr(_EvictionMixin, "_admits_requests", lambda self: True)
+    monkeypatch.setattr(EvictionScheduler, "schedule", stubborn)
+    monkeypatch.setattr(EvictionScheduler, "_admits_requests", lambda self: True)
     failures = [play(crowded(seed), seed).failure for seed in CROWDS_THAT_HUNG]
     assert all(failure and "hang: nothing is scheduled" in failure for failure in failures)
 

@@ -221,9 +221,9 @@ def test_outputs_are_expected_up_to_the_reserve_or_twice_what_came(
     """... but never beyond max_tokens or the longest sequence, for running requests and replays alike."""
     ledger = make_ledger([4000], decode_reserve=50, budget=1.0)
     request = replayed("r", 600, outputs, max_tokens)
-    assert ledger.control.expected_end(ledger.requests.open(request, 100)) == 600 + expected
+    assert ledger.requests.control.expected_end(ledger.requests.open(request, 100)) == 600 + expected
     assert grow(ledger, request, 600 + outputs)
-    assert ledger.control.expected_end(ledger.accounts["r"]) == 600 + expected
+    assert ledger.requests.control.expected_end(ledger.accounts["r"]) == 600 + expected
 
 
 def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
@@ -231,9 +231,9 @@ def test_what_is_held_at_the_end_is_exact_once_evicted() -> None:
     request = make_request("r", 320, 100)
     assert read(ledger, request, 320)
     account = ledger.accounts["r"]
-    assert ledger.control.expected_pages(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
+    assert ledger.requests.control.expected_pages(account, 0, 420) == 4 * (64 + 100 + PAGE // 2) // PAGE
     ledger.on_report(0, "r", report(1, 320, [1, 127, 64, 64]))
-    assert ledger.control.expected_pages(account, 0, 420) == 4 + 8 + 6 + 6
+    assert ledger.requests.control.expected_pages(account, 0, 420) == 4 + 8 + 6 + 6
 
 
 def test_usage_is_that_of_the_fullest_rank() -> None:
@@ -276,7 +276,7 @@ def test_a_prompt_read_in_one_step_holds_its_bound_until_it_is_reported() -> Non
     assert (ledger.books.used, ledger.books.promised) == ([2 * 20 + 3 * 2 * 4], [0])
     assert ledger.must_wait("r")
     account = ledger.accounts["r"]
-    assert ledger.control.expected_pages(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
+    assert ledger.requests.control.expected_pages(account, 0, 650) == 8 * (128 + 10 + PAGE // 2) // PAGE
     ledger.verify(0, Holdings({"r": (1, 0, 0)}))  # a step in flight before it
     ledger.on_report(0, "r", report(1, 640, [128] * 8))
     assert ledger.books.used == [8 * 4] and not ledger.must_wait("r")

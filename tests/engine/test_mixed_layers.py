@@ -147,7 +147,7 @@ def test_front_end_and_scheduler_know_of_the_same_memory(models, architecture, b
     with evicting_engine(models(architecture), **settings) as llm:
         (foreseen,) = bounds_of(llm.llm_engine.vllm_config).ranks
         ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        (known,) = ledger.capacities
+        (known,) = ledger.books.ranks
         groups = layer_groups(llm.llm_engine.vllm_config)
         pages_per_block = known.pages // ledger.blocks.most
     assert dataclasses.replace(foreseen, pages=known.pages) == known

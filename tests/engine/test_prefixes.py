@@ -33,7 +33,7 @@ VOCAB = 1000
 @pytest.fixture
 def compressed_only(monkeypatch):
     """Nothing is cached uncompressed, which would shorten what is read where no compressed prefix is found."""
-    monkeypatch.setattr("vllm_kvevict.engine.scheduler.ledger.MOST_SEGMENTS", 0)
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.shared.uncompressed.MOST_SEGMENTS", 0)
 
 
 def document(number: int, tokens: int) -> list[int]:
@@ -76,7 +76,7 @@ def check_exact(simulation: Simulation) -> None:
     told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
     if told and not ledger.awaits_reports:
         assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.books.held
-    for prefix in ledger.prefixes.all_stored:
+    for prefix in ledger.shared.compressed:
         assert set(workers.borrowers(prefix.number)) & set(ledger.accounts) == prefix.borrowers
 
 
@@ -90,15 +90,18 @@ def check_end(simulation: Simulation) -> None:
     assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty
     assert not workers.live and ledger.usage == 0
     for rank in range(len(workers.ranks)):
-        assert ledger.prefixes.held[rank] == workers.cached_pages(rank)
-        uncompressed = ledger.segments.columns * workers.ranks[rank].rows
+        assert ledger.shared.compressed.held[rank] == workers.cached_pages(rank)
+        uncompressed = ledger.shared.uncompressed.segments.columns * workers.ranks[rank].rows
         assert uncompressed == workers.segment_pages(rank) == workers.held(rank) - workers.cached_pages(rank)
-    assert set(workers.cached) == {prefix.number for prefix in ledger.prefixes.all_stored}
+    assert set(workers.cached) == {prefix.number for prefix in ledger.shared.compressed}
     assert simulation.reset()
     while simulation.scheduler.has_requests():
         simulation.step()
     assert not workers.cached and not workers.segments
-    assert ledger.books.held == nothing and len(ledger.prefixes) == len(ledger.segments) == 0
+    assert (
+        ledger.books.held == nothing
+        and len(ledger.shared.compressed) == len(ledger.shared.uncompressed.segments) == 0
+    )
 
 
 # One document, many questions.
@@ -129,7 +132,7 @@ def test_a_hit_borrows_and_leaves_no_trace() -> None:
     assert cached > 0 and simulation.ledger.usage == 0
     simulation.add(ask("d:1", document(0, 700), 5, 20))
     simulation.step()
-    (prefix,) = simulation.ledger.prefixes.all_stored
+    (prefix,) = simulation.ledger.shared.compressed
     assert prefix.borrowers == {"d:1"} and prefix.held == [cached]
     # One page of each row at most: the copy of what is not full, or the first page behind what is.
     assert 0 < simulation.ledger.books.used[0] <= 4
@@ -303,7 +306,7 @@ def test_what_is_kept_whole_or_evicted_at_its_end_is_not_cached(fields: dict[str
     for index in range(2):
         simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **fields))
     finish(simulation)
-    assert simulation.prefilled == 2 * 305 and not simulation.ledger.prefixes.all_stored
+    assert simulation.prefilled == 2 * 305 and not simulation.ledger.shared.compressed
 
 
 def test_prompt_logprobs_are_computed_and_not_waited_for() -> None:
@@ -395,7 +398,7 @@ def test_what_has_no_room_beside_its_prefix_reads_it_again() -> None:
         simulation = Simulation(server(pages=[pages], max_model_len=960, options={"budget": 0.95}))
         simulation.add(ask("d:0", document(0, 640), 1, 1))
         finish(simulation)
-        assert len(simulation.ledger.prefixes) == 1
+        assert len(simulation.ledger.shared.compressed) == 1
         simulation.add(ask("d:1", document(0, 640), 319, 1))
         finish(simulation)
         assert simulation.outputs["d:1"] == 1
@@ -517,7 +520,7 @@ def test_a_reset_says_whether_somebody_borrows() -> None:
     for index in range(2):
         simulation.add(ask(f"d:{index}", document(0, 300), 10, 50))
     steps(simulation, 6)
-    (prefix,) = simulation.ledger.prefixes.all_stored
+    (prefix,) = simulation.ledger.shared.compressed
     assert len(prefix.borrowers) == 2
     assert not simulation.reset()
     # The two go on; who comes now reads the document again.
@@ -525,7 +528,7 @@ def test_a_reset_says_whether_somebody_borrows() -> None:
     before = simulation.prefilled
     finish(simulation)
     assert simulation.prefilled - before == 310
-    assert not simulation.ledger.prefixes.all_stored or prefix not in simulation.ledger.prefixes.all_stored
+    assert not simulation.ledger.shared.compressed or prefix not in simulation.ledger.shared.compressed
     check_end(simulation)
 
 
@@ -729,9 +732,9 @@ def step_checked(simulation: Simulation) -> None:
     ledger = simulation.ledger
     while simulation.steps % 5 == 0 and simulation.in_flight:
         simulation.deliver()
-    unused = {prefix.number for prefix in ledger.prefixes.droppable(()) if not prefix.borrowers}
+    unused = {prefix.number for prefix in ledger.shared.compressed.droppable() if not prefix.borrowers}
     output = simulation.step()
     if output.preempted_req_ids:
-        assert not unused & {p.number for p in ledger.prefixes.droppable(()) if not p.borrowers}
+        assert not unused & {p.number for p in ledger.shared.compressed.droppable() if not p.borrowers}
     if not simulation.in_flight:
         check_exact(simulation)

@@ -63,7 +63,7 @@ def test_later_requests_read_what_was_read_before_the_reset(
     steps(simulation, 2)
     simulation.reset()
     simulation.run(5000)
-    assert not len(simulation.ledger.segments)
+    assert not len(simulation.ledger.shared.uncompressed.segments)
     second_reads_all(simulation, prompt, **fields)
 
 
@@ -78,7 +78,7 @@ def test_an_answer_that_is_being_written(tokens: int, depth: int, asynchronous: 
     assert simulation.outputs["writer"]
     simulation.reset()
     simulation.run(5000)
-    assert not len(simulation.ledger.segments)
+    assert not len(simulation.ledger.shared.uncompressed.segments)
     second_reads_all(simulation, list(request.all_token_ids), kv_eviction="full")
 
 
@@ -149,7 +149,7 @@ def test_what_a_request_uses_to_its_end_is_in_use_until_then() -> None:
     assert not simulation.reset()
     assert not simulation.reset()
     simulation.run(5000)
-    assert simulation.reset() and not simulation.ledger.segments.columns
+    assert simulation.reset() and not simulation.ledger.shared.uncompressed.segments.columns
     check_end(simulation)
 
 
@@ -161,7 +161,7 @@ def test_a_compressed_prefix_is_in_use_if_several_share_it(questions: int) -> No
         prompt = document(0, 600) + document(index + 1, 30)
         simulation.add(ask(f"d:{index}", prompt, 20, kv_prefix_len=600))
     steps(simulation, 6)
-    (prefix,) = simulation.ledger.prefixes.all_stored
+    (prefix,) = simulation.ledger.shared.compressed
     assert len(prefix.borrowers) == questions
     assert simulation.reset() == (questions == 1)
     simulation.run(5000)
@@ -173,11 +173,11 @@ def test_a_compressed_prefix_is_in_use_if_several_share_it(questions: int) -> No
 def test_a_prefix_that_is_being_stored_is_in_use_by_who_stores_it(
     policy: str, hard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_kvevict.engine.scheduler.ledger.MOST_SEGMENTS", 0)
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.shared.uncompressed.MOST_SEGMENTS", 0)
     simulation = Simulation(server(depth=3))
     fields = {**fields_of(policy), "kv_prefix_len": 600}
     simulation.add(ask("d:0", document(0, 600) + document(1, 30), 20, **fields))
-    while not simulation.ledger.prefixes.awaits_reports:
+    while not simulation.ledger.shared.compressed.awaits_reports:
         simulation.step()
     assert simulation.reset(hard) == hard
     simulation.run(5000)

@@ -13,7 +13,10 @@ UNIT = 4
 
 
 def make(longest: int = 2, most: int = 100) -> SegmentCache:
-    return SegmentCache(UNIT, longest * UNIT, most, itertools.count(1).__next__, Outbox())
+    counted: list[int] = []
+    cache = SegmentCache(UNIT, longest * UNIT, most, Outbox(), counted.append)
+    cache.counted = counted
+    return cache
 
 
 def keys(prompt: str):
@@ -21,11 +24,11 @@ def keys(prompt: str):
     return keys_of([prompt[: end + 1] for end in range(len(prompt))], 1)
 
 
-def store(cache: SegmentCache, prompt: str, name: str = "a", users: int = 0) -> Segment | None:
+def store(cache: SegmentCache, prompt: str, name: str = "a") -> Segment | None:
     """Store what of a prompt is not there yet, as a request that ends does; the step is over after that."""
     found = cache.find(keys(prompt), len(prompt))
     parent, start = found or (None, 0)
-    last = cache.store(name, parent, keys(prompt), start, len(prompt) * UNIT, users, 0)
+    last = cache.store(name, parent, keys(prompt), start, len(prompt) * UNIT)
     cache.outbox.take_back(name)
     cache.new_step_starts()
     return last
@@ -37,10 +40,16 @@ def found(cache: SegmentCache, prompt: str) -> int:
     return hit[1] // UNIT if hit else 0
 
 
+def use(cache: SegmentCache, prompt: str) -> None:
+    """What is there of a prompt counts as used."""
+    last, _ = cache.find(keys(prompt), len(prompt))
+    cache.touch(last)
+
+
 def check(cache: SegmentCache, loans: list[tuple[Segment, bool]] = ()) -> None:
     """Counters say what the segments say."""
     segments = list(cache)
-    assert cache.columns == sum(x.columns for x in segments)
+    assert cache.columns == sum(cache.counted) == sum(x.columns for x in segments)
     users = {x.number: [0, 0] for x in segments}
     for segment, lasting in loans:
         for part in segment.chain():
@@ -69,7 +78,7 @@ def test_the_longest_common_prefix_is_found():
 
 def test_what_a_step_makes_is_found_after_it():
     cache = make()
-    cache.store("a", None, keys("abc"), 0, 3 * UNIT, 0, 0)
+    cache.store("a", None, keys("abc"), 0, 3 * UNIT)
     assert found(cache, "abc") == 0 and cache.soon(keys("abx"), 3) == 2 and cache.known(keys("abc"), 3)
     cache.new_step_starts()
     assert found(cache, "abx") == 2
@@ -79,12 +88,12 @@ def test_the_least_recently_used_goes_first_and_none_before_its_followers():
     cache = make(longest=1)
     store(cache, "ab")
     store(cache, "xy")
-    found(cache, "ab")
+    use(cache, "ab")
     gone = []
-    while cache.drop_oldest():
+    while cache.drop_columns(1):
         gone.append([found(cache, "ab"), found(cache, "xy")])
-    # To ask counts as to use: whoever was asked last stays.
-    assert gone[0] == [2, 1] and gone[-1] == [0, 0] and not cache.columns
+    # To ask is not to use.
+    assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not cache.columns
     assert len(cache.outbox.take(None, None).drops) == 4
 
 
@@ -97,7 +106,7 @@ def test_what_is_used_and_what_will_be_is_not_dropped():
     check(cache, [(used, True)])
     assert cache.droppable(other) == UNIT and cache.with_user(other) == 4 * UNIT
     assert cache.with_lasting(None) == 2 * UNIT
-    assert cache.drop_oldest(other) and not cache.drop_oldest(other)
+    assert cache.drop_columns(1, other) and not cache.drop_columns(1, other)
     assert (found(cache, "abc"), found(cache, "xy")) == (2, 2)
     cache.give_back(used, lasting=True)
     check(cache)
@@ -105,12 +114,12 @@ def test_what_is_used_and_what_will_be_is_not_dropped():
 
 def test_two_that_were_read_side_by_side_do_not_hide_each_other():
     cache = make()
-    cache.store("a", None, keys("abc"), 0, 3 * UNIT, 0, 0)
-    cache.store("b", None, keys("abd"), 0, 3 * UNIT, 0, 0)
+    cache.store("a", None, keys("abc"), 0, 3 * UNIT)
+    cache.store("b", None, keys("abd"), 0, 3 * UNIT)
     cache.new_step_starts()
     assert cache.columns == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
-    found(cache, "abc")
-    assert cache.drop_oldest() and cache.drop_oldest()
+    use(cache, "abc")
+    assert cache.drop_columns(1) and cache.drop_columns(1)
     assert cache.columns == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
     check(cache)
 
@@ -128,7 +137,7 @@ def test_what_will_not_be_made_is_taken_back():
     cache = make()
     store(cache, "ab")
     parent, _ = cache.find(keys("ab"), 2)
-    cache.store("b", parent, keys("abcdef"), 2 * UNIT, 6 * UNIT, 1, 1)
+    cache.store("b", parent, keys("abcdef"), 2 * UNIT, 6 * UNIT)
     untold = cache.outbox.take_back("b")
     assert len(untold.segments) == 2 and cache.cancel(untold.segments) is parent
     check(cache)
@@ -144,7 +153,7 @@ def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
     cache.forget()
     assert found(cache, "abc") == 0 and cache.columns == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
     # What follows it could be found, and it could not.
-    assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT, 0, 0) is used
+    assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT) is used
     cache.give_back(used, lasting=False)
     assert not len(cache) and sorted(cache.outbox.take(None, None).drops) == [1, 2, 3]
     check(cache)
@@ -181,7 +190,7 @@ def test_against_all_that_was_stored(seed):
             cache.give_back(*loans.pop(choose.randrange(len(loans))))
         check(cache, loans)
     pinned = {part.number for segment, _ in loans for part in segment.chain()}
-    while cache.drop_oldest():
+    while cache.drop_columns(1):
         check(cache, loans)
     assert {segment.number for segment in cache} == pinned and cache.columns == cache.pinned
 

@@ -62,7 +62,7 @@ def test_a_second_question_reads_what_is_its_own(policy: str) -> None:
 def test_take_leaves_nothing_and_others_leave_for_all() -> None:
     simulation = Simulation(server())
     served(simulation, ask("a", document(0, 640), kv_eviction="take", kv_budget=0.3))
-    assert not len(simulation.ledger.segments)
+    assert not len(simulation.ledger.shared.uncompressed.segments)
     served(simulation, ask("b", document(0, 640), kv_eviction="h2o", kv_budget=0.3))
     assert served(simulation, ask("c", document(0, 640), kv_eviction="full")) == 32
     check_end(simulation)
@@ -186,7 +186,7 @@ def test_nobody_waits_or_is_preempted_for_what_is_stored(depth: int, asynchronou
         assert {name: step for name, step in first_with.items() if step > first[name]} == {}, seed
         assert count_with <= count, seed
         assert sum(caching.preemptions.values()) <= sum(plain.preemptions.values()), seed
-        stored += len(caching.ledger.segments)
+        stored += len(caching.ledger.shared.uncompressed.segments)
     assert stored
 
 

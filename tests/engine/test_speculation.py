@@ -285,7 +285,7 @@ def total_preemptions(drafts: int, room: list[int] | None = None) -> int:
         choose = random.Random(seed)
         server = small_server(drafts, pages=choose.randrange(11, 40))
         if room is not None:
-            server.ledger.room_for_drafts = lambda: room
+            server.ledger.books.room_for_drafts = lambda accounts: room
         for index in range(12):
             server.add(make_request(f"r{index}", choose.randrange(20, 280), choose.randrange(1, 60)))
         server.run(4000)

@@ -119,9 +119,10 @@ def test_who_waits_for_a_prefix_costs_little_more_than_vllm_takes_to_pass_over(p
 
 def take_away_what_is_free(ledger: PageLedger) -> None:
     ranks = [
-        replace(rank, pages=pages) for rank, pages in zip(ledger.capacities, ledger.books.cached, strict=True)
+        replace(rank, pages=pages)
+        for rank, pages in zip(ledger.books.ranks, ledger.books.cached, strict=True)
     ]
-    ledger.requests.control = replace(ledger.control, bounds=replace(ledger.bounds, ranks=ranks))
+    ledger.requests.control = replace(ledger.requests.control, bounds=replace(ledger.bounds, ranks=ranks))
     ledger.books.ranks = ranks
 
 
@@ -137,13 +138,15 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
         simulation.run(100 + cached)
         ledger = simulation.ledger
         if policy == "snapkv":
-            ledger.segments.drop_columns(ledger.segments.columns)  # these would go first
-        assert len(ledger.prefixes) + len(ledger.segments) == cached
+            ledger.shared.uncompressed.segments.drop_columns(
+                ledger.shared.uncompressed.segments.columns
+            )  # these would go first
+        assert len(ledger.shared.compressed) + len(ledger.shared.uncompressed.segments) == cached
         take_away_what_is_free(ledger)
         ask(simulation, "needs room", document(-1, 30), kv_eviction="full")
         counted = calls_of_a_step(simulation)
         assert "needs room" in ledger.accounts
-        assert cached > len(ledger.prefixes) + len(ledger.segments) > cached - 10
+        assert cached > len(ledger.shared.compressed) + len(ledger.shared.uncompressed.segments) > cached - 10
         return counted
 
     few, many = work(50), work(500)
@@ -152,10 +155,10 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
 
 def test_twice_the_segments_are_dropped_with_twice_the_work():
     def work(count: int) -> int:
-        cache = SegmentCache(1, 4, count, iter(range(1, count + 1)).__next__, Outbox())
+        cache = SegmentCache(1, 4, count, Outbox(), abs)
         for prompt in range(count // 4):  # a chain of three segments, and one by itself that is used later
             for name, units in ((f"long{prompt}", 12), (f"short{prompt}", 4)):
-                cache.store(name, None, lambda count, name=name: (name, count), 0, units, users=0, lasting=0)
+                cache.store(name, None, lambda count, name=name: (name, count), 0, units)
         assert len(cache) == count
         return calls(lambda: cache.drop_columns(cache.columns))
 

@@ -10,7 +10,7 @@ from tests.record import engines, scheduler
 from tests.record.__main__ import recorded
 from tests.record.lines import differences, digests
 from vllm_kvevict.engine.scheduler import admission
-from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
+from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 from vllm_kvevict.policies import attention
 
 SEEDS = 2
@@ -46,7 +46,7 @@ def test_a_change_of_the_scheduler_is_seen() -> None:
     """Each line changes one thing that the record is of: whom admission lets in, and which prefix goes first."""
     with mock.patch.object(admission, "PATIENCE", 1):
         assert not is_as_before("tight", range(8))
-    with mock.patch.object(PrefixCache, "find", lambda cache, key: cache._by_key.get(key)):
+    with mock.patch.object(CompressedPrefixes, "touch", lambda cache, prefix: None):
         assert not is_as_before("salts", range(8))
 
 

@@ -1,12 +1,26 @@
-"""Blocks of vLLM's that become pages and back, where a model has layers of other kinds beside evicted ones."""
+"""Blocks of vLLM's that become pages and back, where a model has layers of other kinds beside evicted ones.
 
-from typing import TYPE_CHECKING
+Owns which blocks are pages.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class NoBlocks(KVCacheBlocks):
+    """Blocks without ids: workers place pages themselves."""
+
+    def get_block_ids(self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None) -> Any:
+        # Never None (the V1 runner asserts on it when a request resumes), and fresh lists (it extends them).
+        return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
 
 
 class SharedBlocks:
@@ -18,10 +32,8 @@ class SharedBlocks:
     Args:
         pool: vLLM's blocks, which other layers take from, too.
         withheld: blocks that are never made pages.
-        outbox: where the workers are told of blocks that change hands.
 
     Attributes:
-        withheld: see above.
         as_pages: the blocks that are pages now.
     """
 

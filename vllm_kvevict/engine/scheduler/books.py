@@ -1,40 +1,28 @@
 """Pages of each rank: those that requests hold and are promised, what is cached, what layers of other kinds hold.
 
-The books own the first two sums, which are the sums over the accounts at any time. All together they are never above
-the pools: that is asked here before anything is taken.
+The books own the first three sums: over the accounts, and over what is shared, at any time. All together they are never
+above the pools: that is asked here before anything is taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
-from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
-from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.schedules.base import RankCapacity
 
 
 class Books:
     """Of all ranks.
 
-    Args:
-        ranks: what each can hold.
-        prefixes, segments: what is cached, compressed and not.
-        others: layers that are not evicted.
-
     Attributes:
+        ranks: what each can hold.
         used, promised: pages of each rank that requests hold, and that are kept free for their prefills.
+        cached: those that shared entries hold, compressed and not.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[RankCapacity],
-        prefixes: PrefixCache,
-        segments: SegmentCache,
-        others: OtherLayers,
-    ):
-        self.ranks, self.prefixes, self.segments, self.others = ranks, prefixes, segments, others
-        self.used = [0] * len(ranks)
-        self.promised = [0] * len(ranks)
+    def __init__(self, ranks: Sequence[RankCapacity], others: OtherLayers):
+        self.ranks, self.others = ranks, others
+        self.used, self.promised, self.cached = ([0] * len(ranks) for _ in range(3))
 
     def hold(self, account: Account, need: Need) -> None:
         """An account now needs so much."""
@@ -49,6 +37,14 @@ class Books:
         nothing = [0] * len(self.ranks)
         self.hold(account, (nothing, nothing))
 
+    def cache(self, more: Sequence[int]) -> None:
+        """Shared entries hold so many pages more of each rank."""
+        self.cached = [sum(pair) for pair in zip(self.cached, more, strict=True)]
+
+    def cache_columns(self, more: int) -> None:
+        """Segments have so many columns more."""
+        self.cached = self.with_columns(self.cached, more)
+
     def with_columns(self, pages: Sequence[int], columns: int) -> list[int]:
         """Pages of each rank together with those of so many columns of segments."""
         return [more + rank.rows * columns for more, rank in zip(pages, self.ranks, strict=True)]
@@ -58,35 +54,37 @@ class Books:
         return max((-(-more // rank.rows) for more, rank in zip(pages, self.ranks, strict=True)), default=0)
 
     @property
-    def cached(self) -> list[int]:
-        """Pages of each rank that cached prefixes and segments hold."""
-        return self.with_columns(self.prefixes.held, self.segments.columns)
-
-    @property
     def held(self) -> list[int]:
-        """Pages of each rank that requests and cached prefixes hold, promises apart."""
+        """Pages of each rank that requests and shared entries hold, promises apart."""
         return [sum(pair) for pair in zip(self.used, self.cached, strict=True)]
 
+    def usage(self, borrowed: Sequence[int]) -> float:
+        """Share of the pool in use on the fullest rank, if so many pages of what is cached are in use."""
+        pages = zip(self.ranks, self.used, borrowed, self.others.pages(), strict=True)
+        return max(
+            ((used + shared + beside) / rank.pages for rank, used, shared, beside in pages), default=0.0
+        )
+
     @property
-    def usage(self) -> float:
-        """Share of the pool in use on the fullest rank; cached prefixes that no request uses are not."""
-        cached = self.others.together_with(self.with_columns(self.prefixes.in_use(), self.segments.pinned))
-        pairs = zip(self.used, cached, self.ranks, strict=True)
-        return max(((used + prefixes) / rank.pages for used, prefixes, rank in pairs), default=0.0)
+    def left(self) -> list[int]:
+        """Pages of each rank that nobody holds or is promised, and that other layers may hold."""
+        pages = zip(self.ranks, self.used, self.promised, self.cached, strict=True)
+        return [rank.pages - used - promised - cached for rank, used, promised, cached in pages]
 
     @property
     def free(self) -> list[int]:
-        """Pages of each rank that nobody holds or is promised."""
-        return self._beside(self.others.together_with(self.cached))
+        """The same without what other layers hold."""
+        return [left - beside for left, beside in zip(self.left, self.others.pages(), strict=True)]
 
-    @property
-    def idle(self) -> list[int]:
-        """The same, with the pages of segments that nobody uses."""
-        return self._beside(self.with_columns(self.prefixes.held, self.segments.pinned))
-
-    def _beside(self, elsewhere: Sequence[int]) -> list[int]:
-        pages = zip(self.ranks, self.used, self.promised, elsewhere, strict=True)
-        return [rank.pages - used - promised - more for rank, used, promised, more in pages]
+    def room_for_drafts(self, accounts: Iterable[Account]) -> list[int]:
+        """Pages of each rank that draft tokens may take in the next step: the free ones, less those that the accounts
+        that answer need for one token each."""
+        room = self.free
+        for account in accounts:
+            if not account.is_reading:
+                more = account.growth(account.tokens, account.tokens + 1)
+                room = [free - pages for free, pages in zip(room, more, strict=True)]
+        return room
 
     def fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
         """Whether every rank has room for what an account needs, if ``freed`` pages of each rank are free besides."""
@@ -102,13 +100,13 @@ class Books:
         """
         # Asked of every request in every step.
         held, promises = need
-        cached, columns, others = self.prefixes.held, self.segments.columns, self.others.pages()
+        others = self.others.pages()
         lacking = []
         for index, rank in enumerate(self.ranks):
             grows = held[index] - account.held[index]
             promise = promises[index] - account.promise[index]
             # A rank that kept more than its share of a replay is promised more than there was room for.
             promised = self.promised[index] + promise if grows + promise > 0 else 0
-            elsewhere = cached[index] + rank.rows * columns + others[index]
+            elsewhere = self.cached[index] + others[index]
             lacking.append(self.used[index] + elsewhere + grows + promised - rank.pages)
         return lacking

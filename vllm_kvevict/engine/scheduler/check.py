@@ -5,9 +5,17 @@ from collections.abc import Mapping
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 
-def verify(rank: int, index: int, actual: Holdings, accounts: Mapping[str, Account], books: Books) -> None:
+def verify(
+    rank: int,
+    index: int,
+    actual: Holdings,
+    accounts: Mapping[str, Account],
+    books: Books,
+    shared: SharedStore,
+) -> None:
     """Compare with what a rank holds at the end of its step.
 
     Args:
@@ -26,7 +34,7 @@ def verify(rank: int, index: int, actual: Holdings, accounts: Mapping[str, Accou
         # A step in flight may evict by now what this one did not.
         expected = count.at(tokens) if tokens >= count.tokens else pages
         _compare(rank, f"request {request_id} at {tokens} tokens", pages, expected)
-    _verify_cached(rank, index, actual.prefixes, books)
+    _verify_cached(rank, index, actual.prefixes, shared, books.ranks[index].rows)
     total = sum(account.held[index] for account in accounts.values())
     if total != books.used[index]:
         raise RuntimeError(
@@ -34,17 +42,16 @@ def verify(rank: int, index: int, actual: Holdings, accounts: Mapping[str, Accou
         )
 
 
-def _verify_cached(rank: int, index: int, actual: Mapping[int, int], books: Books) -> None:
+def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: SharedStore, rows: int) -> None:
     """Compare what is cached with what a rank holds of it: pages by number."""
-    for prefix in books.prefixes.all_stored:
+    for prefix in shared.compressed:
         if prefix.is_ready:
             _compare(rank, f"cached prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index])
-    for segment in books.segments:
+    for segment in shared.uncompressed.segments:
         pages = actual.get(segment.number, 0)
         # A step in flight may make it.
         if pages or rank in segment.seen_on:
-            expected = segment.columns * books.ranks[index].rows
-            _compare(rank, f"segment {segment.number}", pages, expected)
+            _compare(rank, f"segment {segment.number}", pages, segment.columns * rows)
             segment.seen_on.add(rank)
 
 

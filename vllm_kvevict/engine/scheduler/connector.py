@@ -59,10 +59,11 @@ class SchedulerEnd:
         kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
         at_once = min(
             capacity.pages // (capacity.rows * -(-kept // options.page_size) + beside)
-            for capacity, beside in zip(ledger.capacities, ledger.others.pages_beside(length), strict=True)
+            for capacity, beside in zip(ledger.books.ranks, ledger.others.pages_beside(length), strict=True)
         )
         pages = ", ".join(
-            f"rank {r}: {capacity.pages}" for r, capacity in zip(ledger.ranks, ledger.capacities, strict=True)
+            f"rank {r}: {capacity.pages}"
+            for r, capacity in zip(ledger.ranks, ledger.books.ranks, strict=True)
         )
         budget = "" if options.policy == "full" else f", budget {options.budget:g}"
         budget += " of the tokens before the question" if options.scope == "prefix" else ""
@@ -88,7 +89,8 @@ class SchedulerEnd:
                 message.uncompressed_pages,
                 message.logical_tokens,
             )
-        self.statistics.on_prefixes(len(self.ledger.prefixes), self.ledger.prefixes.take_dropped())
+        prefixes = self.ledger.shared.compressed
+        self.statistics.on_prefixes(prefixes.num_ready, prefixes.take_dropped())
 
     def _pass_on_claims(self, messages: WorkerMessages) -> None:
         """Join what all ranks say of an eviction, which they do in the same step."""

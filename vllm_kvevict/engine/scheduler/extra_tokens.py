@@ -11,11 +11,7 @@ from vllm_kvevict.schedules.reports import ExtraTokens
 
 
 class Turn:
-    """Of the step that is being scheduled.
-
-    Args:
-        requests: the ledger's.
-    """
+    """Of the step that is being scheduled."""
 
     def __init__(self, requests: Requests):
         self._requests = requests

@@ -3,6 +3,7 @@
 Owns the reserve's places, and whether it is closed in this step. A question here takes nothing.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account
@@ -20,16 +21,20 @@ class Gate:
     """Of a server.
 
     Args:
-        requests, books, shared: the ledger's.
-        reserve: of the workers.
-        head_dims: heads of a rank.
+        tokens_left: tokens of the step that is being scheduled that nobody takes so far.
     """
 
     def __init__(
-        self, requests: Requests, books: Books, shared: SharedStore, reserve: Reserve, head_dims: HeadDims
+        self,
+        requests: Requests,
+        books: Books,
+        shared: SharedStore,
+        reserve: Reserve,
+        head_dims: HeadDims,
+        tokens_left: Callable[[], int],
     ):
         self._requests, self._books, self._shared = requests, books, shared
-        self._reserve, self._head_dims = reserve, head_dims
+        self._reserve, self._head_dims, self._tokens_left = reserve, head_dims, tokens_left
         self._reserve_is_closed = False
         """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
 
@@ -40,19 +45,16 @@ class Gate:
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.give_back(name)
 
-    def awaits_reserve(self, request: "Request", tokens_left: int) -> bool:
+    def awaits_reserve(self, request: "Request") -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
 
         One that begins with a compressed prefix needs none, nor do most that this step can read whole.
 
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
-
-        Args:
-            tokens_left: of the step, that nobody takes so far.
         """
         plan = self._requests.plan(request)
-        most = min(tokens_left, self._requests.control.bounds.longest_step)
+        most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
         needed = plan.reserved(self._head_dims, plan.prompt is not None and plan.prompt.end <= most)
         if not needed or self._shared.compressed.find(request) is not None:
             return False
@@ -80,14 +82,10 @@ class Gate:
                 return False
         books, accounts = self._books, self._requests.accounts
         new.take_place(place, books.others.blocks_beside(request))
-        pinned = books.prefixes.pinned(new.prefix)
-        reading, answering = books.others.together_later(pinned, accounts.values(), new)
-        in_use = books.with_columns(reading, books.segments.with_user(new.segment))
-        staying = new.segment if new.is_lasting else None
-        lasting = books.with_columns(answering, books.segments.with_lasting(staying))
+        pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), new)
         running: list[Account] = []
         less_urgent: list[Account] = []
         for name, account in accounts.items():
             is_less_urgent = self._requests.in_flight[name].priority > request.priority
             (less_urgent if is_less_urgent else running).append(account)
-        return self._requests.control.shortage(new, running, in_use, lasting, less_urgent) is None
+        return self._requests.control.shortage(new, running, pinned, lasting, less_urgent) is None

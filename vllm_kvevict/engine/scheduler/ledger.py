@@ -7,8 +7,6 @@ adds one entry to every row, and an eviction is followed by a report of the new 
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
-from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.check import verify
 from vllm_kvevict.engine.scheduler.extra_tokens import Turn
@@ -31,12 +29,8 @@ from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.requests import KeyOf, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
-from vllm_kvevict.engine.scheduler.shared.prefixes import PrefixCache
-from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
-from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
-from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS, RankCapacity
+from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Admission, Plan
@@ -45,32 +39,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NoBlocks(KVCacheBlocks):
-    """Blocks without ids: workers place pages themselves."""
-
-    def get_block_ids(self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None) -> Any:
-        # Never None (the V1 runner asserts on it when a request resumes), and fresh lists (it extends them).
-        return tuple([] for _ in (self.blocks if group_ids is None else group_ids))
-
-
 class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager.
 
     Attributes:
         ranks: global ranks; whatever is counted for each rank is in their order.
-        requests: those that are known, with their accounts.
-        books: pages that are held and promised.
-        outbox: what the workers are told with the next step.
-        prefixes, segments: what is cached, compressed and not.
-        shared: who begins with that, and leaves it; `compressed` and `uncompressed` are its two kinds.
-        others: layers that are not evicted.
-        gate: who may begin.
-        turn: whose extra tokens the step computes.
-        limits: answers that end where the memory does.
+        requests, books, outbox, shared, gate, turn, limits, adapters, reserve, others, blocks: its parts; blocks is
+            None where all layers are evicted.
         ends: requests that can never go on, and how they end; the scheduler sees to it after each step.
-        waiting_requests: those that are not admitted and that there are seats for, in their order; the scheduler says
-            which.
-        tokens_left: tokens of the step that is being scheduled that nobody takes so far; the scheduler says how many.
     """
 
     def __init__(
@@ -83,15 +59,27 @@ class PageLedger(KVCacheManager):
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
+        waiting_requests: Callable[[], Iterable["Request"]] = tuple,
+        tokens_left: Callable[[], int] = lambda: 0,
         **kwargs: Any,
     ):
-        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the
-        heads of a rank, by what a request finds a cached prefix, blocks that are kept for layers that are not
-        evicted (0 where all are), the tokens that a waiting request computes at least in its first step, and the LoRA
-        adapters that a step may use at most."""
+        """Arguments as of vLLM's own, besides these.
+
+        Args:
+            options: the server's.
+            control: who is admitted; it knows the ranks after :meth:`set_capacity`.
+            head_dims: heads of a rank.
+            prefix_key: by what a request finds a compressed prefix.
+            blocks_kept: blocks that are kept for layers that are not evicted; 0 where all are.
+            fewest_read: tokens that a waiting request computes at least in its first step.
+            most_adapters: LoRA adapters that a step may use.
+            waiting_requests: those that are not admitted and that there are seats for, in their order.
+            tokens_left: tokens of the step that is being scheduled that nobody takes so far.
+        """
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
+        self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
         self._key_of: KeyOf = prefix_key if self.enable_caching else lambda request, plan: None
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
@@ -101,8 +89,6 @@ class PageLedger(KVCacheManager):
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self.limits = AnswerLimits()
         self.ends: dict[str, RequestStatus] = {}
-        self.waiting_requests: Callable[[], Iterable[Request]] = tuple
-        self.tokens_left: Callable[[], int] = lambda: 0
         self._begin(control)
 
     def _begin(self, control: AdmissionControl) -> None:
@@ -111,32 +97,23 @@ class PageLedger(KVCacheManager):
         Args:
             control: which knows the ranks.
         """
-        ranks = control.bounds.ranks
-        numbers = itertools.count(1)
-        most = min((rank.most_prefixes for rank in ranks), default=0)
-        self.prefixes = PrefixCache(len(ranks), most, numbers.__next__, self.outbox)
-        tokens = math.lcm(self._block, self.options.page_size)
-        unit = tokens // self.options.page_size
-        part = -(-min((rank.columns for rank in ranks), default=0) // PARTS)
-        longest = unit * max(1, -(-part // unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, numbers.__next__, self.outbox)
-        kept = self._blocks_kept
+        ranks, kept = control.bounds.ranks, self._blocks_kept
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
-        self.books = Books(ranks, self.prefixes, self.segments, self.others)
+        self.books = Books(ranks, self.others)
         self.requests = Requests(self.options, control, self._key_of, self._fewest_read)
         self.turn = Turn(self.requests)
-        self.compressed = CompressedPrefixes(self.requests, self.books, self.outbox)
-        self.uncompressed = UncompressedPrefixes(
+        self.shared = SharedStore(
+            self.outbox,
             self.requests,
             self.books,
-            lambda: self.waiting_requests(),
+            self._waiting_requests,
             self.enable_caching,
             self._block,
-            tokens,
         )
-        self.shared = SharedStore(self.requests, self.books, self.outbox, self.compressed, self.uncompressed)
-        self.gate = Gate(self.requests, self.books, self.shared, self.reserve, self.head_dims)
+        self.gate = Gate(
+            self.requests, self.books, self.shared, self.reserve, self.head_dims, self._tokens_left
+        )
 
     def set_capacity(self, capacities: Mapping[int, RankCapacity]) -> None:
         """Learn the pools' sizes, before the first request. Learning the same again changes nothing.
@@ -145,15 +122,15 @@ class PageLedger(KVCacheManager):
             ValueError: when a prompt of ``max_model_len`` tokens does not fit.
         """
         ranks, in_order = sorted(capacities), [capacities[rank] for rank in sorted(capacities)]
-        if (ranks, in_order) == (self.ranks, list(self.capacities)):
+        if (ranks, in_order) == (self.ranks, list(self.books.ranks)):
             return
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
-        self._begin(dataclasses.replace(self.control, bounds=bounds))
+        self._begin(dataclasses.replace(self.requests.control, bounds=bounds))
         if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
-                f"{min(capacity.pages for capacity in self.capacities)} pages: lower --max-model-len or give the KV "
+                f"{min(capacity.pages for capacity in self.books.ranks)} pages: lower --max-model-len or give the KV "
                 "cache more memory"
             )
 
@@ -163,19 +140,9 @@ class PageLedger(KVCacheManager):
         return self.requests.accounts
 
     @property
-    def control(self) -> AdmissionControl:
-        """Who decides by what all will hold."""
-        return self.requests.control
-
-    @property
     def bounds(self) -> MemoryBounds:
         """What requests hold at most."""
-        return self.control.bounds
-
-    @property
-    def capacities(self) -> Sequence[RankCapacity]:
-        """What each rank can hold, in the order of ``ranks``."""
-        return self.control.bounds.ranks
+        return self.requests.control.bounds
 
     def plan(self, request: "Request") -> Plan:
         """When and how the request is evicted."""
@@ -227,7 +194,7 @@ class PageLedger(KVCacheManager):
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
         if account.is_reading:
-            self.uncompressed.let_copy_if_idle(request, account, tokens)
+            self.shared.uncompressed.let_copy_if_idle(request, account, tokens)
         need = self.shared.make_room(account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [request.request_id] and not self.awaits_reports:
@@ -243,14 +210,14 @@ class PageLedger(KVCacheManager):
             self._admit(request, account)
         self.books.hold(account, need)
         if account.is_reading:
-            self.uncompressed.leave(request, account, tokens)
-        if account.advance(tokens, self.max_model_len, self.capacities):
-            self.compressed.store(request.request_id, account)
+            self.shared.uncompressed.leave(request, account, tokens)
+        if account.advance(tokens, self.max_model_len, self.books.ranks):
+            self.shared.compressed.store(request.request_id, account)
         return blocks
 
     def _may_begin(self, request: "Request", account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
-        if not self.control.can_ever_fit(account):
+        if not self.requests.control.can_ever_fit(account):
             # Only a replay can have become too long, whose client has a part of the answer.
             replay = bool(request.num_output_tokens)
             self.ends[request.request_id] = (
@@ -275,7 +242,6 @@ class PageLedger(KVCacheManager):
         name, prefix, segment = request.request_id, account.prefix, account.segment
         self.requests.admit(request, account)
         self.adapters.take(request)
-        self.uncompressed.leaves_queue(name)
         self.outbox.admit(
             Admission(
                 name,
@@ -284,7 +250,7 @@ class PageLedger(KVCacheManager):
                 account.terms.by_layer,
                 account.reserved_at,
                 None if prefix is None else prefix.number,
-                segment.parts(self.uncompressed.columns_of(account)) if segment else (),
+                segment.parts(self.shared.uncompressed.columns_of(account)) if segment else (),
                 account.tokens if segment else 0,
             )
         )
@@ -292,33 +258,13 @@ class PageLedger(KVCacheManager):
             self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
         self.limits.limit(request, account, self.bounds, self.max_model_len)
         if prefix is not None:
-            self.prefixes.borrow(prefix, name)
             self.requests.keep(name, account)
-            return
-        self.uncompressed.begin(request, account)
-        key = self.requests.key(request)
-        if key is not None and self.prefixes.find(key) is None:
-            assert account.plan.prompt is not None
-            self.prefixes.begin(key, account.plan.prompt.end, (name, account.epoch))
-
-    def room_for_drafts(self) -> list[int]:
-        """Pages of each rank that draft tokens may take in the next step: those that nobody holds or is promised, less
-        those that the requests that answer need for one token each."""
-        room = self.books.free
-        for account in self.accounts.values():
-            if not account.is_reading:
-                more = account.growth(account.tokens, account.tokens + 1)
-                room = [free - pages for free, pages in zip(room, more, strict=True)]
-        return room
+        self.shared.begin(request, account)
 
     def must_wait(self, request_id: str) -> bool:
         """As of :attr:`Account.must_wait`."""
         account = self.accounts.get(request_id)
         return account is not None and account.must_wait
-
-    def awaits_reserve(self, request: "Request") -> bool:
-        """As of :meth:`Gate.awaits_reserve`."""
-        return self.gate.awaits_reserve(request, self.tokens_left())
 
     # Cached prefixes.
 
@@ -370,14 +316,14 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.prefixes.produced_by((request_id, report.epoch))
+        prefix = self.shared.compressed.produced_by(request_id, report.epoch)
         if prefix is not None and prefix.tokens != report.tokens:
             prefix = None
         if prefix is not None:
-            self.prefixes.on_report(prefix, index, count, count.rows - report.residues[0])
+            self.shared.compressed.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self.compressed.drop_forgotten()
+            self.shared.compressed.drop_forgotten()
             return
         phase = account.plan.phase_of(report.tokens)
         if phase is None:
@@ -389,10 +335,10 @@ class PageLedger(KVCacheManager):
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
             account.borrow(prefix)
-            self.prefixes.borrow(prefix, request_id)
-            self.compressed.drop_forgotten()
+            self.shared.compressed.borrow(prefix, request_id)
+            self.shared.compressed.drop_forgotten()
         if phase is not None and account.is_evicted:
-            self.uncompressed.end_copying(account)
+            self.shared.uncompressed.end_copying(account)
             self.requests.keep(request_id, account)
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.bounds, self.max_model_len)
@@ -401,25 +347,26 @@ class PageLedger(KVCacheManager):
         """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
         if account is not None and account.epoch == claims[0].epoch:
-            self.outbox.answer(request_id, account.on_claims(claims, self.capacities[0]))
+            self.outbox.answer(request_id, account.on_claims(claims, self.books.ranks[0]))
 
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
         return (
-            any(account.awaits_reports for account in self.accounts.values()) or self.prefixes.awaits_reports
+            any(account.awaits_reports for account in self.accounts.values())
+            or self.shared.compressed.awaits_reports
         )
 
     def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds at the end of its step. Raises RuntimeError if that differs."""
-        verify(rank, self.ranks.index(rank), actual, self.accounts, self.books)
+        verify(rank, self.ranks.index(rank), actual, self.accounts, self.books, self.shared)
 
     # The rest of the block manager's interface.
 
     @property
     def usage(self) -> float:
         """As of :attr:`Books.usage`."""
-        return self.books.usage
+        return self.books.usage(self.shared.in_use())
 
     def free(self, request: "Request") -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
@@ -446,15 +393,9 @@ class PageLedger(KVCacheManager):
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""
 
-    def take_new_block_ids(self) -> list[int]:
-        return super().take_new_block_ids() if self.others.exist else []
-
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         if self.others.exist:
             super().remove_skipped_blocks(*args, **kwargs)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         return super().get_blocks(request_id) if self.others.exist else self.empty_kv_cache_blocks
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self.get_blocks(request_id).get_block_ids()

@@ -26,26 +26,20 @@ class OtherLayers:
     """Shares the memory out between pages and the blocks of other layers, as either needs it.
 
     Args:
-        manager: vLLM's, which has the other layers' blocks.
         blocks: which ones are pages; None where all layers are evicted, and all memory is pages for good.
-        ranks: what each can hold.
         block: tokens of one of vLLM's blocks.
     """
 
     def __init__(
         self, manager: KVCacheManager, blocks: SharedBlocks | None, ranks: Sequence[RankCapacity], block: int
     ):
-        self._manager, self._blocks, self._ranks, self._block = manager, blocks, ranks, block
+        self._manager, self._blocks, self._block = manager, blocks, block
+        self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in ranks]
 
     @property
     def exist(self) -> bool:
         """Whether there are any."""
         return self._blocks is not None
-
-    @property
-    def _pages_per_block(self) -> list[int]:
-        assert self._blocks is not None
-        return [rank.pages // self._blocks.most for rank in self._ranks]
 
     def pages(self, more: int = 0) -> list[int]:
         """Pages of each rank that there cannot be, since other layers hold the blocks.
@@ -53,34 +47,29 @@ class OtherLayers:
         Args:
             more: blocks that they are taken to hold besides.
         """
-        nothing = [0] * len(self._ranks)
+        nothing = [0] * len(self._pages_per_block)
         return nothing if self._blocks is None else self._with_blocks(nothing, self._blocks.of_others + more)
 
-    def together_with(self, pages: Sequence[int]) -> list[int]:
-        """Pages of each rank together with those that there cannot be."""
-        if self._blocks is None:
-            return list(pages)
-        return self._with_blocks(pages, self._blocks.of_others)
-
     def together_later(
-        self, pages: Sequence[int], accounts: Collection[Account], new: Account
+        self, while_read: Sequence[int], at_end: Sequence[int], accounts: Collection[Account], new: Account
     ) -> tuple[list[int], list[int]]:
-        """The same at two moments: while `new` is read beside these accounts, and when all answers end.
+        """Pages of each rank at two moments, together with those that there cannot be then: while ``new`` is read
+        beside these accounts, and when all answers end.
 
         Windows that will grow while answers are written count only where somebody was preempted too often: to leave
         room for all of them costs more than a rare preemption.
         """
         if self._blocks is None:
-            return list(pages), list(pages)
-        while_read, at_end = PADDING + new.beside[0], PADDING + new.beside[1]
+            return list(while_read), list(at_end)
+        soon, later = PADDING + new.beside[0], PADDING + new.beside[1]
         for account in accounts:
-            while_read += account.beside[0] if account.is_reading else account.beside[1]
-            at_end += account.beside[1]
+            soon += account.beside[0] if account.is_reading else account.beside[1]
+            later += account.beside[1]
         now = self._blocks.of_others
         if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
-            at_end = now
+            later = now
         # Blocks behind a window are given back a step late.
-        return self._with_blocks(pages, max(while_read, now)), self._with_blocks(pages, at_end)
+        return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)
 
     def _with_blocks(self, pages: Sequence[int], blocks: int) -> list[int]:
         """Pages of each rank together with those that there cannot be if other layers hold so many blocks."""
@@ -90,8 +79,6 @@ class OtherLayers:
 
     def blocks_beside(self, request: "Request") -> tuple[int, int]:
         """The most blocks that they hold of a request: while it is read, and afterwards."""
-        if self._blocks is None:
-            return 0, 0
         end = min(request.num_prompt_tokens + request.max_tokens, self._manager.max_model_len)
         return self.blocks_to_begin(request), self._blocks_for(end, end - 1)
 
@@ -131,8 +118,6 @@ class OtherLayers:
 
     def pages_beside(self, tokens: int) -> list[int]:
         """Pages of each rank in the blocks that they hold of a request that has read so many tokens."""
-        if self._blocks is None:
-            return [0] * len(self._ranks)
         blocks = self._blocks_for(tokens, tokens - 1)
         return [blocks * pages for pages in self._pages_per_block]
 

@@ -4,8 +4,9 @@ The outbox owns all that workers are still to be told: whoever changes something
 at once. What was taken for a step is dispatched, and cannot be taken back.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.schedules.plan import Admission
@@ -14,14 +15,8 @@ from vllm_kvevict.schedules.reports import Answer, ExtraTokens
 
 @dataclass(frozen=True)
 class TakenBack:
-    """What the next step would have told of a request.
-
-    Attributes:
-        is_admission: whether it would have been admitted.
-        is_answer: whether its claims would have been answered.
-        is_store: whether its prefix would have been cached.
-        segments: numbers of the segments that would have been made of its pages.
-    """
+    """What the next step would have told of a request: whether it is admitted, whether its claims are answered,
+    whether its prefix is cached, and numbers of the segments that are made of its pages."""
 
     is_admission: bool
     is_answer: bool
@@ -33,14 +28,13 @@ class Outbox:
     """What the next step tells."""
 
     def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self._begin()
 
     def _begin(self) -> None:
         self._admissions: dict[str, Admission] = {}
-        self._answers: dict[str, Answer] = {}
-        self._stores: dict[str, int] = {}
-        self._freezes: dict[str, list[tuple[int, int]]] = {}
-        self._drops: list[int] = []
+        self._rest = StepMessage()
+        """All else but blocks, which may still change hands again."""
         self._new_blocks: dict[int, None] = {}
         self._lost_blocks: dict[int, None] = {}
 
@@ -52,18 +46,22 @@ class Outbox:
     @property
     def answered(self) -> Collection[str]:
         """Ids of the requests whose claims are answered."""
-        return self._answers.keys()
+        return self._rest.answers.keys()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell so far."""
-        told = (self._admissions, self._answers, self._stores, self._freezes, self._drops)
-        return not any((*told, self._new_blocks, self._lost_blocks))
+        blocks = self._new_blocks or self._lost_blocks
+        return not (self._admissions or blocks) and self._rest == StepMessage()
 
     @property
     def has_drops(self) -> bool:
         """Whether something is to be dropped, which is a reason for a step."""
-        return bool(self._drops)
+        return bool(self._rest.drops)
+
+    def new_number(self) -> int:
+        """What scheduler and workers call the next shared entry; nothing else there has the number."""
+        return next(self._numbers)
 
     def admit(self, admission: Admission) -> None:
         """The step admits a request."""
@@ -71,19 +69,19 @@ class Outbox:
 
     def answer(self, request_id: str, answer: Answer) -> None:
         """Answer what all ranks claimed of a request's eviction."""
-        self._answers[request_id] = answer
+        self._rest.answers[request_id] = answer
 
     def store(self, request_id: str, number: int) -> None:
         """The step evicts a request, and what it keeps is cached under a number."""
-        self._stores[request_id] = number
+        self._rest.stores[request_id] = number
 
     def freeze(self, request_id: str, number: int, columns: int) -> None:
         """The step makes a segment of a request's next columns."""
-        self._freezes.setdefault(request_id, []).append((number, columns))
+        self._rest.freezes.setdefault(request_id, []).append((number, columns))
 
     def drop(self, number: int) -> None:
         """A cached prefix or a segment is dropped before the step."""
-        self._drops.append(number)
+        self._rest.drops.append(number)
 
     def blocks_become_pages(self, blocks: Iterable[int]) -> None:
         """Blocks of vLLM's are pages from the step on."""
@@ -97,9 +95,9 @@ class Outbox:
         """Tell nothing of a request, which is gone."""
         return TakenBack(
             self._admissions.pop(request_id, None) is not None,
-            self._answers.pop(request_id, None) is not None,
-            self._stores.pop(request_id, None) is not None,
-            tuple(number for number, _ in self._freezes.pop(request_id, ())),
+            self._rest.answers.pop(request_id, None) is not None,
+            self._rest.stores.pop(request_id, None) is not None,
+            tuple(number for number, _ in self._rest.freezes.pop(request_id, ())),
         )
 
     def take(self, extra: ExtraTokens | None, most_pages: dict[int, int] | None) -> StepMessage:
@@ -109,12 +107,9 @@ class Outbox:
             extra: tokens that the step computes besides.
             most_pages: what each rank may hold, in check mode.
         """
-        message = StepMessage(
+        message = replace(
+            self._rest,
             admissions=list(self._admissions.values()),
-            answers=self._answers,
-            stores=self._stores,
-            freezes=self._freezes,
-            drops=self._drops,
             new_blocks=list(self._new_blocks),
             lost_blocks=list(self._lost_blocks),
             extra=extra,

@@ -30,9 +30,6 @@ class Requests:
     """Those in flight, and those that wait.
 
     Args:
-        options: the server's.
-        control: who opens accounts.
-        key_of: see above.
         fewest_read: tokens that one which waits computes at least in its first step.
 
     Attributes:

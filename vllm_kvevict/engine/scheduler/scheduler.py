@@ -70,7 +70,7 @@ class Step:
         return True
 
 
-class _EvictionMixin:
+class EvictionScheduler(Scheduler):
     """Swaps the manager, ends prefill chunks where evictions are due, and sends probes along with them."""
 
     kv_cache_manager: PageLedger
@@ -83,50 +83,59 @@ class _EvictionMixin:
         self._postponed: dict[str, int] = {}
         """How often a prompt that no step had room for was put off."""
         self._ended: list[Request] = []
-        vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
+        vllm_config = self.vllm_config
         options = require_options(vllm_config)
         self.kv_cache_manager = PageLedger(
-            kv_cache_config=self.kv_cache_config,  # type: ignore[attr-defined]
-            max_model_len=self.max_model_len,  # type: ignore[attr-defined]
+            kv_cache_config=self.kv_cache_config,
+            max_model_len=self.max_model_len,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-            scheduler_block_size=self.block_size,  # type: ignore[attr-defined]
-            hash_block_size=self.hash_block_size,  # type: ignore[attr-defined]
+            scheduler_block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
-            log_stats=self.log_stats,  # type: ignore[attr-defined]
+            log_stats=self.log_stats,
             options=options,
             head_dims=head_dims(vllm_config),
             # A waiting request with one token left would be padded with placeholders for drafts, as rows that must not
             # follow an eviction.
-            fewest_read=2 if self.num_spec_tokens else 1,  # type: ignore[attr-defined]
+            fewest_read=2 if self.num_spec_tokens else 1,
             most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
-            blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),  # type: ignore[attr-defined]
+            blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),
             prefix_key=partial(
                 prefix_key,
-                block_size=self.hash_block_size,  # type: ignore[attr-defined]
+                block_size=self.hash_block_size,
                 hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             ),
             control=AdmissionControl(
                 bounds_of(vllm_config),
-                self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
+                self.max_num_scheduled_tokens,
                 options.decode_reserve,
-                self.max_model_len,  # type: ignore[attr-defined]
+                self.max_model_len,
             ),
+            waiting_requests=self._waiting_requests,
+            tokens_left=lambda: self._step.tokens_left,
         )
-        self.kv_cache_manager.waiting_requests = self._waiting_requests
-        self.kv_cache_manager.tokens_left = lambda: self._step.tokens_left
-        self.connector.bind_kv_cache_manager(self.kv_cache_manager)  # type: ignore[attr-defined]
+        self.connector.bind_kv_cache_manager(self.kv_cache_manager)
+
+    @property
+    def _free_seats(self) -> int:
+        """Requests that may run besides, as of ``--max-num-seqs``."""
+        return max(0, self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input)
 
     def _waiting_requests(self) -> Iterable[Request]:
         """Requests that are not admitted and that there are seats for, in their order."""
-        scheduler: Any = self
-        seats_taken = len(self.running) + scheduler.num_waiting_for_streaming_input
-        return itertools.islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - seats_taken))
+        return itertools.islice(self.waiting, self._free_seats)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        is_paused = self.pause_state == PauseState.PAUSED_ALL  # type: ignore[attr-defined]
-        self.kv_cache_manager.turn.begin_step(may_repeat=not is_paused)
-        self._step = self._begin_step()
-        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        is_paused = self.pause_state == PauseState.PAUSED_ALL
+        ledger = self.kv_cache_manager
+        ledger.turn.begin_step(may_repeat=not is_paused)
+        self._step = Step(
+            {request.request_id: 0 for request in self.running},
+            self.max_num_scheduled_tokens,
+            ledger.books.room_for_drafts(ledger.accounts.values()) if self.num_spec_tokens else [],
+            self._next_in_line(),
+        )
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
         message = output.kv_connector_metadata
         assert isinstance(message, StepMessage)
         if message.extra is not None:
@@ -140,15 +149,6 @@ class _EvictionMixin:
         self._end_hopeless()
         return output
 
-    def _begin_step(self) -> Step:
-        scheduler: Any = self
-        return Step(
-            {request.request_id: 0 for request in self.running},
-            scheduler.max_num_scheduled_tokens,
-            self.kv_cache_manager.room_for_drafts() if scheduler.num_spec_tokens else [],
-            self._next_in_line(),
-        )
-
     def _end_hopeless(self) -> None:
         """End requests that can never go on; their clients hear of it with the next outputs."""
         ends, self.kv_cache_manager.ends = self.kv_cache_manager.ends, {}
@@ -157,24 +157,20 @@ class _EvictionMixin:
                 logger.error(
                     "KV eviction: request %s can never fit the KV cache and was ended with an error", name
                 )
-            self._ended += self.finish_requests(name, status)  # type: ignore[attr-defined]
+            self._ended += self.finish_requests(name, status)
 
     def has_requests(self) -> bool:
         """Whether there is something to do, if only to tell the workers which prefixes they drop."""
-        waits: bool = super().has_requests()  # type: ignore[misc]
-        return waits or self.kv_cache_manager.outbox.has_drops
+        return super().has_requests() or self.kv_cache_manager.outbox.has_drops
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Reset the cache; with ``reset_running_requests`` all prompts and answers are read and evicted again."""
         if reset_running_requests:
             self.kv_cache_manager.forget_kept()
-        is_empty: bool = super().reset_prefix_cache(  # type: ignore[misc]
-            reset_running_requests, reset_connector
-        )
-        return is_empty
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
         ended, self._ended = self._ended, []
         for request in ended:
             last = EngineCoreOutput(
@@ -188,7 +184,7 @@ class _EvictionMixin:
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        finished: list[Request] = super().finish_requests(*args, **kwargs)
         for request in finished:
             self._postponed.pop(request.request_id, None)
         return finished
@@ -208,9 +204,7 @@ class _EvictionMixin:
         such a prompt, and once its answer is as long as it may be. Where one waits, nobody behind it in the queue
         begins.
         """
-        num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
-            request, num_computed_tokens, num_new_tokens
-        )
+        num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         step = self._step
         is_running = request.request_id in step.taken
         others_pause = step.pausing_for not in (None, request.request_id)
@@ -280,20 +274,18 @@ class _EvictionMixin:
 
     def _tokens_next_step(self) -> int:
         """Tokens that the next step will have for new prompts."""
-        scheduler: Any = self
-        tokens: int = scheduler.max_num_scheduled_tokens
+        tokens: int = self.max_num_scheduled_tokens
         for request in self.running:
             done = request.num_computed_tokens + self._step.taken.get(request.request_id, 0)
-            most = max(1 + scheduler.num_spec_tokens, request.num_tokens - done)
+            most = max(1 + self.num_spec_tokens, request.num_tokens - done)
             tokens -= min(most, self.kv_cache_manager.bounds.longest_step)
         return tokens
 
     def _next_in_line(self) -> str | None:
         """The head of the queue, if it was put off too often and would be admitted: then everybody else pauses."""
-        scheduler: Any = self
-        if not self._postponed or not scheduler.waiting or not self._admits_requests():
+        if not self._postponed or not self.waiting or not self._admits_requests():
             return None
-        request, ledger = scheduler.waiting.peek_request(), self.kv_cache_manager
+        request, ledger = self.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
             return None
         if not ledger.adapters.has_place(request) or ledger.shared.is_awaited(request):
@@ -305,10 +297,8 @@ class _EvictionMixin:
         return request.request_id if ledger.gate.would_admit(request, whole_step) else None
 
     def _admits_requests(self) -> bool:
-        """Whether vLLM admits requests at all: not while it is paused, and not beyond ``--max-num-seqs``."""
-        scheduler: Any = self
-        seats_taken = len(self.running) + scheduler.num_waiting_for_streaming_input
-        return scheduler.pause_state == PauseState.UNPAUSED and seats_taken < scheduler.max_num_active_reqs
+        """Whether vLLM admits requests at all: not while it is paused, and not without a seat."""
+        return self.pause_state == PauseState.UNPAUSED and self._free_seats > 0
 
     def _compute(self, output: SchedulerOutput, extra: ExtraTokens) -> None:
         """Let a step compute extra tokens, as a request of their own that ends with it."""
@@ -331,7 +321,7 @@ class _EvictionMixin:
         output.scheduled_new_reqs.append(rows)
         output.num_scheduled_tokens[extra.name] = count
         output.total_num_scheduled_tokens += count
-        self.finished_req_ids.add(extra.name)  # type: ignore[attr-defined]
+        self.finished_req_ids.add(extra.name)
 
 
 def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
@@ -346,9 +336,5 @@ def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[i
     return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n
 
 
-class EvictionScheduler(_EvictionMixin, Scheduler):
-    """Synchronous scheduling."""
-
-
-class AsyncEvictionScheduler(_EvictionMixin, AsyncScheduler):
+class AsyncEvictionScheduler(EvictionScheduler, AsyncScheduler):
     """Scheduling that runs ahead of the workers' reports."""

@@ -1,10 +1,10 @@
 """All KV that requests share, of both kinds: who begins with what, who waits for it, what goes to make room.
 
-Owns who was found to wait in this step. A compressed prefix comes before segments: it is worth as many tokens with a
-part of the pages.
+Owns the two kinds, and who was found to wait in this step. A compressed prefix comes before segments: it is worth as
+many tokens with a part of the pages.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
@@ -25,20 +25,25 @@ class SharedStore:
     """What is shared, for the requests of a ledger.
 
     Args:
-        requests, books, outbox: the ledger's.
-        compressed, uncompressed: of its two kinds.
+        waiting, is_on, block: as of :class:`UncompressedPrefixes`.
+
+    Attributes:
+        compressed, uncompressed: its two kinds.
     """
 
     def __init__(
         self,
+        outbox: Outbox,
         requests: Requests,
         books: Books,
-        outbox: Outbox,
-        compressed: CompressedPrefixes,
-        uncompressed: UncompressedPrefixes,
+        waiting: Callable[[], Iterable["Request"]],
+        is_on: bool,
+        block: int,
     ):
-        self._requests, self._books, self._outbox = requests, books, outbox
-        self.compressed, self.uncompressed = compressed, uncompressed
+        self._requests, self._books = requests, books
+        self.uncompressed = UncompressedPrefixes(outbox, requests, books, waiting, is_on, block)
+        self._segments = self.uncompressed.segments
+        self.compressed = CompressedPrefixes(outbox, requests, books, self._segments)
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
@@ -52,8 +57,13 @@ class SharedStore:
     # Who begins with what.
 
     def find(self, request: "Request") -> Found | None:
-        """What a waiting request begins with."""
+        """What a waiting request begins with. Modifies the order: it counts as used."""
         return self.compressed.find(request) or self.uncompressed.find(request)
+
+    def begin(self, request: "Request", account: Account) -> None:
+        """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
+        self.compressed.begin(request, account)
+        self.uncompressed.begin(request, account)
 
     def tokens_found(self, request: "Request") -> int:
         """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
@@ -91,20 +101,19 @@ class SharedStore:
         return True
 
     def _awaited_key(self, request: "Request") -> Hashable | None:
-        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is."""
-        prefix = self._books.prefixes.find(self._requests.key(request))
+        """By what is found what a waiting request begins with and somebody else is reading; None if nobody is.
+        Modifies the order, and who is urgent."""
+        prefix = self.compressed.known(request)
         if prefix is None:
             return self.uncompressed.awaited(request)
         if prefix.is_ready:
+            self.compressed.touch(prefix)
             return None
-        self._hurry(prefix, request)
-        return prefix.number
-
-    def _hurry(self, prefix: Prefix, waiting: "Request") -> None:
-        """Whoever reads a prefix is as urgent as who waits for it, lest others in between keep both waiting."""
+        # Whoever reads it is as urgent as who waits for it, lest others in between keep both waiting.
         producer = self._requests.in_flight.get(prefix.producer[0])
         if producer is not None:
-            producer.priority = min(producer.priority, waiting.priority)
+            producer.priority = min(producer.priority, request.priority)
+        return prefix.number
 
     # What goes.
 
@@ -125,22 +134,31 @@ class SharedStore:
         if is_new and not is_enough:
             return None
         # Uncompressed prefixes go first.
-        books.segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
-        if books.fits(account, need):
-            return need
-        while (prefix := self.compressed.next_to_drop(untouchable, is_enough)) is not None:
+        self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
+        while not books.fits(account, need):
+            prefix = self.compressed.next_to_drop(untouchable, is_enough)
+            if prefix is None:
+                return None
             self.compressed.drop(prefix)
             need = account.need_at(tokens)
-            if books.fits(account, need):
-                return need
-        return None
+        return need
 
-    def droppable_pages(
-        self, untouchable: Prefix | None = None, kept: Segment | None = None
-    ) -> Sequence[int]:
+    def droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
         """Pages of each rank that would be freed if all went that may, apart from one."""
-        pages = self._books.prefixes.droppable_pages(self._outbox.admitted, untouchable)
-        return self._books.with_columns(pages, self._books.segments.droppable(kept))
+        pages = self.compressed.droppable_pages(untouchable)
+        return self._books.with_columns(pages, self._segments.droppable(kept))
+
+    def pinned(self, new: Account) -> tuple[list[int], list[int]]:
+        """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,
+        and until answers end."""
+        pages = self.compressed.pinned(new.prefix)
+        used = self._segments.with_user(new.segment)
+        lasting = self._segments.with_lasting(new.segment if new.is_lasting else None)
+        return self._books.with_columns(pages, used), self._books.with_columns(pages, lasting)
+
+    def in_use(self) -> list[int]:
+        """Pages of each rank that requests use, or that are being stored."""
+        return self._books.with_columns(self.compressed.in_use(), self._segments.pinned)
 
     def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
@@ -155,10 +173,9 @@ class SharedStore:
         """
         for account in self._requests.accounts.values():
             account.become_stale()
-        self._books.prefixes.forget()
-        self._books.segments.forget()
-        self.compressed.drop_forgotten()
-        return not (self.compressed.are_used or self._books.segments.pinned)
+        is_unused = self.compressed.forget()
+        self._segments.forget()
+        return is_unused and not self._segments.pinned
 
     def forget_waiting(self, name: str) -> None:
         """A request is finished."""

@@ -5,20 +5,22 @@
     evicted                    [ copies of what it keeps ]          it borrows nothing any more; all 896 stay for others
 
 To stay, what is evicted must be copied instead of compacted in place. That takes pages, so it is done only where nobody
-else needs them.
+else needs them. Owns the segments, and who waits as this step began.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.outbox import TakenBack
+from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
-from vllm_kvevict.engine.scheduler.shared.queue_head import QueueHead, Waiting
-from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, keys_of
+from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
+from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -27,40 +29,58 @@ PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A request at the head of the queue: what it takes until it is read, and what it may begin with.
+
+    Attributes:
+        tokens, pages: to be read, and the most of each rank that it holds until then.
+        keys, units: by which it finds uncompressed prefixes, and the most units that it may begin with.
+    """
+
+    tokens: int
+    pages: Sequence[int]
+    keys: Keys
+    units: int
+
+
 class UncompressedPrefixes:
     """Decides which segments requests begin with, wait for and leave.
 
     Args:
-        requests, books: the ledger's.
         waiting: requests that are not admitted and that there are seats for, in their order.
         is_on: whether anything is cached.
-        block, unit: tokens of a block that vLLM hashes, and those that uncompressed prefixes are a multiple of.
+        block: tokens of a block that vLLM hashes.
+
+    Attributes:
+        segments: of which they are made.
     """
 
     def __init__(
         self,
+        outbox: Outbox,
         requests: Requests,
         books: Books,
         waiting: Callable[[], Iterable["Request"]],
         is_on: bool,
         block: int,
-        unit: int,
     ):
         self._requests, self._books, self._waiting, self.is_on = requests, books, waiting, is_on
-        self._segments = books.segments
-        self._block, self._unit = block, unit
-        self._queue_head: QueueHead | None = None
-        """The first waiting requests, as they were when this step began; None until somebody asks."""
+        page_size = requests.options.page_size
+        self._block, self._unit = block, math.lcm(block, page_size)
+        """Tokens of a block, and those that uncompressed prefixes are a multiple of."""
+        unit = self._unit // page_size
+        part = cdiv(min((rank.columns for rank in books.ranks), default=0), PARTS)
+        longest = unit * max(1, cdiv(part, unit))
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books.cache_columns)
+        self._queue_head: dict[str, Waiting] | None = None
+        """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
+        long, and a step may evict many: it is looked at once in a step, when somebody asks."""
 
     def new_step_starts(self) -> None:
         """What earlier steps have left can be used from now on."""
-        self._segments.new_step_starts()
+        self.segments.new_step_starts()
         self._queue_head = None
-
-    def leaves_queue(self, name: str) -> None:
-        """A request was admitted."""
-        if self._queue_head is not None:
-            self._queue_head.remove(name)
 
     def columns_of(self, account: Account) -> int:
         """Columns that an account borrows of segments."""
@@ -83,13 +103,20 @@ class UncompressedPrefixes:
     def find(self, request: "Request") -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
 
-        A prompt that fits the pool only if it is evicted layer by layer begins with nothing.
+        A prompt that fits the pool only if it is evicted layer by layer begins with nothing. Modifies the order: what
+        is found counts as used.
         """
-        most = self._units_to_find(request)
-        found = self._segments.find(self._keys_of(request), most)
+        found = self._find(self._keys_of(request), self._units_to_find(request))
         while found is not None and not self._fits_alone(request, *found):
             segment, _ = found
             found = (segment.parent, segment.start) if segment.parent else None
+        return found
+
+    def _find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
+        """As of :meth:`SegmentCache.find`; modifies the order."""
+        found = self.segments.find(keys, most)
+        if found is not None:
+            self.segments.touch(found[0])
         return found
 
     def _fits_alone(self, request: "Request", segment: Segment, columns: int) -> bool:
@@ -112,43 +139,52 @@ class UncompressedPrefixes:
         """By what is found what another request will leave, if a request should wait for that.
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
-        in vLLM's order; never much longer than it would take to read that itself.
+        in vLLM's order; never much longer than it would take to read that itself. Modifies the order: what is there
+        already counts as used.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
-        found = self._segments.find(keys, most)
-        units = found[1] // self._segments.unit if found else 0
-        soon = self._segments.soon(keys, most)
+        found = self._find(keys, most)
+        units = found[1] // self.segments.unit if found else 0
+        soon = self.segments.soon(keys, most)
         if soon > units:
             return keys(soon)
-        readers, read = self._segments.readers(keys, most)
+        readers, read = self.segments.readers(keys, most)
         gained = (read - units) * self._unit
         for name in readers if gained > 0 else ():
-            if not self._requests.in_flight[name] < request:
-                continue  # a stream of those that came later could keep it waiting for ever
             account = self._requests.accounts[name]
             left = account.plan.leaves(account.prefill_len) - account.tokens
-            if left <= PATIENT * gained and self._will_leave(account):
+            # A stream of those that came later could keep it waiting for ever.
+            came_before = self._requests.in_flight[name] < request
+            if came_before and left <= PATIENT * gained and self._will_leave(account):
                 return keys(read)
         return None
 
     def _will_leave(self, account: Account) -> bool:
         """Whether an account's prompt is likely to be there for others once it is read."""
-        if not self._segments.most:
+        if not self.segments.most:
             return False
         if account.is_lasting or account.terms.copies is not None:
             return True
         plan = account.plan
         end = 0 if plan.prompt is None else plan.prompt.end
         copies = self._requests.control.bounds.after_eviction(plan, end + STEPS_AHEAD)
-        return all(more <= free for more, free in zip(copies, self._books.idle, strict=True))
+        return all(more <= free for more, free in zip(copies, self._idle(), strict=True))
+
+    def _idle(self) -> list[int]:
+        """Pages of each rank that nobody holds or is promised, and those of segments that nobody uses."""
+        return self._books.with_columns(self._books.left, self.segments.droppable())
 
     def begin(self, request: "Request", account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
+        if self._queue_head is not None:
+            self._queue_head.pop(request.request_id, None)
+        if account.prefix is not None:
+            return
         if account.segment is not None:
-            self._segments.borrow(account.segment, account.is_lasting)
+            self.segments.borrow(account.segment, account.is_lasting)
         units = self._units(request, account.plan.leaves(account.prefill_len))
-        if units * self._segments.unit > self.columns_of(account):
-            self._segments.begin(request.request_id, self._keys_of(request), units)
+        if units * self.segments.unit > self.columns_of(account):
+            self.segments.begin(request.request_id, self._keys_of(request), units)
 
     def let_copy_if_idle(self, request: "Request", account: Account, tokens: int) -> None:
         """Let what the step reads to its eviction stay for others, if that takes only pages that nobody else needs.
@@ -161,7 +197,7 @@ class UncompressedPrefixes:
         if not account.tokens < plan.prompt.end <= tokens:
             return
         units = self._units(request, plan.leaves(tokens))
-        if not units or self._segments.known(self._keys_of(request), units):
+        if not units or self.segments.known(self._keys_of(request), units):
             return
         copying = self._requests.control.copying(
             plan, account.prefill_len, account.borrowed, account.replayed
@@ -173,7 +209,7 @@ class UncompressedPrefixes:
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
         held, promises = need
         soon = self._needed_soon(request, account)
-        for index, idle in enumerate(self._books.idle):
+        for index, idle in enumerate(self._idle()):
             more = held[index] - account.held[index] + promises[index] - account.promise[index]
             if more + soon[index] > idle:
                 return False
@@ -182,8 +218,7 @@ class UncompressedPrefixes:
     def _needed_soon(self, request: "Request", account: Account) -> list[int]:
         """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
         that begin have been read."""
-        units = self._units(request, account.plan.leaves(request.num_tokens))
-        unread, pages = self._head_of_queue().besides(request.request_id, self._keys_of(request), units)
+        unread, pages = self._needed_to_begin(request, account)
         unread += sum(
             other.prefill_len - other.tokens for other in self._requests.accounts.values() if other.is_reading
         )
@@ -195,25 +230,36 @@ class UncompressedPrefixes:
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
 
-    def _head_of_queue(self) -> QueueHead:
-        """Waiting requests that this step and the next ones have tokens for."""
+    def _needed_to_begin(self, request: "Request", account: Account) -> tuple[int, list[int]]:
+        """Tokens to be read, and pages of each rank, of the first waiting requests, but those that begin with what a
+        request leaves."""
         if self._queue_head is None:
-            self._queue_head = QueueHead(self._first_waiting(), len(self._books.ranks))
-        return self._queue_head
+            self._queue_head = self._first_waiting()
+        keys, units = self._keys_of(request), self._units(request, account.plan.leaves(request.num_tokens))
+        unread, pages = 0, [0] * len(self._books.ranks)
+        for name, waiting in self._queue_head.items():
+            common = min(waiting.units, units)
+            if name == request.request_id or (common and waiting.keys(common) == keys(common)):
+                continue
+            unread += waiting.tokens
+            for index, more in enumerate(waiting.pages):
+                pages[index] += more
+        return unread, pages
 
-    def _first_waiting(self) -> Iterator[Waiting]:
-        left = (1 + STEPS_AHEAD) * self._requests.control.step_tokens
+    def _first_waiting(self) -> dict[str, Waiting]:
+        """Waiting requests by id that this step and the next ones have tokens for."""
+        left, found = (1 + STEPS_AHEAD) * self._requests.control.step_tokens, {}
         for request in self._waiting():
             if left <= 0:
-                return
+                break
             left -= request.num_tokens
-            yield Waiting(
-                request.request_id,
+            found[request.request_id] = Waiting(
                 request.num_tokens,
                 self._requests.pages_until_read(request),
                 self._keys_of(request),
                 self._units_to_find(request),
             )
+        return found
 
     def leave(self, request: "Request", account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
@@ -221,21 +267,20 @@ class UncompressedPrefixes:
         end = account.prefill_len if prompt is None else prompt.end
         if not account.tokens < end <= tokens:
             return
-        self._segments.end(request.request_id)
+        self.segments.end(request.request_id)
         if not account.is_lasting and account.terms.copies is None:
             return
         before = self.columns_of(account)
-        last = self._freeze(request, account, account.plan.leaves(end), goes_on=True)
+        last = self._freeze(request, account, account.plan.leaves(end))
         if last is None:
             return
+        self.segments.borrow(last, account.is_lasting)
+        self._give_back(account)
         more = [rank.rows * (last.stop - before) for rank in self._books.ranks]
         self._books.hold(account, account.leave(last, more))
 
-    def _freeze(self, request: "Request", account: Account, tokens: int, goes_on: bool) -> Segment | None:
+    def _freeze(self, request: "Request", account: Account, tokens: int) -> Segment | None:
         """Make segments of what a request has read uncompressed, up to so many tokens.
-
-        Args:
-            goes_on: whether it uses them from now on; else it ends.
 
         Returns:
             The last one, None if none was made.
@@ -243,18 +288,16 @@ class UncompressedPrefixes:
         if account.is_stale:
             return None
         units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
-        if units * self._segments.unit <= before or self._segments.known(keys, units):
+        stop = units * self.segments.unit
+        if stop <= before or self.segments.known(keys, units):
             return None
-        last = self._segments.store(
-            request.request_id,
-            account.segment,
-            keys,
-            before,
-            units * self._segments.unit,
-            users=int(goes_on),
-            lasting=int(goes_on and account.is_lasting),
-        )
+        last = self.segments.store(request.request_id, account.segment, keys, before, stop)
         return last if last is not account.segment else None
+
+    def _give_back(self, account: Account) -> None:
+        """An account does not use the segments any more that it borrows."""
+        if account.segment is not None:
+            self.segments.give_back(account.segment, account.is_lasting)
 
     def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may.
@@ -262,17 +305,15 @@ class UncompressedPrefixes:
         Args:
             untold: what the workers were not told of it.
         """
-        self._segments.end(request.request_id)
+        self.segments.end(request.request_id)
         if untold.segments:
-            account.follow(self._segments.cancel(untold.segments))
+            account.follow(self.segments.cancel(untold.segments))
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
-            self._freeze(request, account, min(account.tokens, request.num_tokens - 1), goes_on=False)
-        if account.segment is not None:
-            self._segments.give_back(account.segment, account.is_lasting)
+            self._freeze(request, account, min(account.tokens, request.num_tokens - 1))
+        self._give_back(account)
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
-        if account.segment is not None:
-            self._segments.give_back(account.segment, lasting=False)
+        self._give_back(account)
         account.end_copying()
