@@ -63,7 +63,6 @@ LONG_FILES = [
     "benchmarks/prefix.py",
     "benchmarks/report.py",
     "kernels/decode_attention.cpp",
-    "kernels/paged_decode.py",
     "vllm_kvevict/engine/scheduler/ledger.py",
 ]
 """Files above 400 lines."""
