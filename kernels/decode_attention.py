@@ -128,27 +128,40 @@ def reference(
     rows: Rows,
     tokens: Tensor | None,
     scale: float,
+    softcap: float = 0.0,
+    keys_are_transposed: bool = True,
 ) -> None:
-    """The same in plain torch, row by row; arguments as above. The output may have more precision than the pages."""
-    kv_heads, head_dim = key.shape[1:]
-    group = query.shape[1] // kv_heads
-    keys = pages[:, : page_size * head_dim].view(-1, head_dim, page_size)
-    values = pages[:, page_size * head_dim :].view(-1, page_size, head_dim)
+    """The same in plain torch, row by row; arguments as above. The output may have more precision than the pages.
+
+    Requests with a negative slot are skipped, and their output is 0.
+
+    Args:
+        softcap: c > 0 turns each scaled logit z into c * tanh(z / c).
+        keys_are_transposed: whether a page has its keys as above, or [page_size, head_dim] like its values.
+    """
+    keys, values = pages.unflatten(1, (2, page_size, -1)).unbind(1)
+    if keys_are_transposed:
+        keys = keys.view(len(pages), -1, page_size).transpose(1, 2)
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    dtype = torch.promote_types(output.dtype, torch.float32)
     requests = len(rows.request_slots)
     new_tokens = [1] * requests if rows.new_tokens is None else rows.new_tokens.tolist()
     places = iter(range(len(query)) if tokens is None else tokens.tolist())
     for request_slot, count in zip(rows.request_slots.tolist(), new_tokens, strict=True):
         mine = list(itertools.islice(places, count))
-        for head, token_number in itertools.product(range(kv_heads), range(count)):
-            token, row = mine[token_number], rows.first + head
+        if request_slot < 0:
+            output[mine] = 0
+            continue
+        for head, (token_number, token) in itertools.product(range(kv_heads), enumerate(mine, 1)):
+            row = rows.first + head
             start = int(rows.starts[request_slot, row])
-            length = int(rows.lengths[request_slot, row]) - count + token_number + 1
+            length = int(rows.lengths[request_slot, row]) - count + token_number
             table = rows.arena[start : start + -(-length // page_size)].long()
             last = table[-1], (length - 1) % page_size
-            keys[last[0], :, last[1]] = key[token, head]
-            values[last] = value[token, head]
-            k = keys[table].transpose(1, 2).flatten(0, 1)[:length].to(output.dtype)
-            v = values[table].flatten(0, 1)[:length].to(output.dtype)
+            keys[last], values[last] = key[token, head], value[token, head]
+            k, v = (x[table].flatten(0, 1)[:length].to(dtype) for x in (keys, values))
             group_heads = slice(head * group, (head + 1) * group)
-            logits = scale * query[token, group_heads].to(output.dtype) @ k.T
-            output[token, group_heads] = logits.softmax(-1) @ v
+            logits = scale * query[token, group_heads].to(dtype) @ k.T
+            if softcap:
+                logits = softcap * (logits / softcap).tanh()
+            output[token, group_heads] = (logits.softmax(-1) @ v).to(output.dtype)

@@ -5,11 +5,14 @@ Where it is cut depends on its length alone, so a request's result does not depe
 step to step is read on the device, so calls can be recorded in a CUDA graph and replayed.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvevict.kernels import decode_attention
 from vllm_kvevict.kernels.decode_attention import Rows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -199,9 +202,8 @@ def _combine(
 ):
     request, head = tl.program_id(0), tl.program_id(1)  # a query head
     request_slot = tl.load(request_slots + request)
-    length = tl.load(
-        lengths + request_slot * num_rows + first + head // GROUP, mask=request_slot >= 0, other=0
-    )
+    row = request_slot * num_rows + first + head // GROUP
+    length = tl.load(lengths + row, mask=request_slot >= 0, other=0)
     used = tl.cdiv(length, _part_length(length, PARTS, BLOCK_N))
     part = tl.arange(0, PARTS)
     dim = tl.arange(0, BLOCK_D)
@@ -249,12 +251,8 @@ class PagedDecode:
         softcap: float = 0.0,
         num_sms: int = 132,
     ):
-        self.pages = pages
-        self.page_size = page_size
-        self.max_requests = max_requests
-        self.num_kv_heads = num_kv_heads
-        self.group = group
-        self.softcap = softcap
+        self.pages, self.page_size, self.max_requests = pages, page_size, max_requests
+        self.num_kv_heads, self.group, self.softcap = num_kv_heads, group, softcap
         self.head_dim = pages.shape[1] // (2 * page_size)
         self.block_d = triton.next_power_of_2(self.head_dim)
         self.block_n = min(max(_TILE_BYTES // (self.block_d * pages.element_size()), 16), 64)
@@ -267,11 +265,8 @@ class PagedDecode:
         self._log_sums = pages.new_empty(heads * self.parts, dtype=torch.float32)
 
     def set_arena(self, arena: Tensor) -> None:
-        """Say where the arena lies from now on, for calls whose ``rows.arena`` is :attr:`arena_address`.
-
-        Args:
-            arena: int32 [size], page ids; kept alive.
-        """
+        """Say where the arena, int32 [size], lies from now on, for calls whose ``rows.arena`` is :attr:`arena_address`;
+        it is kept alive."""
         self.arena_address.fill_(arena.data_ptr())
         self._arena = arena
 
@@ -326,11 +321,9 @@ class PagedDecode:
         _store[rows.request_slots.numel(), self.num_kv_heads](
             self.pages,
             key,
-            key.stride(0),
-            key.stride(1),
+            *key.stride()[:2],
             value,
-            value.stride(0),
-            value.stride(1),
+            *value.stride()[:2],
             rows.arena,
             rows.starts,
             *where,
@@ -347,8 +340,7 @@ class PagedDecode:
         _attend[requests, self.num_kv_heads, self._programs(requests)](
             self.pages,
             query,
-            query.stride(0),
-            query.stride(1),
+            *query.stride()[:2],
             self._partial,
             self._log_sums,
             rows.arena,
@@ -373,8 +365,7 @@ class PagedDecode:
         """Combine the parts of the workspace into the output."""
         _combine[where[2].numel(), self.num_kv_heads * self.group](
             output,
-            output.stride(0),
-            output.stride(1),
+            *output.stride()[:2],
             self._partial,
             self._log_sums,
             *where,
@@ -403,36 +394,6 @@ def _parts(num_kv_heads: int, num_sms: int, part_bytes: int) -> int:
     return parts
 
 
-def reference(
-    pages: Tensor,
-    page_size: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    rows: Rows,
-    tokens: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-) -> None:
-    """The same in plain torch, row by row; arguments as above, where the arena is page ids."""
-    kv_heads, head_dim = key.shape[1:]
-    group = query.shape[1] // kv_heads
-    keys, values = pages.view(-1, 2, page_size, head_dim).unbind(1)
-    for i, request_slot in enumerate(rows.request_slots.tolist()):
-        token = i if tokens is None else int(tokens[i])
-        if request_slot < 0:
-            output[token] = 0
-            continue
-        for head in range(kv_heads):
-            row = rows.first + head
-            start, length = int(rows.starts[request_slot, row]), int(rows.lengths[request_slot, row])
-            table = rows.arena[start : start + -(-length // page_size)].long()
-            last = table[-1], (length - 1) % page_size
-            keys[last], values[last] = key[token, head], value[token, head]
-            k, v = (x[table].flatten(0, 1)[:length].float() for x in (keys, values))
-            group_heads = slice(head * group, (head + 1) * group)
-            logits = scale * query[token, group_heads].float() @ k.T
-            if softcap:
-                logits = softcap * (logits / softcap).tanh()
-            output[token, group_heads] = (logits.softmax(-1) @ v).to(output.dtype)
+reference = partial(decode_attention.reference, keys_are_transposed=False)
+"""The same in plain torch, row by row: (pages, page_size, query, key, value, output, rows, tokens, scale, softcap=0.0),
+where the arena is page ids."""

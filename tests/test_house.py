@@ -56,7 +56,6 @@ LONG_FILES = [
     "benchmarks/prefix.py",
     "benchmarks/report.py",
     "kernels/decode_attention.cpp",
-    "kernels/paged_decode.py",
 ]
 """Files above 400 lines."""
 

@@ -145,10 +145,11 @@ def test_entries_move_as_bytes_and_nothing_else_changes(order, head_dim, dtype):
         assert not torch.equal(storage.view(torch.uint8), before.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 @pytest.mark.parametrize("order", ORDERS)
-def test_blank_pages_are_zero_and_others_stay(order):
-    fmt = PageFormat.probe(writer(32, order, order), 32, 48, torch.bfloat16, "cpu")
-    storage = any_bytes(torch.zeros(6, page_elements(32, 48), dtype=torch.bfloat16))
+def test_blank_pages_are_zero_and_others_stay(order, dtype):
+    fmt = PageFormat.probe(writer(32, order, order), 32, 48, dtype, "cpu")
+    storage = any_bytes(torch.zeros(6, page_elements(32, 48), dtype=dtype))
     want = bytes_of(fmt, storage, places_of(torch.arange(192), 32))
     fmt.blank_pages(storage, torch.tensor([4, 1], dtype=torch.int32))
     for part in want:

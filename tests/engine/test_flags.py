@@ -16,8 +16,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.serving import ROOT, VLLM, command
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import ENGINE_DEFAULTS, ENGINE_MEANINGS, KEY, KVEvictionError, Options
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import command_line, plugin
+from vllm_kvevict.engine.read import ENGINE_OPTIONS
 from vllm_kvevict.policies import available, parameters
 
 FLAGS = ("--kv-eviction", "--kv-budget", "--kv-eviction-config")
@@ -67,7 +68,7 @@ def test_the_group_shows_every_policy_and_parameter(capsys):
             assert f"{name}={value}" in words
     for name, value in ENGINE_DEFAULTS.items():
         shown = value if isinstance(value, str) else json.dumps(value)
-        assert f"{name}={shown} ({ENGINE_MEANINGS[name]})" in words
+        assert f"{name}={shown} ({ENGINE_OPTIONS[name].meaning})" in words
     assert "How much of each prompt's KV to keep" in words and "Default: 0.2." in words
 
 

@@ -396,7 +396,7 @@ def test_suite_samples_keep_their_form():
         "add_generation_prompt": False,
         "continue_final_message": True,
     }
-    assert suite_case(suite_sample(chat=False)).prompt() == {"prompt": suite_sample().prompt}
+    assert suite_case(suite_sample(chat=False)).prompt() == {"prompt": "a long text Question: who? Answer:"}
     assert suite_case(suite_sample()).prompt("why") == {
         "messages": [{"role": "user", "content": "a long textwhy"}]
     }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvevict.quality.suites import SuiteError, choices, load, metrics, truncate_middle
+from vllm_kvevict.quality.suites import SuiteError, choices, load, metrics
 
 LONGBENCH_PROMPTS = {
     "hotpotqa": "Read this.\n{context}\n\nNow say: {input}\nReply:",
@@ -48,7 +48,6 @@ def longbench_record(**changes) -> dict:
         "input": "Who {sings}?",
         "context": "Ann sings.\nBob {digs}.",
         "answers": ["Ann", "the Ann"],
-        "length": 5,
         "all_classes": None,
         "dataset": "x",
     }
@@ -88,7 +87,7 @@ def test_longbench_prompts_are_the_suites_own_and_split_after_the_context(longbe
         assert sample.context.endswith("Bob {digs}.")
         assert sample.max_tokens == LENGTHS[sample.task]
     assert [s.chat for s in samples] == [True, True, False, False]
-    assert (samples[0].suite, samples[0].answers, samples[0].length) == ("longbench", ("Ann", "the Ann"), 5)
+    assert (samples[0].suite, samples[0].answers) == ("longbench", ("Ann", "the Ann"))
 
 
 def test_longbench_takes_the_best_answer_and_the_first_line_where_the_suite_does(longbench):
@@ -108,10 +107,10 @@ def test_longbench_braces_and_questions_before_the_context(longbench):
     assert (meeting.context, meeting.question) == ("", "Who {sings}? Ann sings.\nBob {digs}.")
 
 
-def test_longbench_extended_older_layout_limit_and_prompts_elsewhere(tmp_path, longbench):
-    write(tmp_path / "old" / "hotpotqa_e.jsonl", longbench_record(), longbench_record())
-    (sample,) = load("longbench", tmp_path / "old", extended=True, limit=1, prompts=longbench)
-    assert (sample.suite, sample.task) == ("longbench-e", "hotpotqa")
+def test_longbench_older_layout_limit_and_prompts_elsewhere(tmp_path, longbench):
+    write(tmp_path / "old" / "hotpotqa.jsonl", longbench_record(), longbench_record())
+    (sample,) = load("longbench", tmp_path / "old", limit=1, prompts=longbench)
+    assert (sample.suite, sample.task) == ("longbench", "hotpotqa")
     assert len(load("longbench", longbench, tasks=["hotpotqa"], limit=1)) == 1
 
 
@@ -137,9 +136,9 @@ def test_ruler_prompts_are_whole_and_split_before_the_question(tmp_path, kept_ap
         record |= {"input": NIAH, "answer_prefix": PREFIX, "length_w_model_temp": 95}
     write(tmp_path / "niah_multivalue" / "validation.jsonl", record)
     (sample,) = load("ruler", tmp_path)
-    assert sample.prompt == NIAH + PREFIX
+    assert sample.context + sample.question == NIAH + PREFIX
     assert sample.question.startswith("What are all") and sample.context.endswith("One is: 7.\n")
-    assert (sample.task, sample.max_tokens, sample.length) == ("niah_multivalue", 128, 90)
+    assert (sample.task, sample.max_tokens) == ("niah_multivalue", 128)
     assert (sample.chat, sample.answer_prefix) == (kept_apart, PREFIX if kept_apart else "")
     assert sample.score(" 7\x01aB") == 1.0
     assert sample.score("17") == 0.5
@@ -148,21 +147,19 @@ def test_ruler_prompts_are_whole_and_split_before_the_question(tmp_path, kept_ap
 def test_ruler_families_examples_and_layouts(tmp_path):
     example = "Track.\nQuestion: Find X. Answer: A\n\n"
     write(tmp_path / "data" / "vt.jsonl", {"input": example + "Track.\nQuestion: Find Y.", "outputs": ["B"]})
-    write(tmp_path / "data" / "qa_1" / "test.jsonl", {"input": "No mark.", "outputs": ["B", "C"]})
-    samples = {sample.task: sample for sample in load("ruler", tmp_path, split="test")}
+    write(tmp_path / "data" / "qa_1" / "validation.jsonl", {"input": "No mark.", "outputs": ["B", "C"]})
+    samples = {sample.task: sample for sample in load("ruler", tmp_path)}
     assert samples["vt"].context == example + "Track.\n"
     assert (samples["vt"].max_tokens, samples["qa_1"].max_tokens) == (30, 32)
     assert (samples["qa_1"].context, samples["qa_1"].question) == ("", "No mark.")
     assert samples["qa_1"].score("c!") == 1.0
-    assert load("ruler", tmp_path / "data" / "qa_1", split="test")[0].task == "qa_1"
+    assert load("ruler", tmp_path / "data" / "qa_1")[0].task == "qa_1"
 
 
 def test_infinitebench_templates_are_read_without_running_the_file(infinitebench):
     (sample,) = load("infinitebench", infinitebench)
     assert (sample.context, sample.question) == ("Look.\n\nhay", "\n\nKey?\n\nThe key is")
     assert (sample.max_tokens, sample.chat, sample.score("It is 123.")) == (6, False, 1.0)
-    (other,) = load("infinitebench", infinitebench, templates="gpt4")
-    assert (other.context, other.question, other.chat) == ("", "Q: Key? in hay", True)
 
 
 def test_infinitebench_fields_that_the_suite_derives(infinitebench):
@@ -176,18 +173,16 @@ def test_infinitebench_fields_that_the_suite_derives(infinitebench):
     for task, row in rows.items():
         write(infinitebench / "data" / f"{task}.jsonl", {"context": "text"} | row)
     samples = {sample.task: sample for sample in load("infinitebench", infinitebench)}
-    assert samples["code_run"].prompt == "There is func_12.\ntext\nValue of func_12(-3):"
     assert samples["code_run"].context == ""
+    assert samples["code_run"].question == "There is func_12.\ntext\nValue of func_12(-3):"
     choice = samples["longbook_choice_eng"]
     assert (choice.context, choice.answers) == ("Book: text", ("Bob", "B"))
     assert choice.question == "\nAsk: Who?\nA. Ann\nB. Bob\nC. Cid\nD. Dan"
     find = samples["math_find"]
-    assert find.prompt == (
+    assert find.context + find.question == (
         "What is the largest number in the following list?\ntext\nThe largest number of the list is: "
     )
     assert samples["math_calc"].score("[1, 2, 4, 4]") == 0.5
-    (alone,) = load("infinitebench", infinitebench, tasks=["math_calc"], templates="gpt4")
-    assert (alone.prompt, alone.score("1, 1, 2, 3, 4")) == ("text", 1.0)
 
 
 def test_hub_records_are_read_like_files(longbench, monkeypatch):
@@ -224,7 +219,9 @@ def test_what_is_missing_is_named(tmp_path, longbench, infinitebench, monkeypatc
         refused("--prompts FOLDER", suite, None)
         refused("'datasets', which is not installed", suite, None, prompts=longbench)
     refused("no prompt.py in .*--prompts", "infinitebench", tmp_path / "data")
-    refused("no kimi_templates; it has: yarn_mistral, gpt4", "infinitebench", infinitebench, templates="kimi")
+    prompts = infinitebench / "src" / "prompt.py"
+    prompts.write_text(prompts.read_text().replace("yarn_mistral", "kimi"))
+    refused("no yarn_mistral_templates; it has: kimi, gpt4", "infinitebench", infinitebench)
 
 
 def test_malformed_records_are_named_with_file_and_line(longbench, infinitebench):
@@ -266,14 +263,6 @@ def test_malformed_records_are_named_with_file_and_line(longbench, infinitebench
 
 
 # Metrics
-
-
-def test_truncate_middle():
-    assert truncate_middle(range(6), 6) == [0, 1, 2, 3, 4, 5]
-    assert truncate_middle(range(7), 4) == [0, 1, 5, 6]
-    assert truncate_middle(range(7), 5) == [0, 1, 5, 6]
-    with pytest.raises(ValueError):
-        truncate_middle(range(7), 1)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ class PageFormat:
 
     def blank_pages(self, storage: torch.Tensor, pages: torch.Tensor) -> None:
         """Set whole pages, integers [N], to zero: behind entries attention reads, and inf or NaN would spoil it."""
-        storage.index_fill_(0, pages.to(torch.int64), 0)
+        storage.view(INTEGERS[storage.element_size()]).index_fill_(0, pages.to(torch.int64), 0)
 
     def checksum(self, storage: torch.Tensor, pages: torch.Tensor) -> int:
         """A number that changes when anything in pages, integers [N], does (waits for the device)."""

@@ -23,9 +23,8 @@ from vllm_kvevict.engine.parameters import (
     overridden,
     parameters_of_request,
 )
-from vllm_kvevict.engine.read import ALL, UNRESERVED
+from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
 from vllm_kvevict.policies import EvictionConfig, available
-from vllm_kvevict.policies.params import DEFAULTS
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Plan, needs_reserve
@@ -35,36 +34,7 @@ from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 DEFAULT_BUDGET = 0.2
 LONG = 1 << 40  # tokens of a prompt that is longer than any window
 
-SCOPES = ("prompt", "prefix")
-"""What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
-
-ENGINE_DEFAULTS: dict[str, Any] = {
-    "min_prompt": 256,
-    "page_size": 32,
-    "decode_reserve": 512,
-    "scope": "prompt",
-    "kernels": True,
-    "policies": UNRESERVED,
-    "defaults": DEFAULTS[0],
-    "policy_params": {},
-    "max_window": None,
-    "eviction_log": None,
-}
-"""Engine options of ``--kv-eviction-config`` beside the policy's own parameters."""
-
-ENGINE_MEANINGS = {
-    "min_prompt": "shorter prompts, in tokens, are kept whole",
-    "page_size": "tokens in a page",
-    "decode_reserve": "output tokens that admission reserves memory for, per request",
-    "scope": "what is evicted: the prompt, or the prefix before the question",
-    "kernels": "use vllm-kvevict's kernels where they are faster",
-    "policies": f"policies that requests may choose: {ALL}, {UNRESERVED} or a list",
-    "defaults": f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}",
-    "policy_params": "parameters of policies besides the server's own, by policy",
-    "max_window": "largest window that a request may set; null: the largest of the policies that it may choose",
-    "eviction_log": "file that gets one line of JSON for each eviction",
-}
-"""What each engine option does, for help texts."""
+ENGINE_DEFAULTS = {name: option.default for name, option in ENGINE_OPTIONS.items()}
 
 REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len")
 """Fields of ``vllm_xargs`` that a request may carry."""
@@ -368,30 +338,10 @@ def _parse(options: str) -> Options:
 
 def _take_engine_options(raw: dict[str, Any]) -> dict[str, Any]:
     """Take the engine's options out of those that were given; what is left are the policy's parameters."""
-    scope = raw.pop("scope", ENGINE_DEFAULTS["scope"])
-    if scope not in SCOPES:
-        raise KVEvictionError(f"--kv-eviction-config.scope must be {' or '.join(SCOPES)}, got {scope!r}")
-    defaults = raw.pop("defaults", ENGINE_DEFAULTS["defaults"])
-    if defaults not in DEFAULTS:
-        raise KVEvictionError(
-            f"--kv-eviction-config.defaults must be {' or '.join(DEFAULTS)}, got {defaults!r}"
-        )
-    engine = {
-        "scope": scope,
-        "defaults": defaults,
-        "check": read.flag("check", raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")),
-        "kernels": read.flag("kernels", raw.pop("kernels", ENGINE_DEFAULTS["kernels"])),
-        "policies": read.policies(raw.pop("policies", ENGINE_DEFAULTS["policies"])),
-        "policy_params": read.parameters_of_others(
-            raw.pop("policy_params", ENGINE_DEFAULTS["policy_params"])
-        ),
-        "max_window": read.whole_or_none("max_window", raw.pop("max_window", ENGINE_DEFAULTS["max_window"])),
-        "eviction_log": read.path("eviction_log", raw.pop("eviction_log", ENGINE_DEFAULTS["eviction_log"])),
-    }
-    for name, default in ENGINE_DEFAULTS.items():
-        if name not in engine:
-            least = 0 if name == "min_prompt" else 1
-            engine[name] = read.whole(f"--kv-eviction-config.{name}", raw.pop(name, default), least)
+    check = raw.pop("check", os.environ.get("VLLM_KVEVICT_CHECK") == "1")
+    engine = {"check": read.truth("--kv-eviction-config.check", check)}
+    for name, option in ENGINE_OPTIONS.items():
+        engine[name] = option.read(f"--kv-eviction-config.{name}", raw.pop(name, option.default))
     device = this_device()
     if device is not None and engine["page_size"] % device.page_multiple:
         raise KVEvictionError(

@@ -16,7 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
-from vllm_kvevict.engine.config import ENGINE_MEANINGS, KVEvictionError, require_options
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.memory import bytes_for
 from vllm_kvevict.engine.worker import recording
@@ -83,7 +83,7 @@ def inspect(
     for entry in policies:
         if entry.texts:
             own = {
-                name: value for name, value in options.items() if name in ENGINE_MEANINGS
+                name: value for name, value in options.items() if name in ENGINE_DEFAULTS
             } | entry.parameters
             asked = {**given, "kv_eviction_config": own}
             kept[entry] = _inspected(model, text, [entry], budget, prefix_len, asked, tell).kept[0]

@@ -3,11 +3,14 @@
 import json
 import math
 import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.policies import available
-from vllm_kvevict.policies.params import to_int
+from vllm_kvevict.policies.params import DEFAULTS, to_int
 
 ALL, UNRESERVED = "all", "unreserved"
 """What may stand for policies in a list of them: every one, and those that need no reserve."""
@@ -35,38 +38,35 @@ def budget(value: Any, name: str = "--kv-budget") -> float:
     return number
 
 
-def parameters_of_others(value: Any) -> dict[str, dict[str, Any]]:
+def of_others(flag: str, value: Any) -> dict[str, dict[str, Any]]:
     """Parameters by the policy's name."""
-    valid = isinstance(value, dict) and all(isinstance(params, dict) for params in value.values())
-    if not valid:
+    if not isinstance(value, dict) or not all(isinstance(params, dict) for params in value.values()):
         raise KVEvictionError(
-            "--kv-eviction-config.policy_params must be an object with an object of parameters for each policy, got "
-            f"{value!r}"
+            f"{flag} must be an object with an object of parameters for each policy, got {value!r}"
         )
     return dict(value)
 
 
-def flag(name: str, value: Any) -> bool:
+def truth(flag: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise KVEvictionError(f"--kv-eviction-config.{name} must be true or false, got {value!r}")
+        raise KVEvictionError(f"{flag} must be true or false, got {value!r}")
     return value
 
 
-def path(name: str, value: Any) -> str | None:
+def path(flag: str, value: Any) -> str | None:
     """A file, or none; whether it can be written is found out at start-up, on the scheduler's machine."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise KVEvictionError(f"--kv-eviction-config.{name} must be the path of a file, got {value!r}")
+        raise KVEvictionError(f"{flag} must be the path of a file, got {value!r}")
     return value
 
 
-def policies(value: Any) -> str | tuple[str, ...]:
+def policies(flag: str, value: Any) -> str | tuple[str, ...]:
     """Policies that requests may name: one name or word, or several."""
     valid = (*available(), ALL, UNRESERVED)
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or any(name not in valid for name in names):
         raise KVEvictionError(
-            f"--kv-eviction-config.policies must be {ALL}, {UNRESERVED} or a list of policies (of "
-            f"{', '.join(available())}), got {value!r}"
+            f"{flag} must be {ALL}, {UNRESERVED} or a list of policies (of {', '.join(available())}), got {value!r}"
         )
     return value if isinstance(value, str) else tuple(names)
 
@@ -75,8 +75,19 @@ def listed(policies: str | tuple[str, ...]) -> str:
     return policies if isinstance(policies, str) else json.dumps(policies)
 
 
-def whole_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else whole(f"--kv-eviction-config.{name}", value)
+def one_of(*words: str) -> "Reader":
+    """What reads one of some words."""
+
+    def read(flag: str, value: Any) -> str:
+        if value not in words:
+            raise KVEvictionError(f"{flag} must be {' or '.join(words)}, got {value!r}")
+        return str(value)
+
+    return read
+
+
+def whole_or_none(flag: str, value: Any) -> int | None:
+    return None if value is None else whole(flag, value)
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
@@ -85,3 +96,41 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     if number is None or number < least:
         raise KVEvictionError(f"{name} must be a whole number of at least {least}, got {value!r}", name)
     return number
+
+
+Reader = Callable[[str, Any], Any]
+"""From the name of a flag and a value what the value means; raises KVEvictionError."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An engine option: its default, how a value is read, and what it does, for help texts."""
+
+    default: Any
+    read: Reader
+    meaning: str
+
+
+SCOPE = one_of("prompt", "prefix")
+"""What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
+NOT_GIVEN = f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}"
+
+ENGINE_OPTIONS = {
+    "min_prompt": Option(256, partial(whole, least=0), "shorter prompts, in tokens, are kept whole"),
+    "page_size": Option(32, whole, "tokens in a page"),
+    "decode_reserve": Option(512, whole, "output tokens that admission reserves memory for, per request"),
+    "scope": Option("prompt", SCOPE, "what is evicted: the prompt, or the prefix before the question"),
+    "kernels": Option(True, truth, "use vllm-kvevict's kernels where they are faster"),
+    "policies": Option(
+        UNRESERVED, policies, f"policies that requests may choose: {ALL}, {UNRESERVED} or a list"
+    ),
+    "defaults": Option(DEFAULTS[0], one_of(*DEFAULTS), NOT_GIVEN),
+    "policy_params": Option({}, of_others, "parameters of policies besides the server's own, by policy"),
+    "max_window": Option(
+        None,
+        whole_or_none,
+        "largest window that a request may set; null: the largest of the policies that it may choose",
+    ),
+    "eviction_log": Option(None, path, "file that gets one line of JSON for each eviction"),
+}
+"""Entries of ``--kv-eviction-config`` beside the policy's own parameters."""

@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -19,7 +21,7 @@ from vllm_kvevict.quality.fidelity_run import FidelityJob, floor_error, run_fide
 from vllm_kvevict.quality.fitting import TextQuestions
 from vllm_kvevict.quality.prompts import read_prompts
 from vllm_kvevict.quality.results import Column, ResultsError
-from vllm_kvevict.quality.run import Job, Questions, columns, run
+from vllm_kvevict.quality.run import Job, Questions, Target, columns, run
 from vllm_kvevict.quality.suites import SuiteError
 
 console = Console()
@@ -27,9 +29,19 @@ console = Console()
 
 def text_questions(arguments: argparse.Namespace, slack: int) -> TextQuestions:
     """Those on real text that the arguments ask for."""
-    of_texts = ("tokens", "samples", "seed", "form")
-    given = {name: getattr(arguments, name) for name in of_texts}
-    return TextQuestions(arguments.tasks, sizes=arguments.difficulty, slack=slack, **given)
+    shape = arguments.tasks, arguments.tokens, arguments.samples
+    return TextQuestions(*shape, arguments.seed, arguments.form, arguments.difficulty, slack)
+
+
+def given(kind: type[Target], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments say of a job: fields of it that they have by the same name, and the words of the command."""
+    names = [field.name for field in dataclasses.fields(kind) if hasattr(arguments, field.name)]
+    return {name: getattr(arguments, name) for name in names} | {"command": arguments.typed}
+
+
+def columns_of(arguments: argparse.Namespace) -> list[Column]:
+    """Policies with budgets and scopes, as the arguments list them."""
+    return columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
 
 
 def job(arguments: argparse.Namespace) -> Job:
@@ -51,27 +63,9 @@ def job(arguments: argparse.Namespace) -> Job:
             arguments.slack,
             arguments.questions,
         )
-    names = (
-        "form",
-        "url",
-        "model",
-        "output",
-        "plain",
-        "seed",
-        "instruct",
-        "slack",
-        "concurrency",
-        "min_prompt",
-    )
-    more = ("timeout", "tries", "backoff", "note")
-    asked = (
-        [Column(arguments.label)]
-        if arguments.plain
-        else columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
-    )
-    given = {name: getattr(arguments, name) for name in (*names, *more)}
-    given["form"] = given["form"] or "chat"
-    return Job(cases=cases, columns=asked, command=arguments.typed, **given)
+    asked = [Column(arguments.label)] if arguments.plain else columns_of(arguments)
+    form = arguments.form or "chat"
+    return Job(**given(Job, arguments) | {"cases": cases, "columns": asked, "form": form})
 
 
 def run_command(arguments: argparse.Namespace) -> None:
@@ -84,15 +78,11 @@ def run_command(arguments: argparse.Namespace) -> None:
 
 def fidelity_job(arguments: argparse.Namespace) -> FidelityJob:
     """What the arguments of `fidelity` ask for."""
-    asked = columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
     if arguments.prompts:
         cases: TextQuestions | list[Case] = read_prompts(arguments.prompts)
     else:
         cases = text_questions(arguments, slack=0)
-    shared = ("url", "model", "output", "form", "seed", "concurrency", "min_prompt", "timeout", "tries")
-    own = ("backoff", "note", "answer_tokens", "top", "dry_run")
-    given = {name: getattr(arguments, name) for name in (*shared, *own)}
-    return FidelityJob(cases=cases, columns=asked, command=arguments.typed, **given)
+    return FidelityJob(**given(FidelityJob, arguments) | {"cases": cases, "columns": columns_of(arguments)})
 
 
 def fidelity_command(arguments: argparse.Namespace) -> None:

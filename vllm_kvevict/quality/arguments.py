@@ -12,6 +12,7 @@ from vllm_kvevict.quality.options import (
     add_plain,
     add_real_texts,
     add_target,
+    add_whole,
     check_least,
     check_real_texts,
     check_tasks,
@@ -103,31 +104,13 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help=f"kinds of prompts on real text: {', '.join(FIDELITY_TASKS)} (default: all)",
     )
-    group.add_argument(
-        "--samples",
-        type=int,
-        default=FIDELITY_SAMPLES,
-        metavar="N",
-        help="prompts of each task and length (default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)"
-    )
+    add_whole(group, "--samples", FIDELITY_SAMPLES, "prompts of each task and length")
+    add_whole(group, "--seed", 0, "seed of the prompts")
     add_real_texts(parser)
     group = parser.add_argument_group("answers")
-    group.add_argument(
-        "--answer-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="length of the full cache's answers, at most (default: %(default)s)",
-    )
-    group.add_argument(
-        "--top",
-        type=int,
-        default=20,
-        metavar="N",
-        help="tokens whose log-probabilities are compared; at most the server's --max-logprobs (default: %(default)s)",
+    add_whole(group, "--answer-tokens", 32, "length of the full cache's answers, at most")
+    add_whole(
+        group, "--top", 20, "tokens whose log-probabilities are compared; at most the server's --max-logprobs"
     )
     group.add_argument(
         "--dry-run", action="store_true", help="only say how many requests it would take, and about how long"
@@ -175,13 +158,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put an instruction before the text, for models that were not trained on these texts",
     )
-    group.add_argument(
-        "--slack",
-        type=int,
-        default=8,
-        metavar="N",
-        help="tokens that a reply may have in addition to three per word of the answer (default: %(default)s)",
-    )
+    add_whole(group, "--slack", 8, "tokens that a reply may have in addition to three per word of the answer")
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -201,17 +178,14 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         help="where the needle is: 0 is the beginning of the text, 1 the end; with --tasks single the report has a "
         "heat map of depths and lengths (default: at random)",
     )
-    group.add_argument(
+    add_whole(
+        group,
         "--questions",
-        type=int,
-        default=1,
-        metavar="N",
-        help="questions about each generated text, each in its own request; the tasks take turns, except for common "
-        "(default: %(default)s)",
+        1,
+        "questions about each generated text, each in its own request; the tasks take turns, except for "
+        "common",
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the generated texts (default: %(default)s)"
-    )
+    add_whole(group, "--seed", 0, "seed of the generated texts")
 
 
 def _add_suite(parser: argparse.ArgumentParser) -> None:

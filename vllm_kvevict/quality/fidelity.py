@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_kvevict.quality.results import FULL, Cell, Column, Measure, Record, Sample, Settings
+from vllm_kvevict.quality.results import FULL, Cell, Column, Measure, OfSample, Sample, Settings
 
 ANSWERS, FIDELITY, FIDELITY_SETTINGS = "answers.jsonl", "fidelity.jsonl", "fidelity-settings.json"
 FLOOR = 0.99
@@ -57,11 +57,10 @@ class FidelitySettings(Settings):
 
 
 @dataclass(frozen=True)
-class Answer(Record):
+class Answer(OfSample):
     """What the full cache says.
 
     Attributes:
-        task, length, depth, index: name the sample.
         prompt: digest of its tokens.
         prompt_tokens: their number.
         tokens: of the answer, with the end-of-sequence token if it ended.
@@ -69,10 +68,6 @@ class Answer(Record):
         text: of the answer.
     """
 
-    task: str
-    length: int | None
-    depth: float | None
-    index: int
     prompt: str
     prompt_tokens: int
     tokens: tuple[int, ...]
@@ -81,7 +76,7 @@ class Answer(Record):
 
     @property
     def key(self) -> Sample:
-        return (self.task, self.length, self.depth, self.index)
+        return self.sample
 
 
 def digest(tokens: Sequence[int]) -> str:
@@ -117,7 +112,7 @@ class Fidelity(Cell):
 
     def measure(self, values: Sequence[float]) -> Measure:
         """The mean of some values over the tokens."""
-        cell = (self.task, self.length, self.depth, self.index, self.policy, self.budget, self.scope)
+        cell = (*self.sample, self.policy, self.budget, self.scope)
         return Measure(*cell, score=sum(values) / len(values), evict_at=self.evict_at)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvevict.quality.fidelity import FIDELITY, FLOOR, Fidelity, FidelitySettings, is_full
 from vllm_kvevict.quality.results import FULL, Column, Measure, read, read_settings
-from vllm_kvevict.quality.scores import Mean, Scores, of_task
+from vllm_kvevict.quality.scores import NONE, Mean, Scores, of_task, plain, signed
 from vllm_kvevict.quality.tables import budget_name, table
 
 PLACES = ((0, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 1 << 30))
@@ -113,7 +113,7 @@ def _scope_lines(found: Measures, scope: str) -> list[str]:
             column.policy,
             budget_name(column.budget or 0),
             found.agreement.mean(column),
-            _signed(found.difference.mean(column)),
+            signed(found.difference.mean(column)),
             found.divergence.mean(column),
             _above_lowest(found.divergence, column, columns),
         ]
@@ -151,7 +151,7 @@ def _above_lowest(divergence: Scores[Measure], column: Column, columns: Sequence
         if other.budget == column.budget and (mean := divergence.mean(other))
     }
     lowest = min(means, key=lambda other: means[other])
-    return "lowest" if column == lowest else _signed(divergence.difference(column, lowest))
+    return "lowest" if column == lowest else signed(divergence.difference(column, lowest))
 
 
 def _places(measures: Iterable[Fidelity]) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def _lost(measures: Sequence[Fidelity]) -> list[object]:
     first = [place for one in measures if (place := one.first_lost) is not None]
     cells: list[object] = [
         f"{1 - len(first) / len(measures):.2f}",
-        f"{median(first) + 1:g}" if first else "-",
+        f"{median(first) + 1:g}" if first else NONE,
     ]
     for start, stop in PLACES:
         there = [
@@ -174,7 +174,7 @@ def _lost(measures: Sequence[Fidelity]) -> list[object]:
             for place, agrees in enumerate(one.agrees, one.first)
             if start <= place < stop
         ]
-        cells.append(f"{sum(there) / len(there):.3f}" if there else "-")
+        cells.append(f"{sum(there) / len(there):.3f}" if there else NONE)
     return cells
 
 
@@ -191,19 +191,11 @@ def _task_lines(found: Measures) -> list[str]:
 
 
 def _short(mean: Mean | None) -> str:
-    return f"{mean.mean:.3f}" if mean else "-"
-
-
-def _signed(mean: Mean | None) -> str:
-    return mean.signed if mean else "-"
+    return f"{mean.mean:.3f}" if mean else NONE
 
 
 def summarise_fidelity(found: Measures) -> dict[str, Any]:
     """The numbers behind the text."""
-
-    def plain(mean: Mean | None) -> dict[str, Any] | None:
-        return asdict(mean) if mean else None
-
     return {
         "settings": asdict(found.settings),
         "runs": list(found.runs),

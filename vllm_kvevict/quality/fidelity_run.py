@@ -25,6 +25,7 @@ from vllm_kvevict.quality.prompts import TASK as PROMPTS
 from vllm_kvevict.quality.results import FULL, Column, Store, write_settings
 from vllm_kvevict.quality.run import (
     Target,
+    applicable,
     asked_fields,
     describe,
     each,
@@ -69,11 +70,6 @@ def require_scorable(columns: Sequence[Column]) -> None:
             f"{', '.join(dict.fromkeys(wrong))} cannot be scored this way, since it evicts while it reads the prompt: "
             "leave it out of --policies, and measure it with vllm-kvevict quality run"
         )
-
-
-def applicable(case: Case, columns: Sequence[Column]) -> list[Column]:
-    """The columns that a case can be scored with; without anything before its question it has no prefix."""
-    return [column for column in columns if column.scope != "prefix" or case.has_prefix]
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The report's text; every figure in it is computed."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_kvevict.quality.cases import TEXT
@@ -19,11 +19,10 @@ from vllm_kvevict.quality.findings import (
 from vllm_kvevict.quality.gathered import Report
 from vllm_kvevict.quality.plots import SCOPE_TITLES
 from vllm_kvevict.quality.results import Column
-from vllm_kvevict.quality.scores import RESAMPLES, Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.scores import NONE, RESAMPLES, Scores, of_length, of_task, signed
 from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
 
-NONE = "-"
 INTERVALS = (
     "Scores lie between 0 and 1: the share of expected strings in a reply, or the suite's own score, averaged over the "
     "tasks. Brackets hold 95 % bootstrap intervals ({resampled}). Differences and shares compare the same samples. The "
@@ -189,32 +188,20 @@ def fixed_section(scores: Scores) -> list[str]:
 
 def scope_section(scores: Scores, scope: str) -> list[str]:
     """Policies by budgets: scores, then the differences to the full cache."""
-    budgets = scores.budgets(scope)
-    header = ["policy", *map(budget_name, budgets)]
-    lines = [f"## Scope {scope}: {SCOPE_TITLES[scope]}", ""]
-    lines += table(
-        header,
-        [
-            [policy, *(scores.mean(Column(policy, budget, scope)) or NONE for budget in budgets)]
-            for policy in scores.policies(scope)
-        ],
-    )
-    if scores.full is None:
+    budgets, full = scores.budgets(scope), scores.full
+
+    def by_budget(cell: Callable[[Column], object]) -> list[str]:
+        columns = {policy: [Column(policy, b, scope) for b in budgets] for policy in scores.policies(scope)}
+        rows = [[policy, *map(cell, mine)] for policy, mine in columns.items()]
+        return table(["policy", *map(budget_name, budgets)], rows)
+
+    lines = [f"## Scope {scope}: {SCOPE_TITLES[scope]}", "", *by_budget(lambda one: scores.mean(one) or NONE)]
+    if full is None:
         return [*lines, "", "The full cache was not measured, so there are no differences to it."]
-    differences = [
-        [policy, *(signed(scores.difference(Column(policy, b, scope), scores.full)) for b in budgets)]
-        for policy in scores.policies(scope)
-    ]
-    lines += ["", "Difference to the full cache on the same samples:", "", *table(header, differences)]
-    shares = [
-        [policy, *(scores.ratio(Column(policy, b, scope), scores.full) or NONE for b in budgets)]
-        for policy in scores.policies(scope)
-    ]
-    return [*lines, "", "Share of the full cache's score on the same samples:", "", *table(header, shares)]
-
-
-def signed(difference: Mean | None) -> str:
-    return difference.signed if difference else NONE
+    lines += ["", "Difference to the full cache on the same samples:", ""]
+    lines += by_budget(lambda one: signed(scores.difference(one, full)))
+    lines += ["", "Share of the full cache's score on the same samples:", ""]
+    return [*lines, *by_budget(lambda one: scores.ratio(one, full) or NONE)]
 
 
 def task_section(report: Report) -> list[str]:

@@ -145,45 +145,30 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
         help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
         "server's /tokenize (default: prompt)",
     )
-    group.add_argument(
+    add_whole(
+        group,
         "--min-prompt",
-        type=int,
-        default=256,
-        metavar="N",
-        help="the server's min_prompt: results of shorter prompts are marked as kept whole (default: %(default)s)",
+        256,
+        "the server's min_prompt: results of shorter prompts are marked as kept whole",
     )
 
 
 def add_patience(parser: argparse.ArgumentParser, concurrency: int = 8) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--concurrency",
-        type=int,
-        default=concurrency,
-        metavar="N",
-        help="requests in flight at once (default: %(default)s)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=600,
-        metavar="S",
-        help="seconds that an answer may take (default: %(default)s)",
-    )
-    group.add_argument(
-        "--tries",
-        type=int,
-        default=5,
-        metavar="N",
-        help="attempts per request, if the server fails or cannot be reached (default: %(default)s)",
-    )
-    group.add_argument(
-        "--backoff",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="seconds before the second attempt, doubled for each further one (default: %(default)s)",
-    )
+    add_whole(group, "--concurrency", concurrency, "requests in flight at once")
+    add_seconds(group, "--timeout", 600, "seconds that an answer may take")
+    add_whole(group, "--tries", 5, "attempts per request, if the server fails or cannot be reached")
+    add_seconds(group, "--backoff", 1.0, "seconds before the second attempt, doubled for each further one")
+
+
+def add_whole(group: argparse._ArgumentGroup, name: str, default: int, about: str) -> None:
+    """An option that takes a whole number; its help says the default."""
+    group.add_argument(name, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)")
+
+
+def add_seconds(group: argparse._ArgumentGroup, name: str, default: float, about: str) -> None:
+    """An option that takes seconds; its help says the default."""
+    group.add_argument(name, type=float, default=default, metavar="S", help=f"{about} (default: %(default)s)")
 
 
 def parse_budget(text: str) -> float:

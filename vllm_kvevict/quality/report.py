@@ -16,7 +16,7 @@ from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity, summ
 from vllm_kvevict.quality.findings import check_claims, full_scores, pick, too_hard
 from vllm_kvevict.quality.gathered import Report
 from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, Settings, read, read_settings
-from vllm_kvevict.quality.scores import Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.scores import Scores, of_length, of_task, plain
 
 SUMMARY = "summary.json"
 
@@ -122,11 +122,11 @@ def column_summary(scores: Scores, column: Column) -> dict[str, Any]:
     """One column: its mean, what it lost against the full cache, and its tasks and lengths."""
     return {
         **asdict(column),
-        "score": _plain(scores.mean(column)),
-        "ratio_to_full": _plain(scores.ratio(column, scores.full) if scores.full else None),
-        "difference_to_full": _plain(scores.difference(column, scores.full) if scores.full else None),
-        "tasks": {task: _plain(scores.mean(column, of_task(task))) for task in scores.tasks},
-        "lengths": {str(length): _plain(scores.mean(column, of_length(length))) for length in scores.lengths},
+        "score": plain(scores.mean(column)),
+        "ratio_to_full": plain(scores.ratio(column, scores.full) if scores.full else None),
+        "difference_to_full": plain(scores.difference(column, scores.full) if scores.full else None),
+        "tasks": {task: plain(scores.mean(column, of_task(task))) for task in scores.tasks},
+        "lengths": {str(length): plain(scores.mean(column, of_length(length))) for length in scores.lengths},
     }
 
 
@@ -139,7 +139,3 @@ def needle_summary(scores: Scores, column: Column) -> dict[str, Any]:
             {"length": length, "depth": depth, "score": mean} for (length, depth), mean in means.items()
         ],
     }
-
-
-def _plain(mean: Mean | None) -> dict[str, Any] | None:
-    return None if mean is None else asdict(mean)

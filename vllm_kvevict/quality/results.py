@@ -96,25 +96,26 @@ def _kinds(cls: type[Record]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Cell(Record):
-    """What came of one sample in one column.
-
-    Attributes:
-        task, length, depth, index: name the sample.
-        policy, budget, scope: name the column.
-    """
+class OfSample(Record):
+    """What came of one sample, which its first four fields name."""
 
     task: str
     length: int | None
     depth: float | None
     index: int
-    policy: str
-    budget: float | None
-    scope: str | None
 
     @property
     def sample(self) -> Sample:
         return (self.task, self.length, self.depth, self.index)
+
+
+@dataclass(frozen=True)
+class Cell(OfSample):
+    """What came of one sample in one column, which `policy`, `budget` and `scope` name."""
+
+    policy: str
+    budget: float | None
+    scope: str | None
 
     @property
     def column(self) -> Column:

@@ -98,12 +98,14 @@ def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[
     return list(dict.fromkeys(found))
 
 
+def applicable(case: Case, columns: Sequence[Column]) -> list[Column]:
+    """The columns that a case can be asked with; without anything before its question it has no prefix to evict."""
+    return [column for column in columns if column.scope != "prefix" or case.has_prefix]
+
+
 def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple[Case, Column]]:
-    """Everything to ask; a case that is all question has no prefix to evict."""
-    for case in cases:
-        for column in columns:
-            if column.scope != "prefix" or case.has_prefix:
-                yield case, column
+    """Everything to ask."""
+    return ((case, column) for case in cases for column in applicable(case, columns))
 
 
 def asked_fields(column: Column) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Scores as a table of samples and columns, their means, and what can be said about differences."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -9,6 +9,8 @@ import numpy as np
 from vllm_kvevict.quality.results import FULL, Column, Measure, Result, Sample
 
 RESAMPLES = 10_000
+NONE = "-"
+"""Stands in tables for what was not measured."""
 
 SCOPES = ("prompt", "prefix")
 S = TypeVar("S", Result, Measure)
@@ -33,6 +35,16 @@ class Mean:
     def signed(self) -> str:
         """As a difference."""
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def signed(difference: Mean | None) -> str:
+    """A difference for a table."""
+    return difference.signed if difference else NONE
+
+
+def plain(mean: Mean | None) -> dict[str, Any] | None:
+    """A mean for JSON."""
+    return asdict(mean) if mean else None
 
 
 class Bootstrap:

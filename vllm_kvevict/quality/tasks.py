@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 Sentence = list[str]
@@ -103,12 +103,6 @@ class Draw:
         return [*self.values(self.rng.randint(3, 7)), "."]
 
 
-def needle_single(draw: Draw) -> Needle:
-    """One record."""
-    record = draw.record()
-    return Needle([record], ["what", record[0], "?"], record[:-1], (" ".join(record[1:3]),))
-
-
 def needle_values(draw: Draw, count: int = 3) -> Needle:
     """One name with several records."""
     name = draw.name()
@@ -123,7 +117,7 @@ def needle_values(draw: Draw, count: int = 3) -> Needle:
 
 
 def needle_queries(draw: Draw, count: int = 3) -> Needle:
-    """Several names asked at once."""
+    """Names with a record each, asked at once."""
     records = [draw.record() for _ in range(count)]
     answer = [word for record in records for word in record][:-1]
     question = ["what", *(record[0] for record in records), "?"]
@@ -167,8 +161,8 @@ def common(draw: Draw, length: int = 40) -> Needle:
 
 
 TASKS: dict[str, tuple[Callable[[Draw], Needle], str]] = {
-    "single": (needle_single, "filler"),
-    "multikey": (needle_single, "records"),
+    "single": (partial(needle_queries, count=1), "filler"),
+    "multikey": (partial(needle_queries, count=1), "records"),
     "multivalue": (needle_values, "filler"),
     "multiquery": (needle_queries, "records"),
     "chain": (chain, "filler"),
@@ -198,8 +192,7 @@ def make(task: str, length: int, rng: random.Random, depth: float | None = None)
     maker, noise = TASKS[task]
     draw = Draw(rng)
     needle = maker(draw)
-    text, depth = hide(draw, needle.sentences, noise, length, depth)
-    return Sample(task, text, " ".join(needle.question), " ".join(needle.answer), needle.expected, depth)
+    return _sample(task, needle, *hide(draw, needle.sentences, noise, length, depth))
 
 
 def make_many(names: Sequence[str], length: int, rng: random.Random) -> list[Sample]:
@@ -217,17 +210,14 @@ def make_many(names: Sequence[str], length: int, rng: random.Random) -> list[Sam
         places = sorted(rng.randint(0, len(sentences)) for _ in needle.sentences)
         insert(sentences, needle.sentences, places)
     text = _joined(sentences)
+    depths = [sentences.index(needle.sentences[0]) / max(1, len(sentences) - 1) for needle in needles]
     return [
-        Sample(
-            name,
-            text,
-            " ".join(needle.question),
-            " ".join(needle.answer),
-            needle.expected,
-            sentences.index(needle.sentences[0]) / max(1, len(sentences) - 1),
-        )
-        for name, needle in zip(names, needles, strict=True)
+        _sample(name, needle, text, depth) for name, needle, depth in zip(names, needles, depths, strict=True)
     ]
+
+
+def _sample(task: str, needle: Needle, text: str, depth: float) -> Sample:
+    return Sample(task, text, " ".join(needle.question), " ".join(needle.answer), needle.expected, depth)
 
 
 def hide(

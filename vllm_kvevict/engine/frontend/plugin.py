@@ -12,8 +12,6 @@ from vllm.logger import init_logger
 from vllm_kvevict.engine import read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
-    ENGINE_DEFAULTS,
-    ENGINE_MEANINGS,
     KEY,
     KVEvictionError,
     Options,
@@ -324,8 +322,8 @@ def _policy_help() -> str:
 
 def _config_help() -> str:
     engine = "; ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)} ({ENGINE_MEANINGS[name]})"
-        for name, value in ENGINE_DEFAULTS.items()
+        f"{name}={x.default if isinstance(x.default, str) else json.dumps(x.default)} ({x.meaning})"
+        for name, x in read.ENGINE_OPTIONS.items()
     )
     policies = []
     for policy in available():

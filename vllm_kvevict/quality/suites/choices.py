@@ -43,17 +43,13 @@ def last_integer(reply: str, answers: Sequence[Any]) -> float:
     )
 
 
-def leading_numbers(reply: str, answers: Sequence[Any], skip: int = 0) -> float:
-    """How much of the answer, a list of numbers, the reply's runs of digits begin with.
-
-    Args:
-        skip: numbers at the reply's beginning that do not belong to it.
-    """
+def leading_numbers(reply: str, answers: Sequence[Any]) -> float:
+    """How much of the answer, a list of numbers, the reply's runs of digits begin with."""
     nested = answers[0] if len(answers) == 1 else list(answers)
     if isinstance(nested, str):
         nested = ast.literal_eval(nested)
     expected = [number(part) for part in (nested if isinstance(nested, list | tuple) else [nested])]
-    found = [int(digits) for digits in re.findall("[0-9]+", reply)][skip:]
+    found = [int(digits) for digits in re.findall("[0-9]+", reply)]
     right = 0
     for one, other in zip(found, expected, strict=False):
         if one != other:

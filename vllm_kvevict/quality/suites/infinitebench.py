@@ -30,66 +30,44 @@ from vllm_kvevict.quality.suites.sample import (
 HUB = "xinrongzhang2022/InfiniteBench"
 TEMPLATES = "yarn_mistral"
 """The prompts for a model that is run locally; they end where the answer begins and need no chat template."""
-PLAIN = ("yarn_mistral", "rwkv")
-"""Prompts that are completed without a chat template."""
 FIELDS = ("context", "input", "answer")
 OPTIONS = "ABCD"
 
-MAX_TOKENS = {
-    "passkey": 6,
-    "number_string": 12,
-    "kv_retrieval": 50,
-    "longbook_sum_eng": 1200,
-    "longbook_choice_eng": 40,
-    "longbook_qa_eng": 40,
-    "longbook_qa_chn": 40,
-    "longdialogue_qa_eng": 40,
-    "math_find": 3,
-    "math_calc": 30000,
-    "code_run": 5,
-    "code_debug": 5,
+TASKS: dict[str, tuple[int, Metric]] = {
+    "passkey": (6, choices.first_integer),
+    "number_string": (12, choices.first_integer),
+    "kv_retrieval": (50, choices.contains_word),
+    "longbook_sum_eng": (1200, partial(metrics.best, pair=metrics.rouge_l_sum)),
+    "longbook_choice_eng": (40, choices.choice),
+    "longbook_qa_eng": (40, partial(metrics.best, pair=metrics.qa_f1)),
+    "longbook_qa_chn": (40, partial(metrics.best, pair=metrics.character_f1)),
+    "longdialogue_qa_eng": (40, choices.names_one),
+    "math_find": (3, choices.first_number),
+    "math_calc": (30000, choices.leading_numbers),
+    "code_run": (5, choices.last_integer),
+    "code_debug": (5, choices.faulty_function),
 }
-METRICS: dict[str, Metric] = {
-    "passkey": choices.first_integer,
-    "number_string": choices.first_integer,
-    "kv_retrieval": choices.contains_word,
-    "longbook_sum_eng": partial(metrics.best, pair=metrics.rouge_l_sum),
-    "longbook_choice_eng": choices.choice,
-    "longbook_qa_eng": partial(metrics.best, pair=metrics.qa_f1),
-    "longbook_qa_chn": partial(metrics.best, pair=metrics.character_f1),
-    "longdialogue_qa_eng": choices.names_one,
-    "math_find": choices.first_number,
-    "math_calc": choices.leading_numbers,
-    "code_run": choices.last_integer,
-    "code_debug": choices.faulty_function,
-}
+"""By name: the most tokens of a reply, and how it is scored."""
 CHOICES = ("longbook_choice_eng", "code_debug")
 
 
 def load(
-    folder: Path | None,
-    *,
-    tasks: Sequence[str] | None = None,
-    limit: int | None = None,
-    prompts: Path | None = None,
-    templates: str = TEMPLATES,
+    folder: Path | None, tasks: Sequence[str] | None, limit: int | None, prompts: Path | None
 ) -> list[SuiteSample]:
     """The samples; see `vllm_kvevict.quality.suites.load`."""
     config = prompts or folder
     if config is None:
         raise SuiteError("InfiniteBench without its folder needs --prompts FOLDER: where prompt.py is")
-    texts = read_templates(config, templates)
+    texts = read_templates(config)
     if folder is None:
-        names = choose(tasks, tuple(METRICS), "InfiniteBench")
+        names = choose(tasks, tuple(TASKS), "InfiniteBench")
         sources = {task: hub(HUB, split=task, features=features(), limit=limit) for task in names}
     else:
         places = [folder / "data", folder / "data" / "InfiniteBench", folder]
-        files = data_files(tasks, tuple(METRICS), places, "InfiniteBench")
+        files = data_files(tasks, tuple(TASKS), places, "InfiniteBench")
         sources = {task: records(path, FIELDS, limit) for task, path in files.items()}
-    require(texts, sources, f"{templates}_templates of InfiniteBench")
-    return [
-        sample for task, source in sources.items() for sample in make(task, source, texts[task], templates)
-    ]
+    require(texts, sources, f"{TEMPLATES}_templates of InfiniteBench")
+    return [sample for task, source in sources.items() for sample in make(task, source, texts[task])]
 
 
 def features() -> Any:
@@ -107,8 +85,8 @@ def features() -> Any:
     )
 
 
-def read_templates(folder: Path, name: str) -> dict[str, str]:
-    """The dictionary ``<name>_templates`` of the suite's prompt.py.
+def read_templates(folder: Path) -> dict[str, str]:
+    """The dictionary of these prompts in the suite's prompt.py.
 
     Raises:
         SuiteError: no file, no such dictionary, or one that is more than texts.
@@ -129,9 +107,9 @@ def read_templates(folder: Path, name: str) -> dict[str, str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    if name not in found:
-        raise SuiteError(f"{path} has no {name}_templates; it has: {', '.join(found)}")
-    entries = found[name]
+    if TEMPLATES not in found:
+        raise SuiteError(f"{path} has no {TEMPLATES}_templates; it has: {', '.join(found)}")
+    entries = found[TEMPLATES]
     try:
         return {
             ast.literal_eval(key): text(value)
@@ -139,7 +117,7 @@ def read_templates(folder: Path, name: str) -> dict[str, str]:
             if key is not None
         }
     except ValueError:
-        raise SuiteError(f"{path}: {name}_templates is not a dictionary of texts") from None
+        raise SuiteError(f"{path}: {TEMPLATES}_templates is not a dictionary of texts") from None
 
 
 def text(node: ast.expr) -> str:
@@ -152,14 +130,9 @@ def text(node: ast.expr) -> str:
     return value
 
 
-def make(
-    task: str, source: Iterator[tuple[str, Record]], template: str, templates: str
-) -> Iterator[SuiteSample]:
+def make(task: str, source: Iterator[tuple[str, Record]], template: str) -> Iterator[SuiteSample]:
     """The samples of one task."""
-    metric = METRICS[task]
-    if templates == "gpt4" and task == "math_calc":
-        # That model was given the expression alone, and repeats the first number before its results.
-        template, metric = "{context}", partial(choices.leading_numbers, skip=1)
+    max_tokens, metric = TASKS[task]
     for index, (where, record) in enumerate(source):
         require(record, FIELDS, where)
         context, question = fill(template, values(task, record, where), where)
@@ -170,10 +143,10 @@ def make(
             index,
             context,
             question,
-            MAX_TOKENS[task],
+            max_tokens,
             answers,
             metric,
-            chat=templates not in PLAIN,
+            chat=False,
         )
 
 

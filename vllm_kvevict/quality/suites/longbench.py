@@ -1,4 +1,4 @@
-"""LongBench and LongBench-E (Bai et al. 2024), in the format of its repository.
+"""LongBench (Bai et al. 2024), in the format of its repository.
 
 A checkout has ``LongBench/config/dataset2prompt.json`` and ``dataset2maxlen.json`` (``config/`` in older ones); the
 texts, ``data/<task>.jsonl``, are a separate download. Few-shot and code tasks are completed without a chat template.
@@ -27,7 +27,7 @@ from vllm_kvevict.quality.suites.sample import (
 )
 
 HUB = "THUDM/LongBench"
-FIELDS = ("input", "context", "answers", "all_classes", "length")
+FIELDS = ("input", "context", "answers", "all_classes")
 
 METRICS: dict[str, metrics.Pair] = {
     "narrativeqa": metrics.qa_f1,
@@ -56,46 +56,23 @@ FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 """Of a reply, only its first line counts: the model would go on with further examples."""
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 """Without a chat template."""
-EXTENDED = (
-    "qasper",
-    "multifieldqa_en",
-    "hotpotqa",
-    "2wikimqa",
-    "gov_report",
-    "multi_news",
-    "trec",
-    "triviaqa",
-    "samsum",
-    "passage_count",
-    "passage_retrieval_en",
-    "lcc",
-    "repobench-p",
-)
-"""The tasks of LongBench-E."""
 
 
 def load(
-    folder: Path | None,
-    *,
-    tasks: Sequence[str] | None = None,
-    limit: int | None = None,
-    prompts: Path | None = None,
-    extended: bool = False,
+    folder: Path | None, tasks: Sequence[str] | None, limit: int | None, prompts: Path | None
 ) -> list[SuiteSample]:
     """The samples; see `vllm_kvevict.quality.suites.load`."""
     config = prompts or folder
     if config is None:
         raise SuiteError("LongBench without its folder needs --prompts FOLDER: where dataset2prompt.json is")
     templates, lengths = (read_config(config, name) for name in ("dataset2prompt", "dataset2maxlen"))
-    known = EXTENDED if extended else tuple(METRICS)
-    suffix = "_e" if extended else ""
     if folder is None:
         hub_package()
-        names = choose(tasks, known, "LongBench")
-        sources = {task: hub(HUB, task + suffix, split="test", limit=limit) for task in names}
+        names = choose(tasks, tuple(METRICS), "LongBench")
+        sources = {task: hub(HUB, task, split="test", limit=limit) for task in names}
     else:
         places = [folder / "LongBench" / "data", folder / "data", folder]
-        files = data_files(tasks, known, places, "LongBench", suffix)
+        files = data_files(tasks, tuple(METRICS), places, "LongBench")
         sources = {task: records(path, FIELDS, limit) for task, path in files.items()}
     for task in sources:
         if METRICS[task] in (metrics.qa_f1_zh, metrics.rouge_l_zh):
@@ -105,9 +82,7 @@ def load(
     return [
         sample
         for task, source in sources.items()
-        for sample in make(
-            task, source, templates[task], lengths[task], "longbench" + suffix.replace("_", "-")
-        )
+        for sample in make(task, source, templates[task], lengths[task])
     ]
 
 
@@ -134,7 +109,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def make(
-    task: str, source: Iterator[tuple[str, Record]], template: str, max_tokens: int, suite: str
+    task: str, source: Iterator[tuple[str, Record]], template: str, max_tokens: int
 ) -> Iterator[SuiteSample]:
     """The samples of one task."""
     for index, (where, record) in enumerate(source):
@@ -144,7 +119,7 @@ def make(
             raise SuiteError(f"{where}: field 'answers' is not a list of texts")
         context, question = fill(template, record, where)
         yield SuiteSample(
-            suite,
+            "longbench",
             task,
             index,
             context,
@@ -153,7 +128,6 @@ def make(
             tuple(answers),
             metric(task, record, where),
             chat=task not in PLAIN,
-            length=record["length"],
         )
 
 

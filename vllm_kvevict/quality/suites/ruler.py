@@ -39,25 +39,21 @@ FAMILIES = (
     Family(re.compile("fwe|freq_words_extraction"), 50, QUESTION),
     Family(re.compile("qa(_.+)?"), 32, QUESTION, metrics.string_match_part),
 )
+SPLIT = "validation"
+"""The name of the data files, without their ending, as its scripts have it by default."""
 CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def load(
-    folder: Path | None,
-    *,
-    tasks: Sequence[str] | None = None,
-    limit: int | None = None,
-    split: str = "validation",
-) -> list[SuiteSample]:
+def load(folder: Path | None, tasks: Sequence[str] | None, limit: int | None) -> list[SuiteSample]:
     """The samples; see `vllm_kvevict.quality.suites.load`."""
     if folder is None:
         raise SuiteError(
             "RULER is not on the hub: run its scripts/data/prepare.py and give the folder it wrote"
         )
-    files = task_files(folder, split)
+    files = task_files(folder)
     if not files:
         raise SuiteError(
-            f"RULER: no <task>/{split}.jsonl and no <task>.jsonl in {folder} or {folder / 'data'}"
+            f"RULER: no <task>/{SPLIT}.jsonl and no <task>.jsonl in {folder} or {folder / 'data'}"
         )
     return [
         sample
@@ -66,13 +62,13 @@ def load(
     ]
 
 
-def task_files(folder: Path, split: str) -> dict[str, Path]:
+def task_files(folder: Path) -> dict[str, Path]:
     """The file of each task: named after it, or as the split in a folder named after it."""
     found: dict[str, Path] = {}
     for place in (folder, folder / "data"):
-        nested = [(path.parent.name, path) for path in sorted(place.glob(f"*/{split}.jsonl"))]
+        nested = [(path.parent.name, path) for path in sorted(place.glob(f"*/{SPLIT}.jsonl"))]
         flat = [(path.stem, path) for path in sorted(place.glob("*.jsonl"))]
-        named = [(place.resolve().name if name == split else name, path) for name, path in flat]
+        named = [(place.resolve().name if name == SPLIT else name, path) for name, path in flat]
         for name, path in [*nested, *named]:
             found.setdefault(name, path)
     return found
@@ -113,7 +109,6 @@ def make(task: str, source: Iterator[tuple[str, Record]], path: Path) -> Iterato
             # Room was left for a chat template: the prompt is written without one.
             chat=record.get("length_w_model_temp", 0) > record.get("length", 0),
             answer_prefix=prefix,
-            length=record.get("length"),
         )
 
 

@@ -33,7 +33,6 @@ class SuiteSample:
         metric: from a reply and the answers to a score.
         chat: whether the prompt goes through the model's chat template; otherwise it is completed as it is.
         answer_prefix: the end of `question` that begins the reply: with a chat template it belongs to the assistant.
-        length: of the text as the suite states it, in the suite's unit; None if it does not.
     """
 
     suite: str
@@ -46,28 +45,10 @@ class SuiteSample:
     metric: Metric = field(repr=False)
     chat: bool = True
     answer_prefix: str = ""
-    length: int | None = None
-
-    @property
-    def prompt(self) -> str:
-        return self.context + self.question
 
     def score(self, reply: str) -> float:
         """Score of a reply, 0 to 1."""
         return float(self.metric(reply, self.answers))
-
-
-def truncate_middle(token_ids: Sequence[int], limit: int) -> list[int]:
-    """The first and last `limit` // 2 tokens of a prompt that has more than `limit`; otherwise all.
-
-    Raises:
-        ValueError: limit below 2.
-    """
-    if limit < 2:
-        raise ValueError(f"limit must be at least 2, not {limit}")
-    tokens = list(token_ids)
-    half = limit // 2
-    return tokens if len(tokens) <= limit else tokens[:half] + tokens[-half:]
 
 
 def first_existing(paths: Iterable[Path]) -> Path | None:
@@ -87,7 +68,7 @@ def choose(tasks: Sequence[str] | None, known: Sequence[str], suite: str) -> lis
 
 
 def data_files(
-    tasks: Sequence[str] | None, known: Sequence[str], folders: Sequence[Path], suite: str, ending: str = ""
+    tasks: Sequence[str] | None, known: Sequence[str], folders: Sequence[Path], suite: str
 ) -> dict[str, Path]:
     """The file of each task that was asked for, or of each that is there, in the first folder that has one.
 
@@ -98,12 +79,12 @@ def data_files(
     found = {
         task: path
         for task in names
-        if (path := first_existing(folder / f"{task}{ending}.jsonl" for folder in folders))
+        if (path := first_existing(folder / f"{task}.jsonl" for folder in folders))
     }
     missing = [task for task in names if task not in found]
     if missing and (tasks is not None or not found):
         looked = " or ".join(str(folder) for folder in folders)
-        raise SuiteError(f"{suite}: no file {missing[0]}{ending}.jsonl in {looked}")
+        raise SuiteError(f"{suite}: no file {missing[0]}.jsonl in {looked}")
     return found
 
 
