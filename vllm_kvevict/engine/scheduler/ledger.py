@@ -316,9 +316,7 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.shared.compressed.produced_by(request_id, report.epoch)
-        if prefix is not None and prefix.tokens != report.tokens:
-            prefix = None
+        prefix = self.shared.compressed.produced_by(request_id, report.epoch, report.tokens)
         if prefix is not None:
             self.shared.compressed.on_report(prefix, index, count, count.rows - report.residues[0])
         account = self.accounts.get(request_id)

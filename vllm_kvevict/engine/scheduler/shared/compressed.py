@@ -109,9 +109,10 @@ class CompressedPrefixes(Entries[Prefix]):
 
     # From reading to ready.
 
-    def produced_by(self, name: str, epoch: int) -> Prefix | None:
-        """What an admission of a request reads or stores, None if that is no prefix or it is ready."""
-        return self._by_producer.get((name, epoch))
+    def produced_by(self, name: str, epoch: int, tokens: int) -> Prefix | None:
+        """The prefix of so many tokens that an admission of a request stores, None if it stores none or it is ready."""
+        prefix = self._by_producer.get((name, epoch))
+        return prefix if prefix is not None and prefix.tokens == tokens else None
 
     def store(self, name: str, account: Account) -> None:
         """Cache what the step that is being scheduled leaves of a prefix, if there is room for that.
@@ -119,7 +120,7 @@ class CompressedPrefixes(Entries[Prefix]):
         Until the reports it takes copies of the pages that are not full, at most one for each row. They go where nobody
         was promised anything, and in the place of prefixes that nobody uses now.
         """
-        prefix = self.produced_by(name, account.epoch)
+        prefix = self._by_producer.get((name, account.epoch))
         if prefix is None:
             return
         copies = [rank.rows for rank in self._books.ranks]
@@ -188,7 +189,7 @@ class CompressedPrefixes(Entries[Prefix]):
             if not account.prefix.borrowers:
                 self._borrowed.pop(account.prefix.number, None)
             self.drop_forgotten()
-        prefix = self.produced_by(name, account.epoch)
+        prefix = self._by_producer.get((name, account.epoch))
         if prefix is None:
             return
         is_dispatched = prefix.is_storing and not untold.is_store
