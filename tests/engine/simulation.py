@@ -27,15 +27,10 @@ from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.reports import (
-    Answer,
     Claim,
-    Cut,
-    CutQuestion,
     ExtraTokens,
-    LayerBudgets,
     LayerWeights,
     PartOfEviction,
-    RankTally,
     Report,
 )
 
@@ -315,13 +310,13 @@ class Workers:
             if resident is None or resident.admission.epoch != answer.epoch:
                 continue
             assert resident.waits
-            if isinstance(answer, CutQuestion):
-                asked[name] = answer.question
-                self.most_rounds = max(self.most_rounds, answer.question.known + 1)
+            if isinstance(answer.said, Question):
+                asked[name] = answer.said
+                self.most_rounds = max(self.most_rounds, answer.said.known + 1)
                 continue
             resident.waits = False
             trimmed.append(resident)
-            reports.append(self._trim(resident, answer))
+            reports.append(self._trim(resident, answer.said))
         for admission in message.admissions:
             name = admission.request_id
             assert name not in self.live, f"{name} was admitted while it was running"
@@ -523,11 +518,11 @@ class Workers:
         if schedule(resident) != "by weight":
             first_replica = rank % self.setup.replicas == 0
             told = tally([self._keys(resident, rank)], question) if first_replica else NO_KEYS
-            return RankTally(resident.admission.epoch, told)
+            return Claim(resident.admission.epoch, told)
         room = self.ranks[rank]
         weights = self.choices_of(resident).weights(resident.admission.request_id)
         mine = weights[room.first_layer : room.first_layer + room.num_layers]
-        return LayerWeights(resident.admission.epoch, room.first_layer, mine)
+        return Claim(resident.admission.epoch, LayerWeights(room.first_layer, mine))
 
     def _keys(self, resident: Resident, rank: int) -> torch.Tensor:
         """Order keys of a rank's candidates: those that it keeps have the highest."""
@@ -573,21 +568,20 @@ class Workers:
                     peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
         return peaks
 
-    def _trim(self, resident: Resident, answer: Answer) -> list[Report]:
+    def _trim(self, resident: Resident, answer: Sequence[int] | int) -> list[Report]:
         """Keep what the scheduler decided, of each layer or of all together."""
         plan = resident.plan
         assert plan.prompt is not None
         window = plan.config.window_for(plan.prompt.end)
-        if isinstance(answer, Cut):
+        if isinstance(answer, int):
             kept = self.choices_of(resident).lengths(resident.admission)
             for rank, rows in enumerate(kept):
                 best = int(rows.sum()) - rows.size * window
-                assert int((self._keys(resident, rank) >= answer.key).sum()) == best
+                assert int((self._keys(resident, rank) >= answer).sum()) == best
             return self._keep(resident, kept)
-        assert isinstance(answer, LayerBudgets)
         past = plan.config.budget_for(plan.prompt.end) - window
-        assert sum(answer.budgets) == self.ranks[0].num_model_layers * past
-        return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer.budgets))
+        assert sum(answer) == self.ranks[0].num_model_layers * past
+        return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""

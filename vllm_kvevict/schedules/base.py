@@ -15,7 +15,7 @@ from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import sums_up
 from vllm_kvevict.schedules.plan import Phase
-from vllm_kvevict.schedules.reports import Answer, Claim
+from vllm_kvevict.schedules.reports import Answered, Claimed
 
 MOST_PREFIXES = 1024
 """Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
@@ -76,11 +76,8 @@ class Arbiter(ABC):
     is_done = False
 
     @abstractmethod
-    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
+    def on_claims(self, claims: Sequence[Claimed]) -> Answered:
         """Answer what all ranks said in one step.
-
-        Args:
-            epoch: admission that the answer belongs to.
 
         Raises:
             ValueError: the claims do not go together.

@@ -20,10 +20,12 @@ from vllm_kvevict.schedules.inputs import Collected, LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.reports import (
     Answer,
+    Answered,
+    Claim,
+    Claimed,
     ExtraTokens,
     LayerWeights,
     PartOfEviction,
-    RankTally,
     Report,
 )
 
@@ -146,7 +148,7 @@ class Eviction(ABC):
         """
         return self.resident.request_slot
 
-    def on_answer(self, answer: Answer) -> None:
+    def on_answer(self, answer: Answered) -> None:
         """Go on once the arbiter has answered what this rank claimed last."""
         raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
 
@@ -214,7 +216,7 @@ class Eviction(ABC):
         if answer.epoch != self.resident.admission.epoch:
             return
         started, moving = time.perf_counter(), self._moving
-        self.on_answer(answer)
+        self.on_answer(answer.said)
         self._deciding += time.perf_counter() - started - (self._moving - moving)
         if not self.scores:
             self._report(self._position)
@@ -282,18 +284,19 @@ class Eviction(ABC):
     def send_weights(self) -> None:
         """Tell the scheduler what this stage's layers are worth; it answers with budgets."""
         weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in self.scores])
-        admission = self.resident.admission
-        claim = LayerWeights(admission.epoch, self.evictor.first_layer, weights.tolist())
-        self.evictor.claims[admission.request_id] = claim
+        self._claim(LayerWeights(self.evictor.first_layer, weights.tolist()))
 
     def send_tally(self, question: cuts.Question) -> None:
         """Tell the scheduler how this rank's candidates answer a question; it answers with another one, or the cut."""
-        admission, comm = self.resident.admission, self.evictor.comm
-        told = cuts.NO_KEYS
+        comm, told = self.evictor.comm, cuts.NO_KEYS
         if comm is None or comm.is_first_replica:
             order = whole_model.order_of(self.phase.config, self.scores, self.phase.end, comm)
             told = cuts.tally(order, question)
-        self.evictor.claims[admission.request_id] = RankTally(admission.epoch, told)
+        self._claim(told)
+
+    def _claim(self, said: Claimed) -> None:
+        admission = self.resident.admission
+        self.evictor.claims[admission.request_id] = Claim(admission.epoch, said)
 
     def compact(self, layer: int, kept: Sequence[Tensor]) -> None:
         """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do.

@@ -26,74 +26,34 @@ class ExtraTokens:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a pipeline stage says of its layers when no stage can decide alone.
+    """What the layers of a pipeline stage are worth, from its first layer in the model on."""
 
-    Attributes:
-        epoch: admission they belong to.
-        first_layer: the stage's first layer in the model.
-        weights: of its layers, in order.
-    """
-
-    epoch: int
     first_layer: int
     weights: Sequence[float]
 
 
-@dataclass(frozen=True)
-class LayerBudgets:
-    """What the scheduler decided from the weights of all stages.
-
-    Attributes:
-        epoch: admission they belong to.
-        budgets: for every layer of the model the candidates that each KV head keeps, on average.
-    """
-
-    epoch: int
-    budgets: Sequence[int]
+Claimed = LayerWeights | Tally
+"""What a rank says of an eviction that no rank can decide alone: what its layers are worth, or how its candidates
+answer the last question. The tally is empty on ranks whose KV heads are another rank's too."""
+Answered = Sequence[int] | Question | int
+"""What the scheduler says to that: for every layer of the model the candidates that each KV head keeps, on average; or
+the next question; or the order key from which on candidates stay."""
 
 
 @dataclass(frozen=True)
-class RankTally:
-    """What a rank says of its scores when no stage can decide alone.
-
-    Attributes:
-        epoch: admission they belong to.
-        tally: of its candidates; empty on ranks whose KV heads are another rank's too.
-    """
+class Claim:
+    """What a rank says, in one admission of a request."""
 
     epoch: int
-    tally: Tally
+    said: Claimed
 
 
 @dataclass(frozen=True)
-class CutQuestion:
-    """What the scheduler asks of all ranks, to find the cut.
-
-    Attributes:
-        epoch: admission it belongs to.
-    """
+class Answer:
+    """What the scheduler says to the claims of all ranks, in the same admission."""
 
     epoch: int
-    question: Question
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What the scheduler found from all ranks' tallies.
-
-    Attributes:
-        epoch: admission it belongs to.
-        key: candidates with this order key or a larger one stay.
-    """
-
-    epoch: int
-    key: int
-
-
-Claim = LayerWeights | RankTally
-"""What a rank says of an eviction that no rank can decide alone."""
-Answer = LayerBudgets | CutQuestion | Cut
-"""What the scheduler says to the claims of all ranks."""
+    said: Answered
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,12 @@ from vllm_kvevict.policies import (
     provisional_budgets,
     whole_model,
 )
-from vllm_kvevict.policies.cuts import CutSearch, Question
+from vllm_kvevict.policies.cuts import CutSearch, Question, Tally
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
 from vllm_kvevict.schedules.eviction import Eviction, QueryRows
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
-from vllm_kvevict.schedules.reports import (
-    Answer,
-    Claim,
-    Cut,
-    CutQuestion,
-    LayerBudgets,
-    LayerWeights,
-    RankTally,
-)
+from vllm_kvevict.schedules.reports import Answered, Claimed, LayerWeights
 
 
 class BudgetArbiter(Arbiter):
@@ -43,15 +35,12 @@ class BudgetArbiter(Arbiter):
     def __init__(self, config: EvictionConfig, n: int):
         self.config, self.n = config, n
 
-    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
+    def on_claims(self, claims: Sequence[Claimed]) -> Sequence[int]:
         # Ranks of a stage say the same of its layers.
-        stages: dict[int, LayerWeights] = {}
-        for claim in claims:
-            assert isinstance(claim, LayerWeights)
-            stages[claim.first_layer] = claim
+        stages = {claim.first_layer: claim for claim in claims if isinstance(claim, LayerWeights)}
         weights = [weight for _, stage in sorted(stages.items()) for weight in stage.weights]
         self.is_done = True
-        return LayerBudgets(epoch, layer_budgets(self.config, weights, self.n))
+        return layer_budgets(self.config, weights, self.n)
 
 
 class CutArbiter(Arbiter):
@@ -60,17 +49,11 @@ class CutArbiter(Arbiter):
     def __init__(self, wanted: int):
         self.search = CutSearch(wanted)
 
-    def on_claims(self, epoch: int, claims: Sequence[Claim]) -> Answer:
-        tallies = []
-        for claim in claims:
-            assert isinstance(claim, RankTally)
-            tallies.append(claim.tally)
+    def on_claims(self, claims: Sequence[Claimed]) -> Question | int:
         if self.search.cut is None:
-            self.search.on_tallies(tallies)
-        if self.search.cut is None:
-            return CutQuestion(epoch, self.search.question)
-        self.is_done = True
-        return Cut(epoch, self.search.cut)
+            self.search.on_tallies([claim for claim in claims if isinstance(claim, Tally)])
+        self.is_done = self.search.cut is not None
+        return self.search.question if self.search.cut is None else self.search.cut
 
 
 class EvictionByWeight(Eviction):
@@ -92,9 +75,9 @@ class EvictionByWeight(Eviction):
         elif last:
             self.send_weights()
 
-    def on_answer(self, answer: Answer) -> None:
-        assert isinstance(answer, LayerBudgets)
-        self.decide_by_budgets(answer.budgets)
+    def on_answer(self, answer: Answered) -> None:
+        assert isinstance(answer, Sequence)
+        self.decide_by_budgets(answer)
 
 
 class ByWeight(Schedule):
@@ -151,12 +134,12 @@ class EvictionByScore(Eviction):
         else:
             self.send_tally(Question())
 
-    def on_answer(self, answer: Answer) -> None:
-        if isinstance(answer, CutQuestion):
-            self.send_tally(answer.question)
+    def on_answer(self, answer: Answered) -> None:
+        if isinstance(answer, Question):
+            self.send_tally(answer)
         else:
-            assert isinstance(answer, Cut)
-            self.decide_by_cut(answer.key)
+            assert isinstance(answer, int)
+            self.decide_by_cut(answer)
 
 
 class ByScore(Schedule):

@@ -277,7 +277,7 @@ class Account:
         if self._arbiter is None:
             assert self._evicting is not None
             self._arbiter = schedule_of(self._evicting).arbiter(self._evicting, rank)
-        answer = self._arbiter.on_claims(self.epoch, claims)
+        answer = Answer(self.epoch, self._arbiter.on_claims([claim.said for claim in claims]))
         self.is_undecided = not self._arbiter.is_done
         return answer
 
