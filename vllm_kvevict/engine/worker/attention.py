@@ -9,7 +9,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError
 from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
-from vllm_kvevict.engine.worker.runtime import StepState, get_runtime
+from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.engine.worker.step import StepState
 
 
 def block_sizes() -> list[int | MultipleOf]:
