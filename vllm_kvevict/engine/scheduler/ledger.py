@@ -63,19 +63,10 @@ class PageLedger(KVCacheManager):
         tokens_left: Callable[[], int] = lambda: 0,
         **kwargs: Any,
     ):
-        """Arguments as of vLLM's own, besides these.
-
-        Args:
-            options: the server's.
-            control: who is admitted; it knows the ranks after :meth:`set_capacity`.
-            head_dims: heads of a rank.
-            prefix_key: by what a request finds a compressed prefix.
-            blocks_kept: blocks that are kept for layers that are not evicted; 0 where all are.
-            fewest_read: tokens that a waiting request computes at least in its first step.
-            most_adapters: LoRA adapters that a step may use.
-            waiting_requests: those that are not admitted and that there are seats for, in their order.
-            tokens_left: tokens of the step that is being scheduled that nobody takes so far.
-        """
+        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the heads
+        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_key``, ``fewest_read``),
+        :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted), :class:`AdapterPlaces`,
+        :class:`UncompressedPrefixes` (``waiting_requests``) and :class:`Gate` (``tokens_left``)."""
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
