@@ -6,15 +6,13 @@ its answer can be. It could not grow beyond that even alone, so without the limi
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import last_that
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 def _holds(count: PageCount, rank: RankCapacity, tokens: int) -> bool:
@@ -30,7 +28,7 @@ class AnswerLimits:
         """Requests whose answers are limited, and the tokens that they asked for."""
 
     def limit(
-        self, request: "Request", account: Account, ranks: Sequence[RankCapacity], max_model_len: int
+        self, request: Request, account: Account, ranks: Sequence[RankCapacity], max_model_len: int
     ) -> None:
         """End an answer where the memory ends, if it is known what is kept."""
         if not account.is_evicted:
