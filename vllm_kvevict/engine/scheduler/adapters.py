@@ -1,10 +1,8 @@
 """LoRA adapters of requests in flight: a server has places for ``--max-loras`` of them."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 class AdapterPlaces:
@@ -22,18 +20,18 @@ class AdapterPlaces:
         self._users: Counter[int] = Counter()
         """Requests by the number of their adapter."""
 
-    def has_place(self, request: "Request") -> bool:
+    def has_place(self, request: Request) -> bool:
         """Whether a waiting request may use its adapter, if it has one, beside those in flight."""
         if request.lora_request is None:
             return True
         return len(self._users) < self.most or request.lora_request.lora_int_id in self._users
 
-    def take(self, request: "Request") -> None:
+    def take(self, request: Request) -> None:
         """A request was admitted."""
         if request.lora_request is not None:
             self._users[request.lora_request.lora_int_id] += 1
 
-    def give_back(self, request: "Request") -> None:
+    def give_back(self, request: Request) -> None:
         """A request that was admitted finished, was aborted or preempted."""
         if request.lora_request is None:
             return

@@ -4,13 +4,10 @@ Owns which requests get fewer tokens than they asked for: once it is known what 
 its answer can be. It could not grow beyond that even alone, so without the limit it would be preempted for ever.
 """
 
-from typing import TYPE_CHECKING
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.schedules.bounds import MemoryBounds
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class AnswerLimits:
@@ -20,7 +17,7 @@ class AnswerLimits:
         self._asked: dict[str, tuple[Request, int]] = {}
         """Requests whose answers are limited, and the tokens that they asked for."""
 
-    def limit(self, request: "Request", account: Account, bounds: MemoryBounds, max_model_len: int) -> None:
+    def limit(self, request: Request, account: Account, bounds: MemoryBounds, max_model_len: int) -> None:
         """End an answer where the memory ends, if it is known what is kept."""
         if not account.is_evicted:
             return

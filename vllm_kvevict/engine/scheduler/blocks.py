@@ -4,15 +4,13 @@ Owns which blocks are pages.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class NoBlocks(KVCacheBlocks):
@@ -37,7 +35,7 @@ class SharedBlocks:
         as_pages: the blocks that are pages now.
     """
 
-    def __init__(self, pool: "BlockPool", withheld: int, outbox: Outbox):
+    def __init__(self, pool: BlockPool, withheld: int, outbox: Outbox):
         self._pool, self.outbox = pool, outbox
         self.withheld = withheld
         self.as_pages: list[KVCacheBlock] = []

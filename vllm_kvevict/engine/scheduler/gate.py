@@ -4,7 +4,8 @@ Owns the reserve's places, and whether it is closed in this step. A question her
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
@@ -12,9 +13,6 @@ from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.schedules.inputs import HeadDims
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class Gate:
@@ -45,7 +43,7 @@ class Gate:
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.give_back(name)
 
-    def awaits_reserve(self, request: "Request") -> bool:
+    def awaits_reserve(self, request: Request) -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
 
         One that begins with a compressed prefix needs none, nor do most that this step can read whole.
@@ -62,7 +60,7 @@ class Gate:
             self._reserve_is_closed = True
         return self._reserve_is_closed
 
-    def would_admit(self, request: "Request", num_new_tokens: int) -> bool:
+    def would_admit(self, request: Request, num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""
         account = self._requests.open(request, num_new_tokens)
         if not self.has_room_for(request, account):
@@ -73,7 +71,7 @@ class Gate:
         spare = [pages + before - after for pages, before, after in zip(freed, now, then, strict=True)]
         return self._books.fits(account, account.need_at(num_new_tokens), spare)
 
-    def has_room_for(self, request: "Request", new: Account) -> bool:
+    def has_room_for(self, request: Request, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
         place = None
         if reserved := new.reserved(self._head_dims):

@@ -8,10 +8,10 @@ adds one entry to every row, and an eviction is followed by a report of the new 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
@@ -35,9 +35,6 @@ from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Admission, Plan
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
 
 class PageLedger(KVCacheManager):
     """Counts per request and rank behind the interface of vLLM's block manager.
@@ -59,23 +56,14 @@ class PageLedger(KVCacheManager):
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
-        waiting_requests: Callable[[], Iterable["Request"]] = tuple,
+        waiting_requests: Callable[[], Iterable[Request]] = tuple,
         tokens_left: Callable[[], int] = lambda: 0,
         **kwargs: Any,
     ):
-        """Arguments as of vLLM's own, besides these.
-
-        Args:
-            options: the server's.
-            control: who is admitted; it knows the ranks after :meth:`set_capacity`.
-            head_dims: heads of a rank.
-            prefix_key: by what a request finds a compressed prefix.
-            blocks_kept: blocks that are kept for layers that are not evicted; 0 where all are.
-            fewest_read: tokens that a waiting request computes at least in its first step.
-            most_adapters: LoRA adapters that a step may use.
-            waiting_requests: those that are not admitted and that there are seats for, in their order.
-            tokens_left: tokens of the step that is being scheduled that nobody takes so far.
-        """
+        """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the heads
+        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_key``, ``fewest_read``),
+        :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted), :class:`AdapterPlaces`,
+        :class:`UncompressedPrefixes` (``waiting_requests``) and :class:`Gate` (``tokens_left``)."""
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
@@ -144,7 +132,7 @@ class PageLedger(KVCacheManager):
         """What requests hold at most."""
         return self.requests.control.bounds
 
-    def plan(self, request: "Request") -> Plan:
+    def plan(self, request: Request) -> Plan:
         """When and how the request is evicted."""
         return self.requests.plan(request)
 
@@ -158,7 +146,7 @@ class PageLedger(KVCacheManager):
 
     def allocate_slots(
         self,
-        request: "Request",
+        request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         *args: Any,
@@ -215,7 +203,7 @@ class PageLedger(KVCacheManager):
             self.shared.compressed.store(request.request_id, account)
         return blocks
 
-    def _may_begin(self, request: "Request", account: Account) -> bool:
+    def _may_begin(self, request: Request, account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
         if not self.requests.control.can_ever_fit(account):
             # Only a replay can have become too long, whose client has a part of the answer.
@@ -227,7 +215,7 @@ class PageLedger(KVCacheManager):
         return self.gate.has_room_for(request, account)
 
     def _allocate_others(
-        self, request: "Request", account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
+        self, request: Request, account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """Blocks for the layers that are not evicted, if there are any; None if there are too few."""
         if not self.others.exist:
@@ -237,7 +225,7 @@ class PageLedger(KVCacheManager):
         promised = self.books.promised if is_new else [0] * len(pages)
         return self.others.allocate(pages, promised, request, *args, **kwargs)
 
-    def _admit(self, request: "Request", account: Account) -> None:
+    def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
         name, prefix, segment = request.request_id, account.prefix, account.segment
         self.requests.admit(request, account)
@@ -269,7 +257,7 @@ class PageLedger(KVCacheManager):
     # Cached prefixes.
 
     def get_computed_blocks(
-        self, request: "Request", max_cache_hit_length: int | None = None
+        self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
         """How many tokens a waiting request need not compute.
 
@@ -296,7 +284,7 @@ class PageLedger(KVCacheManager):
         self.requests.forget_kept()
         self.limits.lift()
 
-    def estimate_cached_tokens(self, request: "Request") -> int:
+    def estimate_cached_tokens(self, request: Request) -> int:
         """Tokens of a request that another one with the same prefix need not compute."""
         account = self.accounts.get(request.request_id)
         return 0 if account is None else self.shared.tokens_of(account)
@@ -366,16 +354,16 @@ class PageLedger(KVCacheManager):
         """As of :attr:`Books.usage`."""
         return self.books.usage(self.shared.in_use())
 
-    def free(self, request: "Request") -> None:
+    def free(self, request: Request) -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
         self._forget(request)
         super().free(request)
 
-    def pop_blocks_for_free(self, request: "Request") -> list:
+    def pop_blocks_for_free(self, request: Request) -> list:
         self._forget(request)
         return super().pop_blocks_for_free(request)
 
-    def _forget(self, request: "Request") -> None:
+    def _forget(self, request: Request) -> None:
         name = request.request_id
         if request.is_finished():
             self.limits.forget(name)
@@ -388,7 +376,7 @@ class PageLedger(KVCacheManager):
             self.reserve.give_back(name)
             self.books.close(account)
 
-    def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:

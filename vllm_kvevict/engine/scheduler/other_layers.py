@@ -5,18 +5,16 @@ are always blocks for the pages that requests hold.
 """
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.schedules.base import RankCapacity
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 PADDING = 1
 """Blocks that are vLLM's own for good."""
@@ -77,7 +75,7 @@ class OtherLayers:
         taken = self._blocks.beyond_withheld(blocks)
         return [more + taken * each for more, each in zip(pages, self._pages_per_block, strict=True)]
 
-    def blocks_beside(self, request: "Request") -> tuple[int, int]:
+    def blocks_beside(self, request: Request) -> tuple[int, int]:
         """The most blocks that they hold of a request: while it is read, and afterwards."""
         end = min(request.num_prompt_tokens + request.max_tokens, self._manager.max_model_len)
         return self.blocks_to_begin(request), self._blocks_for(end, end - 1)
@@ -87,7 +85,7 @@ class OtherLayers:
         return max(map(cdiv, pages, self._pages_per_block))
 
     def allocate(
-        self, pages: Sequence[int], promised: Sequence[int], request: "Request", *args: Any, **kwargs: Any
+        self, pages: Sequence[int], promised: Sequence[int], request: Request, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """Blocks for the other layers of a request; None if there are too few.
 
@@ -112,7 +110,7 @@ class OtherLayers:
             return self._manager.max_model_len
         return cdiv(tokens, self._block) * self._block
 
-    def blocks_to_begin(self, request: "Request") -> int:
+    def blocks_to_begin(self, request: Request) -> int:
         """The most blocks that they will hold of a waiting request while it is read."""
         return self._blocks_for(min(request.num_tokens, self._manager.max_model_len), 0)
 

@@ -5,9 +5,9 @@ how it is evicted, by what its prefix is found, what reading it takes, what each
 """
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.account import Account
@@ -17,12 +17,9 @@ from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.bounds import Known
 from vllm_kvevict.schedules.plan import Plan
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
 logger = init_logger("vllm.kv_eviction")
 
-KeyOf = Callable[["Request", Plan], Hashable | None]
+KeyOf = Callable[[Request, Plan], Hashable | None]
 """By what a request finds a compressed prefix, None if it can find none."""
 
 
@@ -61,7 +58,7 @@ class Requests:
             self.accounts or self.in_flight or self.kept or self._plans or self._keys or self._until_read
         )
 
-    def plan(self, request: "Request") -> Plan:
+    def plan(self, request: Request) -> Plan:
         """When and how the request is evicted."""
         plan = self._plans.get(request.request_id)
         if plan is None:
@@ -82,14 +79,14 @@ class Requests:
         found = {PROJECTIONS: self.has_w_o, ROTARY_EMBEDDING: self.has_rotary}
         return next((part.words for part in config.needs_of_model if not found[part]), None)
 
-    def key(self, request: "Request") -> Hashable | None:
+    def key(self, request: Request) -> Hashable | None:
         """What a request's prefix is cached under; None if it has none that could be cached."""
         name = request.request_id
         if name not in self._keys:
             self._keys[name] = self._key_of(request, self.plan(request))
         return self._keys[name]
 
-    def pages_until_read(self, request: "Request") -> list[int]:
+    def pages_until_read(self, request: Request) -> list[int]:
         """The most pages of each rank that a waiting request holds until it is read, not layer by layer."""
         tokens, pages = self._until_read.get(request.request_id, (0, []))
         if tokens != request.num_tokens:
@@ -97,7 +94,7 @@ class Requests:
             self._until_read[request.request_id] = request.num_tokens, pages
         return pages
 
-    def open(self, request: "Request", num_new_tokens: int, begins_with: Found | None = None) -> Account:
+    def open(self, request: Request, num_new_tokens: int, begins_with: Found | None = None) -> Account:
         """The account of a request whose first step has so many tokens, beside what it finds cached."""
         return self.control.open(
             self.plan(request),
@@ -120,11 +117,11 @@ class Requests:
         """What was kept says nothing any more."""
         self.kept.clear()
 
-    def admit(self, request: "Request", account: Account) -> None:
+    def admit(self, request: Request, account: Account) -> None:
         """A request is in flight from now on."""
         self.accounts[request.request_id], self.in_flight[request.request_id] = account, request
 
-    def leave(self, request: "Request") -> Account | None:
+    def leave(self, request: Request) -> Account | None:
         """A request finished, was aborted or preempted; its account, if it was in flight."""
         name = request.request_id
         if request.is_finished():

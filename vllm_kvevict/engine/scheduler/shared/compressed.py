@@ -12,9 +12,9 @@ Owns them. A prefix takes only memory that nobody was promised, and none goes th
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import Account
@@ -24,9 +24,6 @@ from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -66,11 +63,11 @@ class CompressedPrefixes(Entries[Prefix]):
 
     # Who begins with one.
 
-    def known(self, request: "Request") -> Prefix | None:
+    def known(self, request: Request) -> Prefix | None:
         """The prefix that a request may begin with or wait for, if there is one. Changes nothing."""
         return self._by_key.get(self._requests.key(request))
 
-    def find(self, request: "Request") -> Prefix | None:
+    def find(self, request: Request) -> Prefix | None:
         """The prefix that a request can begin with now. Modifies the order: one that is ready counts as used.
 
         One that does not fit the pool together with the rest of the prompt is not used: the request reads all of its
@@ -93,7 +90,7 @@ class CompressedPrefixes(Entries[Prefix]):
                 return None
         return prefix
 
-    def begin(self, request: "Request", account: Account) -> None:
+    def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it borrows a prefix, or others may wait for the one that it reads."""
         if account.prefix is not None:
             self.borrow(account.prefix, request.request_id)

@@ -5,21 +5,19 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import repeat_prompts_of
 from vllm_kvevict.engine.scheduler.shared.entries import Entry
 from vllm_kvevict.schedules.plan import Plan
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
 
 def prefix_key(
-    request: "Request", plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]
+    request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]
 ) -> Hashable | None:
     """What two requests must have in common for one to begin with what the other keeps of its prefix.
 

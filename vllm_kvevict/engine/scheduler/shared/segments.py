@@ -69,7 +69,7 @@ class SegmentCache(Entries[Segment]):
         unit: columns that a prefix is a multiple of.
         longest: the most columns of a segment.
         most, outbox: as of :class:`Entries`.
-        count: told of how many columns more there are, or fewer.
+        tell: told of how many columns more there are, or fewer.
 
     Attributes:
         columns: of all segments.
@@ -77,9 +77,9 @@ class SegmentCache(Entries[Segment]):
         lasting: columns of those that requests use to their end.
     """
 
-    def __init__(self, unit: int, longest: int, most: int, outbox: Outbox, count: Callable[[int], None]):
+    def __init__(self, unit: int, longest: int, most: int, outbox: Outbox, tell: Callable[[int], None]):
         super().__init__(most, outbox)
-        self.unit, self.longest, self._told = unit, longest, count
+        self.unit, self.longest, self._tell = unit, longest, tell
         self.columns = self.pinned = self.lasting = 0
         self._by_key: dict[Hashable, list[Segment]] = {}
         self._fresh: set[int] = set()
@@ -168,7 +168,7 @@ class SegmentCache(Entries[Segment]):
         if segment.parent is not None:
             segment.parent.children += 1
         self._count(segment, 1)
-        self._told(segment.columns)
+        self._tell(segment.columns)
 
     def cancel(self, numbers: Sequence[int]) -> Segment | None:
         """The next step makes no such segments after all, each the child of the one before; what they followed."""
@@ -253,7 +253,7 @@ class SegmentCache(Entries[Segment]):
         if segment.parent is not None:
             segment.parent.children -= 1
         self._count(segment, -1)
-        self._told(-segment.columns)
+        self._tell(-segment.columns)
         for key in () if segment.is_forgotten else segment.keys:
             found = self._by_key[key]
             found.remove(segment)

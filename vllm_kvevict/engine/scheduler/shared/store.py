@@ -5,7 +5,8 @@ many tokens with a part of the pages.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account, Need
 from vllm_kvevict.engine.scheduler.admission import Found
@@ -16,9 +17,6 @@ from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class SharedStore:
@@ -36,7 +34,7 @@ class SharedStore:
         outbox: Outbox,
         requests: Requests,
         books: Books,
-        waiting: Callable[[], Iterable["Request"]],
+        waiting: Callable[[], Iterable[Request]],
         is_on: bool,
         block: int,
     ):
@@ -56,16 +54,16 @@ class SharedStore:
 
     # Who begins with what.
 
-    def find(self, request: "Request") -> Found | None:
+    def find(self, request: Request) -> Found | None:
         """What a waiting request begins with. Modifies the order: it counts as used."""
         return self.compressed.find(request) or self.uncompressed.find(request)
 
-    def begin(self, request: "Request", account: Account) -> None:
+    def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
         self.compressed.begin(request, account)
         self.uncompressed.begin(request, account)
 
-    def tokens_found(self, request: "Request") -> int:
+    def tokens_found(self, request: Request) -> int:
         """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
         found = self.find(request)
         if found is None:
@@ -82,7 +80,7 @@ class SharedStore:
 
     # Who waits.
 
-    def is_awaited(self, request: "Request") -> bool:
+    def is_awaited(self, request: Request) -> bool:
         """Whether somebody else is reading what a waiting request begins with.
 
         Thousands may wait for the same, so that is found out once in a step: vLLM asks in its order, and who comes
@@ -100,7 +98,7 @@ class SharedStore:
         self._awaited.add(key)
         return True
 
-    def _awaited_key(self, request: "Request") -> Hashable | None:
+    def _awaited_key(self, request: Request) -> Hashable | None:
         """By what is found what a waiting request begins with and somebody else is reading; None if nobody is.
         Modifies the order, and who is urgent."""
         prefix = self.compressed.known(request)
@@ -160,7 +158,7 @@ class SharedStore:
         """Pages of each rank that requests use, or that are being stored."""
         return self._books.with_columns(self.compressed.in_use(), self._segments.pinned)
 
-    def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
+    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
         self.compressed.part_from(request.request_id, account, untold)
         self.uncompressed.part_from(request, account, untold)

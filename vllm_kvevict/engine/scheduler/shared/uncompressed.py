@@ -11,9 +11,9 @@ else needs them. Owns the segments, and who waits as this step began.
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
 from vllm_kvevict.engine.scheduler.books import Books
@@ -21,9 +21,6 @@ from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
@@ -61,7 +58,7 @@ class UncompressedPrefixes:
         outbox: Outbox,
         requests: Requests,
         books: Books,
-        waiting: Callable[[], Iterable["Request"]],
+        waiting: Callable[[], Iterable[Request]],
         is_on: bool,
         block: int,
     ):
@@ -86,21 +83,21 @@ class UncompressedPrefixes:
         """Columns that an account borrows of segments."""
         return account.borrowed[0] // self._books.ranks[0].rows if account.segment else 0
 
-    def _units(self, request: "Request", tokens: int) -> int:
+    def _units(self, request: Request, tokens: int) -> int:
         """Units in so many tokens of a request, as far as vLLM has hashed them."""
         if not self.is_on:
             return 0
         return min(tokens // self._unit, len(request.block_hashes) * self._block // self._unit)
 
-    def _units_to_find(self, request: "Request") -> int:
+    def _units_to_find(self, request: Request) -> int:
         """The most units that a waiting request may begin with."""
         most = self._requests.plan(request).most_cached(request.num_tokens)
         return self._units(request, max(0, min(most, request.num_tokens - self._requests.fewest_read)))
 
-    def _keys_of(self, request: "Request") -> Keys:
+    def _keys_of(self, request: Request) -> Keys:
         return keys_of(request.block_hashes, self._unit // self._block)
 
-    def find(self, request: "Request") -> tuple[Segment, int] | None:
+    def find(self, request: Request) -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
 
         A prompt that fits the pool only if it is evicted layer by layer begins with nothing. Modifies the order: what
@@ -119,7 +116,7 @@ class UncompressedPrefixes:
             self.segments.touch(found[0])
         return found
 
-    def _fits_alone(self, request: "Request", segment: Segment, columns: int) -> bool:
+    def _fits_alone(self, request: Request, segment: Segment, columns: int) -> bool:
         """Whether empty pools hold segments and all that a request needs besides until it does not use them any more.
 
         It keeps all of a segment from being dropped, also what it does not use of it.
@@ -135,7 +132,7 @@ class UncompressedPrefixes:
                 return False
         return True
 
-    def awaited(self, request: "Request") -> Hashable | None:
+    def awaited(self, request: Request) -> Hashable | None:
         """By what is found what another request will leave, if a request should wait for that.
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
@@ -174,7 +171,7 @@ class UncompressedPrefixes:
         """Pages of each rank that nobody holds or is promised, and those of segments that nobody uses."""
         return self._books.with_columns(self._books.left, self.segments.droppable())
 
-    def begin(self, request: "Request", account: Account) -> None:
+    def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
         if self._queue_head is not None:
             self._queue_head.pop(request.request_id, None)
@@ -186,7 +183,7 @@ class UncompressedPrefixes:
         if units * self.segments.unit > self.columns_of(account):
             self.segments.begin(request.request_id, self._keys_of(request), units)
 
-    def let_copy_if_idle(self, request: "Request", account: Account, tokens: int) -> None:
+    def let_copy_if_idle(self, request: Request, account: Account, tokens: int) -> None:
         """Let what the step reads to its eviction stay for others, if that takes only pages that nobody else needs.
 
         What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
@@ -205,7 +202,7 @@ class UncompressedPrefixes:
         if self._is_idle(request, account, account.need_at(tokens, copying)):
             account.read_on(copying)
 
-    def _is_idle(self, request: "Request", account: Account, need: Need) -> bool:
+    def _is_idle(self, request: Request, account: Account, need: Need) -> bool:
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
         held, promises = need
         soon = self._needed_soon(request, account)
@@ -215,7 +212,7 @@ class UncompressedPrefixes:
                 return False
         return True
 
-    def _needed_soon(self, request: "Request", account: Account) -> list[int]:
+    def _needed_soon(self, request: Request, account: Account) -> list[int]:
         """Pages of each rank that others may need while what is copied is held twice: to begin, or to grow until those
         that begin have been read."""
         unread, pages = self._needed_to_begin(request, account)
@@ -230,7 +227,7 @@ class UncompressedPrefixes:
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
         return pages
 
-    def _needed_to_begin(self, request: "Request", account: Account) -> tuple[int, list[int]]:
+    def _needed_to_begin(self, request: Request, account: Account) -> tuple[int, list[int]]:
         """Tokens to be read, and pages of each rank, of the first waiting requests, but those that begin with what a
         request leaves."""
         if self._queue_head is None:
@@ -261,7 +258,7 @@ class UncompressedPrefixes:
             )
         return found
 
-    def leave(self, request: "Request", account: Account, tokens: int) -> None:
+    def leave(self, request: Request, account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
         prompt = account.plan.prompt
         end = account.prefill_len if prompt is None else prompt.end
@@ -279,7 +276,7 @@ class UncompressedPrefixes:
         more = [rank.rows * (last.stop - before) for rank in self._books.ranks]
         self._books.hold(account, account.leave(last, more))
 
-    def _freeze(self, request: "Request", account: Account, tokens: int) -> Segment | None:
+    def _freeze(self, request: Request, account: Account, tokens: int) -> Segment | None:
         """Make segments of what a request has read uncompressed, up to so many tokens.
 
         Returns:
@@ -299,7 +296,7 @@ class UncompressedPrefixes:
         if account.segment is not None:
             self.segments.give_back(account.segment, account.is_lasting)
 
-    def part_from(self, request: "Request", account: Account, untold: TakenBack) -> None:
+    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may.
 
         Args:
