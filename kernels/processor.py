@@ -71,7 +71,11 @@ def fast_dtype() -> str:
 @functools.cache
 def features() -> frozenset[str]:
     """The processor's features as Linux lists them; empty where it does not."""
+    return frozenset(described("flags", "Features").split())
+
+
+def described(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; empty where it says nothing."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return frozenset(line.partition(":")[2].split())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

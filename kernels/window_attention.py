@@ -57,7 +57,7 @@ def window_attention(
     splits, lines = triton.cdiv(n, first), block_heads * padded
     shapes = (2, blocks, splits, lines), (2, blocks, lines), (heads, m)
     partial, total, out = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    where = (query, query.stride(0), query.stride(1), storage, table, table.stride(0), n, scale)
+    where = (query, *query.stride()[:2], storage, table, table.stride(0), n, scale)
     sizes = {
         "WINDOW": window,
         "GROUP": group,

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.kernels import processor
@@ -16,10 +15,7 @@ PACKAGES = ("vllm-kvevict", "vllm", "torch", "numpy")
 
 def cpu_model() -> str:
     """The processor's name, as Linux gives it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return processor.described("model name") or platform.processor()
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from tests.engine.running import Ask
 from tests.inspection.pages import read
 from vllm_kvevict.engine import inspection
 from vllm_kvevict.inspect.page import render
+from vllm_kvevict.policy_list import Entry
 
 LENGTH, BUDGET = 300, 0.2
 ASK = Ask(LENGTH)
@@ -12,7 +13,9 @@ TEXT = " ".join(f"w{token}" for token in ASK.prompt)
 
 def page_of(llm, policies, budget=BUDGET, prefix_len=None):
     """The data of the page that shows what an engine keeps of the prompt."""
-    return read(render(inspection.read(llm, "tiny", TEXT, policies, budget, prefix_len)))
+    entries = [Entry(policy) for policy in policies]
+    wanted = inspection.Wanted("tiny", TEXT, entries, budget, prefix_len)
+    return read(render(inspection.read(llm, wanted)))
 
 
 def kept_by(answer, layers, heads, n, length):

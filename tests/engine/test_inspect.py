@@ -13,6 +13,7 @@ from tests.inspection.pages import read as read_page
 from vllm_kvevict.engine import inspection
 from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policies import available
+from vllm_kvevict.policy_list import Entry
 
 pytestmark = pytest.mark.engine
 POLICIES = ["ada-snapkv", "kvzip", "snapkv", "take"]
@@ -59,7 +60,8 @@ def test_a_prompt_that_is_hard_to_show(llm):
     """Its words are in the tokenizer's vocabulary; what is not of it stands between them."""
     hostile = "</script>\r\n<b>\0 & \\ \U0001f600 \u202e \u05e9\u05dc\u05d5\u05dd \ufeff\r"
     text = hostile.join(TEXT.split()[:100])
-    page = read_page(render(inspection.read(llm, "tiny", text, ["snapkv"], BUDGET)))
+    wanted = inspection.Wanted("tiny", text, [Entry("snapkv")], BUDGET)
+    page = read_page(render(inspection.read(llm, wanted)))
     assert "".join(page["token_texts"]) == text
 
 
@@ -154,4 +156,5 @@ def test_the_user_may_choose_the_memory(chosen, space, gets, models, monkeypatch
     config = {"min_prompt": 0, "scope": "prompt", "policies": POLICIES[1:]}
     ours = {"kv_eviction": POLICIES[0], "kv_budget": BUDGET, "kv_eviction_config": config}
     settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, **ours, **chosen}
-    assert inspection._kv_memory(str(models("llama")), POLICIES, BUDGET, None, settings) == gets
+    wanted = inspection.Wanted(str(models("llama")), "", [Entry(policy) for policy in POLICIES], BUDGET)
+    assert inspection._kv_memory(wanted, settings) == gets

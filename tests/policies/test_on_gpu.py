@@ -19,7 +19,8 @@ BY_MEAN = [
     for policy in available()
     if EvictionConfig(
         policy, defaults="paper", **{} if policy == "full" else {"keep_ratio": 0.5}
-    ).scores_by_mean
+    ).combines_rows_by
+    == "mean"
 ]
 
 
@@ -83,7 +84,7 @@ def test_the_mean_stands_in_for_queries_and_keys(policy):
 @pytest.mark.parametrize("how", ["max", "recent"])
 def test_the_mean_does_not_stand_in_for_a_maximum(policy, how):
     config, other = (EvictionConfig(policy, budget=40, rows=rows) for rows in (how, "mean"))
-    assert not config.scores_by_mean and config.combines_rows_by == how and other.scores_by_mean
+    assert (config.combines_rows_by, other.combines_rows_by) == (how, "mean")
     inputs = _inputs(1)
     expected = decide(config, inputs)
     given = [_received(config, x) for x in inputs]

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
+from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
 from vllm_kvevict.engine.errors import finds_none, in_one_line
 from vllm_kvevict.engine.frontend import checks, command_line, plugin
 from vllm_kvevict.engine.parameters import policy_config
@@ -92,11 +92,9 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
 
 def _with_options(args: Any, options: Options) -> Any:
     """The arguments with these options in the place of all that asks for eviction."""
-    engine = {name: getattr(options, name) for name in ENGINE_DEFAULTS}
-    settings = {"policy": options.policy, "budget": options.budget, **engine, **options.params}
     changed = copy.copy(args)
     changed.kv_eviction = changed.kv_budget = changed.kv_eviction_config = None
-    changed.additional_config = {**(args.additional_config or {}), KEY: settings}
+    changed.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
     return changed
 
 

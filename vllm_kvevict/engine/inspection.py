@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,20 +48,11 @@ def parse_engine_arguments(program: str, words: Sequence[str]) -> dict[str, Any]
     return {name: value for name, value in given.items() if value != parser.get_default(name)}
 
 
-def inspect(
-    model: str,
-    text: str,
-    policies: Sequence[Entry],
-    budget: float,
-    prefix_len: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Inspection:
-    """Read a prompt once with each policy and see what it keeps.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be seen.
 
-    An engine takes parameters for one policy only, at its start: each of the others that has its own gets an engine.
-
-    Args:
+    Attributes:
         model: folder or Hugging Face id.
         text: of the prompt.
         policies: without doubles; parameters in ``arguments["kv_eviction_config"]`` are those of the first, which has
@@ -70,85 +61,81 @@ def inspect(
         prefix_len: choose among so many first tokens, and keep the others.
         arguments: of vLLM's engine.
         tell: is told what goes on.
+    """
+
+    model: str
+    text: str
+    policies: Sequence[Entry]
+    budget: float
+    prefix_len: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tell: Callable[[str], None] = lambda line: None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Entries of ``--kv-eviction-config``."""
+        return dict(self.arguments.get("kv_eviction_config") or {})
+
+    def fields(self, policy: Entry) -> dict[str, Any]:
+        """What a request with one of the policies says."""
+        fields: dict[str, Any] = {"kv_eviction": policy.policy, "kv_budget": self.budget}
+        return fields if self.prefix_len is None else fields | {"kv_prefix_len": self.prefix_len}
+
+
+def inspect(wanted: Wanted) -> Inspection:
+    """Read a prompt once with each policy and see what it keeps.
+
+    An engine takes parameters for one policy only, at its start: each of the others that has its own gets an engine.
 
     Raises:
         ValueError: the prompt, a policy or an argument cannot be served.
         RuntimeError: vLLM does not start.
     """
-    given = dict(arguments or {})
-    plain = [entry for entry in policies if not entry.texts]
-    found = _inspected(model, text, plain, budget, prefix_len, given, tell)
+    plain = [entry for entry in wanted.policies if not entry.texts]
+    found = _inspected(replace(wanted, policies=plain))
     kept = dict(zip(plain, found.kept, strict=True))
-    options = given.get("kv_eviction_config") or {}
-    for entry in policies:
+    for entry in wanted.policies:
         if entry.texts:
-            own = {
-                name: value for name, value in options.items() if name in ENGINE_DEFAULTS
-            } | entry.parameters
-            asked = {**given, "kv_eviction_config": own}
-            kept[entry] = _inspected(model, text, [entry], budget, prefix_len, asked, tell).kept[0]
-    return replace(found, kept=[replace(kept[entry], policy=str(entry)) for entry in policies])
+            of_engine = {name: value for name, value in wanted.options.items() if name in ENGINE_DEFAULTS}
+            asked = {**wanted.arguments, "kv_eviction_config": of_engine | entry.parameters}
+            kept[entry] = _inspected(replace(wanted, policies=[entry], arguments=asked)).kept[0]
+    return replace(found, kept=[replace(kept[entry], policy=str(entry)) for entry in wanted.policies])
 
 
-def _inspected(
-    model: str,
-    text: str,
-    entries: Sequence[Entry],
-    budget: float,
-    prefix_len: int | None,
-    arguments: Mapping[str, Any],
-    tell: Callable[[str], None],
-) -> Inspection:
+def _inspected(wanted: Wanted) -> Inspection:
     """What an engine shows whose own policy is the first."""
-    names = [entry.policy for entry in entries]
-    tell(f"starting vLLM with {model}" + (f" for {entries[0]}" if entries[0].texts else ""))
-    with _engine(model, names, budget, prefix_len, arguments) as llm:
-        return read(llm, model, text, names, budget, prefix_len, tell)
+    first = wanted.policies[0]
+    wanted.tell(f"starting vLLM with {wanted.model}" + (f" for {first}" if first.texts else ""))
+    with _engine(wanted) as llm:
+        return read(llm, wanted)
 
 
-def read(
-    llm: LLM,
-    model: str,
-    text: str,
-    policies: Sequence[str],
-    budget: float,
-    prefix_len: int | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Inspection:
+def read(llm: LLM, wanted: Wanted) -> Inspection:
     """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
-    prompt = tokenize(llm.get_tokenizer(), text)
+    prompt = tokenize(llm.get_tokenizer(), wanted.text)
     if not prompt.ids:
         raise ValueError("the prompt has no tokens")
-    tell(f"the prompt has {len(prompt.ids):,} tokens")
+    wanted.tell(f"the prompt has {len(prompt.ids):,} tokens")
     ranks = llm.collective_rpc(recording.layout)
     layers = sorted({layer for rank in ranks for layer in rank.layers})
     shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
     kept = []
-    for policy in policies:
-        fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": budget}
-        if prefix_len is not None:
-            fields["kv_prefix_len"] = prefix_len
-        kept.append(Kept(policy, budget, _mask(llm, prompt, fields, shape)))
-        tell(f"{policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
-    evicted = len(prompt.ids) if prefix_len is None else prefix_len
-    return Inspection(model, prompt, evicted, layers, ranks[0].page_size, ranks[0].page_bytes, kept)
+    for entry in wanted.policies:
+        kept.append(Kept(entry.policy, wanted.budget, _mask(llm, prompt, wanted.fields(entry), shape)))
+        wanted.tell(f"{entry.policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
+    evicted = len(prompt.ids) if wanted.prefix_len is None else wanted.prefix_len
+    return Inspection(wanted.model, prompt, evicted, layers, ranks[0].page_size, ranks[0].page_bytes, kept)
 
 
 @contextlib.contextmanager
-def _engine(
-    model: str, policies: Sequence[str], budget: float, prefix_len: int | None, arguments: Mapping[str, Any]
-) -> Iterator[LLM]:
+def _engine(wanted: Wanted) -> Iterator[LLM]:
     """An engine that evicts with the first policy and lets requests name the others, however short they are."""
-    config = {
-        **(arguments.get("kv_eviction_config") or {}),
-        "min_prompt": 0,
-        "scope": "prompt",
-        "policies": list(dict.fromkeys(policies[1:])),
-    }
-    ours = {"kv_eviction": policies[0], "kv_budget": budget, "kv_eviction_config": config}
-    settings = {**QUIET, **arguments, **ours}
+    own, *others = (entry.policy for entry in wanted.policies)
+    config = {**wanted.options, "min_prompt": 0, "scope": "prompt", "policies": list(dict.fromkeys(others))}
+    ours = {"kv_eviction": own, "kv_budget": wanted.budget, "kv_eviction_config": config}
+    settings = {**QUIET, **wanted.arguments, **ours}
     try:
-        llm = LLM(model, **settings, **_kv_memory(model, policies, budget, prefix_len, settings))
+        llm = LLM(wanted.model, **settings, **_kv_memory(wanted, settings))
     except KVEvictionError:
         raise
     except Exception as error:
@@ -164,9 +151,7 @@ def _engine(
         gc.collect()  # engines refer to themselves, and another one may follow
 
 
-def _kv_memory(
-    model: str, policies: Sequence[str], budget: float, prefix_len: int | None, settings: Mapping[str, Any]
-) -> dict[str, int]:
+def _kv_memory(wanted: Wanted, settings: Mapping[str, Any]) -> dict[str, int]:
     """On a CPU, the KV memory that one prompt of the longest length needs with any of the policies.
 
     By itself vLLM would take nearly all memory of the machine. Nothing where the user has chosen; where there is less
@@ -174,13 +159,14 @@ def _kv_memory(
     """
     if any(settings.get(name) is not None for name in MEMORY_ARGUMENTS) or not current_platform.is_cpu():
         return {}
-    config = EngineArgs(model=model, **settings).create_engine_config(UsageContext.LLM_CLASS)
+    config = EngineArgs(model=wanted.model, **settings).create_engine_config(UsageContext.LLM_CLASS)
     if config.cache_config.kv_cache_memory_bytes is not None:  # by vLLM's environment variable
         return {}
     options, tokens = require_options(config), config.model_config.max_model_len
-    asked: list[dict[str, Any]] = [{"kv_eviction": policy, "kv_budget": budget} for policy in policies]
-    if prefix_len is not None and prefix_len <= tokens:
-        asked += [{**fields, "kv_prefix_len": prefix_len} for fields in asked]
+    whole = replace(wanted, prefix_len=None)
+    asked = [whole.fields(entry) for entry in wanted.policies]
+    if wanted.prefix_len is not None and wanted.prefix_len <= tokens:
+        asked += [wanted.fields(entry) for entry in wanted.policies]
     # vLLM's check at start-up asks for the longest prompt with the engine's own policy.
     plans = [options.plan(tokens), *(options.plan(tokens, fields) for fields in asked)]
     needed = bytes_for(config, plans, tokens)

@@ -123,21 +123,11 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list]
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        self.counters = {
-            name: self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self.evictions = self._counter_cls(
-            name=PREFIX + "evictions",
-            documentation="Requests evicted, by policy.",
-            labelnames=[*labelnames, "policy"],
-        )
+        self.counters = {name: self._counter(name, text, labelnames) for name, text in COUNTERS.items()}
+        self.evictions = self._counter("evictions", "Requests evicted, by policy.", [*labelnames, "policy"])
         # The front-end counts them before it is known which engine a request goes to.
-        self.kept_whole = self._counter_cls(
-            name=PREFIX + "chats_kept_whole",
-            documentation="Chats that scope prefix keeps whole, by reason.",
-            labelnames=[labelnames[0], "reason"],
-        )
+        about = "Chats that scope prefix keeps whole, by reason."
+        self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
         self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
             name: self._histogram_cls(
@@ -145,21 +135,9 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self.cached_entries = self._gauge_cls(
-            name=PREFIX + "cached_entries",
-            documentation="Compressed prefixes that are cached; after a reset, those that several requests still use.",
-            multiprocess_mode="mostrecent",
-            labelnames=labelnames,
-        )
-        self.gauges = {
-            name: self._gauge_cls(
-                name=PREFIX + name,
-                documentation=text,
-                multiprocess_mode="mostrecent",
-                labelnames=[*labelnames, "rank"],
-            )
-            for name, text in GAUGES.items()
-        }
+        about = "Compressed prefixes that are cached; after a reset, those that several requests still use."
+        self.cached_entries = self._gauge("cached_entries", about, labelnames)
+        self.gauges = {name: self._gauge(name, text, [*labelnames, "rank"]) for name, text in GAUGES.items()}
         # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
         for labels in per_engine.values():
             for metric in (*self.counters.values(), *self.histograms.values(), self.cached_entries):
@@ -170,6 +148,15 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         for reason in KEPT_WHOLE:
             self.kept_whole.labels(self.model_name, reason)
         EvictionPromMetrics.of_process = self
+
+    def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
+        return self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
+
+    def _gauge(self, name: str, text: str, labelnames: list[str]) -> Any:
+        mode = "mostrecent"
+        return self._gauge_cls(
+            name=PREFIX + name, documentation=text, multiprocess_mode=mode, labelnames=labelnames
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -169,7 +169,8 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
         if name in given:
             raise ValueError(f"--{name.replace('_', '-')} is not an argument of this command: use {ours}")
     try:
-        return inspection.inspect(args.model, text, policies, budget, args.prefix_len, given, _tell)
+        wanted = inspection.Wanted(args.model, text, policies, budget, args.prefix_len, given, _tell)
+        return inspection.inspect(wanted)
     except (ValueError, RuntimeError) as error:
         raise ValueError(_by_our_names(str(error))) from error
 

@@ -15,7 +15,7 @@ play no part.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .config import EvictionConfig
 from .heads import best_of_each_layer
 from .inputs import ROTARY, TILE_SUMS
 from .layer import Comm, LayerInputs, LayerScores
-from .params import MILLION, ParamValue, first_tokens, integer, limited, real, server_only
+from .params import MILLION, check_some_stay, first_tokens, integer, limited, real, server_only
 from .registry import Policy, register
 from .tiles import tile_sums
 
@@ -36,12 +36,6 @@ PARAMETERS = (
     server_only(integer("leverage_chunk", 512, 1)),
     limited(real("blend", 0.5), MILLION),
 )
-
-
-def _check(values: Mapping[str, ParamValue]) -> None:
-    """Raise ValueError where a head could be left with nothing."""
-    if values["sinks"] == values["window"] == 0:
-        raise ValueError("sinks and window must not both be 0: every KV head must keep a token")
 
 
 def score(
@@ -113,7 +107,7 @@ register(
         needs=(ROTARY, TILE_SUMS),
         heads_compete=True,
         always_kept=("window", "sinks"),
-        check=_check,
+        check=check_some_stay,
         url="https://arxiv.org/abs/2507.08143",
     )
 )

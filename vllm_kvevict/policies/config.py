@@ -128,11 +128,6 @@ class EvictionConfig:
         return rows if Q_WINDOW in self.inputs else None
 
     @property
-    def scores_by_mean(self) -> bool:
-        """Whether LayerInputs.window_mean can stand in for queries and keys."""
-        return self.combines_rows_by == "mean"
-
-    @property
     def heads_compete(self) -> bool:
         """Whether the KV heads of a layer share its budget."""
         return lookup(self.policy).heads_compete

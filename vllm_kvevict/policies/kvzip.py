@@ -18,8 +18,6 @@ asked for at small budgets). The rows attend to all of the prompt (kvzip_sees=al
 over which scores are taken (chunk), which is cheaper.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
 from .inputs import Q_WINDOW, REPEATED
 from .layer import Comm, LayerInputs, LayerScores
-from .params import KERNEL, POOLING, SINKS, ParamValue, choice, integer, measured, server_only, unless
+from .params import KERNEL, POOLING, SINKS, check_some_stay, choice, integer, measured, server_only, unless
 from .registry import Policy, register
 
 MIN_CHUNK = 64
@@ -76,11 +74,6 @@ def score(
     return LayerScores(layer, num_layers, inputs.num_kv_heads, scores, device=scores.device)
 
 
-def _check(params: Mapping[str, ParamValue]) -> None:
-    if not params["sinks"] and not params["window"]:
-        raise ValueError("sinks and window must not both be 0: every KV head must keep a token")
-
-
 register(
     Policy(
         "kvzip",
@@ -101,7 +94,7 @@ register(
         window_rows="max",
         schedule="by repeat",
         always_kept=("sinks", "window"),
-        check=_check,
+        check=check_some_stay,
         url="https://arxiv.org/abs/2505.23416",
     )
 )

@@ -1,7 +1,7 @@
 """Policy parameters: name, default and accepted values, shared by every policy that has them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
@@ -98,22 +98,22 @@ def integer(name: str, default: int, minimum: int, *, odd: bool = False) -> Para
 
 def unit_interval(name: str, default: float) -> Parameter:
     """A parameter that takes numbers in [0, 1]."""
-
-    def convert(value: object) -> float | None:
-        number = to_float(value)
-        return number if number is not None and 0 <= number <= 1 else None
-
-    return Parameter(name, default, "a number in [0, 1]", convert)
+    return _number(name, default, "in [0, 1]", lambda number: 0 <= number <= 1)
 
 
 def real(name: str, default: float, *, positive: bool = False) -> Parameter:
     """A parameter that takes finite numbers >= 0, or > 0."""
+    if positive:
+        return _number(name, default, "> 0", lambda number: number > 0)
+    return _number(name, default, ">= 0", lambda number: number >= 0)
 
+
+def _number(name: str, default: float, which: str, accepts: Callable[[float], bool]) -> Parameter:
     def convert(value: object) -> float | None:
         number = to_float(value)
-        return number if number is not None and (number > 0 or (number == 0 and not positive)) else None
+        return number if number is not None and accepts(number) else None
 
-    return Parameter(name, default, f"a number {'>' if positive else '>='} 0", convert)
+    return Parameter(name, default, f"a number {which}", convert)
 
 
 def flag(name: str) -> Parameter:
@@ -163,6 +163,12 @@ def kernel_width(default: int) -> Parameter:
 def first_tokens(default: int) -> Parameter:
     """The number of first tokens that stay."""
     return limited(integer("sinks", default, 0), MILLION)
+
+
+def check_some_stay(values: Mapping[str, ParamValue]) -> None:
+    """Raise ValueError where a head could be left with nothing."""
+    if values["sinks"] == values["window"] == 0:
+        raise ValueError("sinks and window must not both be 0: every KV head must keep a token")
 
 
 def choice(name: str, *values: str) -> Parameter:

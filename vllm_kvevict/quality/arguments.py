@@ -121,8 +121,7 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
 
 def _check_fidelity(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse what cannot be measured, and fill in defaults."""
-    least = {"samples": 1, "answer_tokens": 2, "top": 1, "concurrency": 1, "tries": 1}
-    check_least(parser, arguments, {**least, "min_prompt": 0, "timeout": 0, "backoff": 0})
+    check_least(parser, arguments)
     if arguments.prompts and (wrong := [f"--{n}" for n in ("tasks", *OF_TEXT) if getattr(arguments, n)]):
         parser.error(f"{', '.join(wrong)} cannot be combined with --prompts")
     check_real_texts(parser, arguments)
@@ -241,17 +240,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--questions above 1 cannot be combined with --suite or --depths")
     if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
         parser.error("--depths must lie between 0 and 1")
-    least = {
-        "samples": 1,
-        "questions": 1,
-        "concurrency": 1,
-        "tries": 1,
-        "slack": 0,
-        "min_prompt": 0,
-        "timeout": 0,
-        "backoff": 0,
-    }
-    check_least(parser, arguments, least)
+    check_least(parser, arguments)
     arguments.lengths = arguments.lengths or [LENGTH]
     if any(length < 1 for length in arguments.lengths):
         parser.error("--lengths must be positive")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.quality import tasks
+from vllm_kvevict.quality.results import Sampled
 from vllm_kvevict.quality.suites import SuiteSample, load
 
 TOKENS_PER_WORD = 3
@@ -21,14 +22,10 @@ PROBES = ("what ?", "count ?")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sampled):
     """One question about one text.
 
     Attributes:
-        task: its family; of a suite, SUITE/TASK.
-        length: asked for, in words, or of real texts in tokens; None if nobody says.
-        depth: asked for; None for a random one.
-        index: of the sample among those with the same task, length and depth.
         context: the text.
         question: what is asked behind the text.
         expected: what a reply should contain.
@@ -40,10 +37,6 @@ class Case:
         turns: messages of a chat before all this, each a role and what it says.
     """
 
-    task: str
-    length: int | None
-    depth: float | None
-    index: int
     context: str
     question: str
     expected: tuple[str, ...]
@@ -57,11 +50,6 @@ class Case:
     def has_prefix(self) -> bool:
         """Whether anything comes before the question."""
         return bool(self.context or self.turns)
-
-    @property
-    def sample(self) -> tuple[str, int | None, float | None, int]:
-        """What names it."""
-        return (self.task, self.length, self.depth, self.index)
 
     def prompt(self, question: str | None = None) -> dict[str, Any]:
         """What the API calls it, with the case's own question or another one: a chat or a text to complete."""

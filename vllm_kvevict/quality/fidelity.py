@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_kvevict.quality.results import FULL, Cell, Column, Measure, OfSample, Sample, Settings
+from vllm_kvevict.quality.results import FULL, Cell, Column, Measure, Record, Sample, Sampled, Settings
 
 ANSWERS, FIDELITY, FIDELITY_SETTINGS = "answers.jsonl", "fidelity.jsonl", "fidelity-settings.json"
 FLOOR = 0.99
@@ -57,7 +57,7 @@ class FidelitySettings(Settings):
 
 
 @dataclass(frozen=True)
-class Answer(OfSample):
+class Answer(Sampled, Record):
     """What the full cache says.
 
     Attributes:
@@ -112,8 +112,9 @@ class Fidelity(Cell):
 
     def measure(self, values: Sequence[float]) -> Measure:
         """The mean of some values over the tokens."""
-        cell = (*self.sample, self.policy, self.budget, self.scope)
-        return Measure(*cell, score=sum(values) / len(values), evict_at=self.evict_at)
+        return Measure(
+            *self.sample, *self.column.key, score=sum(values) / len(values), evict_at=self.evict_at
+        )
 
 
 def first_counted(column: Column) -> int:
@@ -134,10 +135,8 @@ def score(
     full = [{int(token): value for token, value in row.items()} for row in answer.choices]
     pairs = [(full[i], rows[i], answer.tokens[i]) for i in places]
     return Fidelity(
-        *answer.key,
-        policy=column.policy,
-        budget=column.budget,
-        scope=column.scope,
+        *answer.sample,
+        *column.key,
         first=first,
         agrees=tuple(found[token] >= max(found.values()) for _, found, token in pairs),
         differences=tuple(round(found[token] - own[token], 6) for own, found, token in pairs),

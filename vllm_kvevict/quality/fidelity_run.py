@@ -1,9 +1,8 @@
 """Let the full cache answer, and score its answers with each column, as far as that is not done yet."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
@@ -105,9 +104,8 @@ class FidelityDriver:
                 on_done()
         except RefusedError as error:
             advice = f" (--top {self.job.top} needs a server with at least as many --{NO_LIST})"
-            raise EndpointError(
-                f"{error} (asked: {case}){advice if NO_LIST in _dashed(error) else ''}"
-            ) from None
+            lists_are_short = NO_LIST in str(error).replace("_", "-")
+            raise EndpointError(f"{error} (asked: {case}){advice if lists_are_short else ''}") from None
 
     async def answer(self, case: Case, prompt: list[int]) -> Answer:
         """What the full cache says; of an earlier run, if there was one."""
@@ -164,19 +162,11 @@ async def forced(
         raise EndpointError(
             f"{endpoint.url} does not answer with prompt_logprobs, which only vLLM's servers do"
         )
-    return [_choices(row) for row in rows[len(prompt) :]]
-
-
-def _choices(row: Mapping[str, Any]) -> Choices:
-    return {int(token): entry["logprob"] for token, entry in row.items()}
+    return [{int(token): entry["logprob"] for token, entry in row.items()} for row in rows[len(prompt) :]]
 
 
 def _any_prefix(columns: Sequence[Column]) -> bool:
     return any(column.scope == "prefix" for column in columns)
-
-
-def _dashed(error: Exception) -> str:
-    return str(error).replace("_", "-")
 
 
 async def run_fidelity(job: FidelityJob, console: Console) -> int:

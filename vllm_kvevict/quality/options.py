@@ -1,14 +1,13 @@
 """Options that the commands of ``vllm-kvevict quality`` share."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvevict.policy_list import GRAMMAR, parse
 from vllm_kvevict.quality.questions import TASKS
-from vllm_kvevict.quality.results import FULL
+from vllm_kvevict.quality.results import FULL, SCOPES
 
-SCOPES = ("prompt", "prefix")
 POLICIES = (
     FULL,
     "streaming-llm",
@@ -24,6 +23,13 @@ POLICIES = (
 TOKENS = 1024
 FORMS = ("chat", "plain")
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
+ONES = ("samples", "questions", "top", "concurrency", "tries")
+LEAST = {
+    **dict.fromkeys(ONES, 1),
+    **dict.fromkeys(("slack", "min_prompt", "timeout", "backoff"), 0),
+    "answer_tokens": 2,
+}
+"""The least that an argument may be, by its name; commands have some of them."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -189,11 +195,9 @@ def parse_policy(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_least(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: Mapping[str, int]
-) -> None:
-    """Refuse numbers below a bound; those that were not given are None."""
-    for name, bound in least.items():
-        value = getattr(arguments, name)
+def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse numbers below their bound; those that were not given are None."""
+    for name, bound in LEAST.items():
+        value = getattr(arguments, name, None)
         if value is not None and value < bound:
             parser.error(f"--{name.replace('_', '-')} must be at least {bound}")

@@ -14,6 +14,7 @@ from vllm_kvevict.policy_list import parse
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 FULL = "full"
+SCOPES = ("prompt", "prefix")
 
 
 class ResultsError(RuntimeError):
@@ -36,6 +37,11 @@ class Column:
     scope: str | None = None
 
     @property
+    def key(self) -> tuple[str, float | None, str | None]:
+        """Its fields, by which records name it."""
+        return self.policy, self.budget, self.scope
+
+    @property
     def asked(self) -> str:
         """The policy as requests name it."""
         return parse(self.policy).policy
@@ -52,6 +58,28 @@ class Column:
 Sample = tuple[str, int | None, float | None, int]
 """Task, length, depth and index."""
 Key = tuple[Sample, Column]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sample, or what came of it.
+
+    Attributes:
+        task: its family; of a suite, SUITE/TASK.
+        length: asked for, in words, or of real texts in tokens; None if nobody says.
+        depth: asked for; None for a random one.
+        index: of the sample among those with the same task, length and depth.
+    """
+
+    task: str
+    length: int | None
+    depth: float | None
+    index: int
+
+    @property
+    def sample(self) -> Sample:
+        """What names it."""
+        return (self.task, self.length, self.depth, self.index)
 
 
 @dataclass(frozen=True)
@@ -96,21 +124,7 @@ def _kinds(cls: type[Record]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class OfSample(Record):
-    """What came of one sample, which its first four fields name."""
-
-    task: str
-    length: int | None
-    depth: float | None
-    index: int
-
-    @property
-    def sample(self) -> Sample:
-        return (self.task, self.length, self.depth, self.index)
-
-
-@dataclass(frozen=True)
-class Cell(OfSample):
+class Cell(Sampled, Record):
     """What came of one sample in one column, which `policy`, `budget` and `scope` name."""
 
     policy: str

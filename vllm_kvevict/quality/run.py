@@ -177,13 +177,8 @@ class Driver:
     ) -> Result:
         evict_at = None if column.budget is None else fields.get("kv_prefix_len", reply.prompt_tokens)
         return Result(
-            task=case.task,
-            length=case.length,
-            depth=case.depth,
-            index=case.index,
-            policy=column.policy,
-            budget=column.budget,
-            scope=column.scope,
+            *case.sample,
+            *column.key,
             score=case.score(reply.text),
             reply=reply.text,
             expected=case.expected,

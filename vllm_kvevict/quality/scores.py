@@ -6,13 +6,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from vllm_kvevict.quality.results import FULL, Column, Measure, Result, Sample
+from vllm_kvevict.quality.results import FULL, SCOPES, Column, Measure, Result, Sample
 
 RESAMPLES = 10_000
 NONE = "-"
 """Stands in tables for what was not measured."""
 
-SCOPES = ("prompt", "prefix")
 S = TypeVar("S", Result, Measure)
 Columns = Column | Sequence[Column]
 Group = tuple[int, str | int]

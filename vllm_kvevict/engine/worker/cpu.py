@@ -136,21 +136,18 @@ class CPUPages:
         )
         times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
         what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
+        found = what, level(), times.kernel / times.op
         if times.kernel <= times.op:
             logger.info(
                 "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as "
                 "vLLM's attention here",
-                what,
-                level(),
-                times.kernel / times.op,
+                *found,
             )
             return True
         logger.warning(
             "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f "
             "times as long here",
-            what,
-            level(),
-            times.kernel / times.op,
+            *found,
         )
         return False
 

@@ -1,10 +1,13 @@
 """Output projections of a vLLM model, for policies that ask what a value contributes to the residual stream."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class OutputProjections:
@@ -45,15 +48,18 @@ class OutputProjections:
 
 def _projections(model: nn.Module, attentions: Sequence[nn.Module]) -> list[RowParallelLinear | None]:
     """The only unquantized row-parallel layer beside each attention layer, None where there is no such one."""
-    beside = {
-        id(child): [x for x in parent.children() if isinstance(x, RowParallelLinear)]
+    found: list[RowParallelLinear | None] = []
+    for layers in beside(model, attentions, RowParallelLinear):
+        candidates = [x for x in layers if isinstance(x.quant_method, UnquantizedLinearMethod)]
+        found.append(candidates[0] if len(candidates) == 1 else None)
+    return found
+
+
+def beside(model: nn.Module, attentions: Sequence[nn.Module], kind: type[Module]) -> list[list[Module]]:
+    """The modules of a kind that the holder of each attention layer holds, too."""
+    held = {
+        id(child): [x for x in parent.children() if isinstance(x, kind)]
         for parent in model.modules()
         for child in parent.children()
     }
-    found: list[RowParallelLinear | None] = []
-    for attention in attentions:
-        candidates = [
-            x for x in beside.get(id(attention), ()) if isinstance(x.quant_method, UnquantizedLinearMethod)
-        ]
-        found.append(candidates[0] if len(candidates) == 1 else None)
-    return found
+    return [held.get(id(attention), []) for attention in attentions]

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
+from vllm_kvevict.engine.worker.projection import beside
 from vllm_kvevict.policies import Rotary
 
 KNOWN = (
@@ -58,12 +59,7 @@ class ModelRotary:
 
 def _shared(model: nn.Module, attentions: Sequence[nn.Module]) -> RotaryEmbedding | None:
     """The only rotary embedding beside every attention layer; None where there is none, or several, or another kind."""
-    beside = {
-        id(child): [x for x in parent.children() if isinstance(x, RotaryEmbeddingBase)]
-        for parent in model.modules()
-        for child in parent.children()
-    }
-    found = [beside.get(id(attention), []) for attention in attentions]
+    found = beside(model, attentions, RotaryEmbeddingBase)
     distinct = {id(x): x for each in found for x in each}
     if not all(found) or len(distinct) != 1:
         return None

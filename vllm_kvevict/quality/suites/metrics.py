@@ -26,26 +26,11 @@ Pair = Callable[..., float]
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-CHINESE_RANGES = (
-    (0x2013, 0x2014),
-    (0x2018, 0x2019),
-    (0x201B, 0x201F),
-    (0x2026, 0x2027),
-    (0x3001, 0x3003),
-    (0x300B, 0x3011),
-    (0x3014, 0x301F),
-    (0x3030, 0x3030),
-    (0x303E, 0x303F),
-    (0xFE4F, 0xFE4F),
-    (0xFF01, 0xFF0D),
-    (0xFF0F, 0xFF0F),
-    (0xFF1A, 0xFF20),
-    (0xFF3B, 0xFF40),
-    (0xFF5B, 0xFF64),
+CHINESE = (
+    "–—‘’‛“”„‟…‧、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿﹏"  # noqa: RUF001
+    "！＂＃＄％＆＇（）＊＋，－／：；＜＝＞？＠［＼］＾＿｀｛｜｝～｟｠｡｢｣､"  # noqa: RUF001
 )
-CHINESE_PUNCTUATION = PUNCTUATION | {
-    code: None for first, last in CHINESE_RANGES for code in range(first, last + 1)
-}
+CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE)
 
 
 def best(reply: str, answers: Sequence[Any], pair: Pair, first_line: bool = False) -> float:
