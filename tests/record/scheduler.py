@@ -14,8 +14,10 @@ from tests.engine import hostile_loads, loads
 from tests.engine.loads import Load
 from tests.engine.simulation import Simulation
 from tests.engine.test_scheduler import with_room_for_repeats
+from vllm_kvevict.policies.cuts import Question
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.reports import Answer
 
 SEEDS = 16
 TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
@@ -117,7 +119,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
         "preempted": sorted(output.preempted_req_ids or ()),
         "drops": numbers.by_kind(message.drops),
         "blocks": [message.new_blocks, message.lost_blocks],
-        "answers": {name: repr(answer) for name, answer in message.answers.items()},
+        "answers": {name: _answer(answer) for name, answer in message.answers.items()},
         "admitted": [_admission(admission, numbers) for admission in message.admissions],
         "stores": {name: numbers.of(number) for name, number in message.stores.items()},
         "freezes": {
@@ -131,6 +133,16 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
         "ledger": [ledger.books.used, ledger.books.promised, ledger.books.held],
     }
     return json.dumps({name: value for name, value in step.items() if value})
+
+
+def _answer(answer: Answer) -> str:
+    """By the names that answers had when the record was written."""
+    said = answer.said
+    if isinstance(said, Question):
+        return f"CutQuestion(epoch={answer.epoch}, question={said!r})"
+    if isinstance(said, int):
+        return f"Cut(epoch={answer.epoch}, key={said})"
+    return f"LayerBudgets(epoch={answer.epoch}, budgets={said!r})"
 
 
 def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
