@@ -2,13 +2,11 @@
 
 import contextlib
 import gc
-import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo
@@ -18,9 +16,9 @@ import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.v1.executor import multiproc_executor
 
 import vllm_kvevict.engine.worker.cpu  # noqa: F401
+from tests.engine.quick_starts import forked_processes
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -102,9 +100,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     with (
         # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
         torch._dynamo.config.patch(disable=settings["enforce_eager"]),
-        # On CPUs vLLM starts each worker anew, whatever its settings say: for longer than these tests take, and without
-        # what a test has changed in this process.
-        mock.patch.object(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork")),
+        forked_processes(),
     ):
         llm = LLM(
             str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
@@ -115,7 +111,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()  # engines refer to themselves, and each holds its KV memory
-            gc.freeze()  # as after the tests were collected; vLLM has just undone that
+            gc.freeze()  # what is left was imported, and is not looked through again
 
 
 @contextlib.contextmanager

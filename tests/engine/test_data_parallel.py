@@ -8,6 +8,7 @@ from vllm import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.engine.quick_starts import forked_processes
 from tests.engine.running import Ask, evicting_engine, run
 
 ENGINES = 2
@@ -28,7 +29,8 @@ async def _engines(model, eviction):
         kv_cache_memory_bytes=1 << 22,
         **SETTINGS,
     )
-    llm = AsyncLLM.from_engine_args(args)
+    with forked_processes():
+        llm = AsyncLLM.from_engine_args(args)
     try:
         yield llm
     finally:
