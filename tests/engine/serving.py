@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.engine.forks import Forked, fork
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = str(Path(sys.executable).with_name("vllm"))
@@ -47,6 +50,19 @@ def command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.
         text=True,
         timeout=timeout,
     )
+
+
+def forked_command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ``vllm-kvevict`` or ``vllm`` to its end, forked from a process that has imported vLLM."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        forked = fork([str(word) for word in words], ENVIRONMENT | env, output, errors)
+        try:
+            code = forked.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(forked.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
 
 
 ON_REQUEST = (
@@ -87,8 +103,17 @@ class Server:
         self.environment = ENVIRONMENT | dict(env or {})
 
     def __enter__(self) -> "Server":
+        self.process = self._start()
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> "subprocess.Popen[bytes] | Forked":
         with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 self.arguments,
                 cwd=ROOT,
                 env=self.environment,
@@ -96,12 +121,6 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its workers can be ended with it
             )
-        try:
-            self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
@@ -155,7 +174,15 @@ class Server:
         return found
 
 
-class RenderServer(Server):
+class ForkedServer(Server):
+    """A server that is up in a few seconds: what it imports was imported once for all of them. Its log shows no more
+    than warnings of what vLLM does before it reads its arguments. Processes that users start are :class:`Server`."""
+
+    def _start(self) -> Forked:
+        return fork(["vllm", *self.arguments[1:]], self.environment, self.log_path)
+
+
+class RenderServer(ForkedServer):
     """A server without an engine, which only renders."""
 
     COMMAND = ("launch", "render")

@@ -5,14 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
 
 import httpx
 import pytest
 
+import benchmarks.harness.server
+from benchmarks import demo
 from tests.documents import ROOT, blocks, commands
 from tests.engine.clients import eventually, words
-from tests.engine.serving import Server, command
+from tests.engine.forks import Forked, fork
+from tests.engine.serving import ENVIRONMENT, ForkedServer, command, forked_command
 
 README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
@@ -27,8 +33,9 @@ def server(tmp_path_factory):
     """The server of the page on measuring quality."""
     (serve,) = (line for line in commands(MEASURING) if "benchmarks/quality/needle" in line)
     folder = tmp_path_factory.mktemp("examples")
-    flags = ("--served-model-name", "MODEL", "--enable-prompt-tokens-details")
-    with Server(NEEDLE, folder / "server.log", *serve[3:], *MEMORY, *flags) as running:
+    flags = ("--served-model-name", "MODEL", "--enable-prompt-tokens-details", "--override-generation-config")
+    flags += ('{"max_new_tokens": 128}',)  # the documents' requests say no length
+    with ForkedServer(NEEDLE, folder / "server.log", *serve[3:], *MEMORY, *flags) as running:
         yield running
 
 
@@ -60,7 +67,7 @@ SERVES = [line for line in commands(CONFIGURATION) if line[:3] == ["vllm", "serv
 def test_serves(line, tmp_path):
     """As printed, but for the model, whose context is shorter than the longest in the documents."""
     flags = ["4096" if word == "131072" else word for word in line[3:]]
-    with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
         body: dict[str, Any] = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
         if "full" in line:
             body["vllm_xargs"] = {"kv_eviction": "snapkv"}
@@ -72,7 +79,7 @@ def run_ours(line: list[str], places: dict[str, str], *more: str) -> subprocess.
     """Run a line of `vllm-kvevict` with other words in some places."""
     assert line[0] == "vllm-kvevict"
     words = (places.get(word, word) for word in line[1:])
-    return command(sys.executable, "-m", "vllm_kvevict", *words, *more)
+    return forked_command("vllm-kvevict", *words, *more)
 
 
 def test_sizing():
@@ -83,12 +90,20 @@ def test_sizing():
 
 
 @pytest.mark.engine
-def test_demo():
-    """What ``make demo`` runs, smaller."""
-    small = ("--requests", "3", "--prompt", "512", "--output", "16")
-    done = command(sys.executable, "-m", "benchmarks.demo", *small)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ada-snapkv" in done.stdout and "pages" in done.stdout
+def test_demo(monkeypatch, capsys):
+    """What ``make demo`` runs, smaller, with servers that are forked."""
+
+    def fork_server(words: list[str], env: dict[str, str], stdout: IO[str], **_: object) -> Forked:
+        return fork(["vllm", *words[1:]], env, Path(stdout.name))
+
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": fork_server})
+    monkeypatch.setattr(benchmarks.harness.server, "subprocess", forking)
+    monkeypatch.setattr(sys, "argv", ["demo", "--requests", "3", "--prompt", "512", "--output", "16"])
+    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+        code = demo.main()
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    assert "ada-snapkv" in out and "pages" in out
 
 
 ON_WORDS = ("--tasks", "single", "--samples", "1", "--lengths", "512")
@@ -128,7 +143,7 @@ def test_policies_per_request(server):
 def test_one_document_with_many_questions(tmp_path):
     flags = serve_flags("rag_shared_document")
     assert "kvzip" in flags
-    with Server(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
         done = command(sys.executable, "examples/rag_shared_document.py", "--url", f"{running.url}/v1")
     assert done.returncode == 0, done.stderr
     cached, tokens = zip(*re.findall(r"(\d+) of (\d+) tokens cached", done.stdout), strict=True)

@@ -1,6 +1,7 @@
 """Processes that die under load, a server that is told to stop, a pool that answers outgrow: no hang, nothing left."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from tests.engine.clients import complete, eventually, idle, text_of, words
-from tests.engine.serving import Server
+from tests.engine.serving import ForkedServer, Server
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,9 @@ CLIENTS, PROMPT, ANSWER = 12, 2500, 13_800
 @pytest.fixture
 def server(models, tmp_path, request) -> Iterator[Server]:
     model = models("llama", layers=2, max_len=16384)
-    with Server(model, tmp_path / "log", *FLAGS, *request.param, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+    with ForkedServer(
+        model, tmp_path / "log", *FLAGS, *request.param, env={"VLLM_KVEVICT_CHECK": "1"}
+    ) as server:
         yield server
 
 
@@ -76,6 +79,11 @@ def processes(server: Server) -> list[psutil.Process]:
     return [front, *front.children(recursive=True)]
 
 
+def of_its_log(server: Server, name: str) -> int:
+    """The first process of that kind whose name stands before a line of the log."""
+    return int(re.search(rf"^\({name}\w* pid=(\d+)\)", server.log, re.M)[1])
+
+
 @contextmanager
 def under_load(server: Server) -> Iterator[list[Future[Heard]]]:
     """Clients of which one has heard the beginning of an answer, and more of them than the pool holds."""
@@ -106,17 +114,17 @@ def assert_over(
 @pytest.mark.parametrize(
     "server, name",
     [
-        (LONG, "VLLM::EngineCore"),
-        (LONG, "VLLM::Worker"),
-        ([*LONG, "--tensor-parallel-size", "2"], "VLLM::Worker"),
-        ([*LONG, "--pipeline-parallel-size", "2"], "VLLM::Worker"),
+        (LONG, "EngineCore"),
+        (LONG, "Worker"),
+        ([*LONG, "--tensor-parallel-size", "2"], "Worker"),
+        ([*LONG, "--pipeline-parallel-size", "2"], "Worker"),
     ],
     indirect=["server"],
     ids=["engine", "worker", "one-of-two-ranks", "one-of-two-stages"],
 )
 def test_a_process_is_killed(server, name):
     family = processes(server)
-    victim = next(process for process in family if process.name().startswith(name))
+    victim = next(process for process in family if process.pid == of_its_log(server, name))
     with under_load(server) as heard:
         since = time.monotonic()
         victim.kill()

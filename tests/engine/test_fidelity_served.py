@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.quality import NEEDLE
 from tests.engine.masked import evicted_layers, masked_logits
-from tests.engine.serving import ON_REQUEST, Server
+from tests.engine.serving import ON_REQUEST, ForkedServer
 from vllm_kvevict.policies import parameters
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity
@@ -29,7 +29,9 @@ def measured(tmp_path_factory) -> Path:
     samples = [make("passage", length, random.Random(length)) for length in (300, 350, 400)]
     lines = [{"document": sample.context, "question": sample.question} for sample in samples]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with Server(NEEDLE, folder / "server.log", *ON_REQUEST, "--kv-eviction-config.min_prompt", "0") as server:
+    with ForkedServer(
+        NEEDLE, folder / "server.log", *ON_REQUEST, "--kv-eviction-config.min_prompt", "0"
+    ) as server:
         command = ["fidelity", "--url", f"{server.url}/v1", "--output", str(folder)]
         command += ["--prompts", str(folder / "prompts.jsonl"), "--answer-tokens", str(LENGTH)]
         command += ["--policies", "streaming-llm", "ada-snapkv", "--budgets", str(BUDGET), "1"]
@@ -44,7 +46,7 @@ def measured(tmp_path_factory) -> Path:
     return folder
 
 
-def _tokens(server: Server, line: dict[str, str]) -> list[int]:
+def _tokens(server: ForkedServer, line: dict[str, str]) -> list[int]:
     chat = [{"role": "user", "content": f"{line['document']}\n\n{line['question']}"}]
     body = {"model": server.model, "messages": chat, "add_generation_prompt": True}
     return list(httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"])
@@ -58,7 +60,7 @@ EVICTS = {
 }
 
 
-def _scored(server: Server, prompt: list[int], evicts: str, way: str) -> list[float]:
+def _scored(server: ForkedServer, prompt: list[int], evicts: str, way: str) -> list[float]:
     """Log-probabilities of a prompt's tokens behind its first one."""
     body = {
         "model": server.model,

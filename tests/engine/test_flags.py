@@ -14,7 +14,7 @@ from vllm.benchmarks import latency, throughput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
-from tests.engine.serving import ROOT, VLLM, command
+from tests.engine.serving import ROOT, command, forked_command
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, ENGINE_MEANINGS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import command_line, plugin
@@ -372,7 +372,7 @@ def test_an_unknown_keyword_is_still_an_error(model):
     ],
 )
 def test_serve_says_what_is_wrong_in_one_line(words, expected, model):
-    ended = command(VLLM, "serve", model, *words)
+    ended = forked_command("vllm", "serve", model, *words)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stdout + ended.stderr
     last = ended.stderr.splitlines()[-1]

@@ -19,7 +19,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.clients import words
-from tests.engine.serving import Server
+from tests.engine.serving import ForkedServer
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import (
     ENGINE_DEFAULTS,
@@ -394,7 +394,7 @@ def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-eviction-config.min_prompt", "0", "--dtype", "float32"]
     flags += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16"]
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models("llama"), log, *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+    with ForkedServer(models("llama"), log, *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server
 
 

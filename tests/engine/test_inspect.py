@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.running import Ask, evicting_engine, run
-from tests.engine.serving import command
+from tests.engine.serving import command, forked_command
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.engine import inspection
 from vllm_kvevict.inspect.page import render
@@ -86,8 +86,8 @@ def test_command(models, tmp_path):
     flags = ["--policy", "snapkv", "--budget", "48", "--compare", "lava", "snapkv"]
     flags += ["--output", page, "--json", data]
     engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
-    inspect = [sys.executable, "-m", "vllm_kvevict.inspect", models("llama"), "--prompt", prompt]
-    done = command(*inspect, *flags, *engine, "--kv-eviction-config.window", "16")
+    inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
+    done = forked_command(*inspect, *flags, *engine, "--kv-eviction-config.window", "16")
     assert done.returncode == 0, done.stderr
     content = read_page(page.read_text())
     assert content == json.loads(data.read_text())
@@ -106,8 +106,8 @@ def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path
     def shown(*words):
         flags = ["--budget", str(BUDGET), *words, "--output", tmp_path / "page.html", "--json", data]
         engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
-        inspect = [sys.executable, "-m", "vllm_kvevict.inspect", models("llama"), "--prompt", prompt]
-        done = command(*inspect, *flags, *engine, "--kv-eviction-config.page_size", "64")
+        inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
+        done = forked_command(*inspect, *flags, *engine, "--kv-eviction-config.page_size", "64")
         assert done.returncode == 0, done.stderr
         content = json.loads(data.read_text())
         assert content["page_size"] == 64  # in every engine

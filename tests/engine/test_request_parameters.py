@@ -5,7 +5,7 @@ import pytest
 from benchmarks.quality import NEEDLE
 from tests.engine.emulated import emulated_gpu
 from tests.engine.running import Answer, Ask, evicting_engine, run
-from tests.engine.serving import ON_REQUEST, Server
+from tests.engine.serving import ON_REQUEST, ForkedServer
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.results import RESULTS, Result, read
@@ -88,7 +88,9 @@ def test_no_kernel_is_compiled_for_a_requests_window(models):
 @pytest.mark.engine
 def test_one_server_answers_for_a_policy_with_different_parameters(tmp_path, capsys):
     """Replies follow the parameters; what the server refuses ends the run with the server's sentence."""
-    with Server(NEEDLE, tmp_path / "server.log", *ON_REQUEST, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+    with ForkedServer(
+        NEEDLE, tmp_path / "server.log", *ON_REQUEST, env={"VLLM_KVEVICT_CHECK": "1"}
+    ) as server:
         command = [
             "run",
             "--url",

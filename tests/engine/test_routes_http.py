@@ -20,7 +20,7 @@ from benchmarks.harness.models import make_model
 from tests.contract.test_routes import GENERATES, RENDERS
 from tests.engine.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
 from tests.engine.clients import evictions
-from tests.engine.serving import RenderServer, Server, log_evictions
+from tests.engine.serving import ForkedServer, RenderServer, log_evictions
 from vllm_kvevict.engine.config import REPEAT_ROWS
 
 pytestmark = pytest.mark.engine
@@ -102,7 +102,7 @@ def server(scope, model, tmp_path_factory):
     flags = [*FLAGS, scope, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     flags += ["--kv-cache-memory-bytes", str(1 << 28), "--enable-scale-out"]
     env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_ENABLE_COHERE_API": "1"}
-    with Server(model, log, *flags, *log_evictions(log), env=env) as server:
+    with ForkedServer(model, log, *flags, *log_evictions(log), env=env) as server:
         yield server
 
 
@@ -112,7 +112,7 @@ def ids_of(model):
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def post(server: Server, path: str, body: Body, status: int = 200) -> Any:
+def post(server: ForkedServer, path: str, body: Body, status: int = 200) -> Any:
     settings = {"model": server.model, "temperature": 0}
     answer = httpx.post(f"{server.url}{path}", json={**settings, **body}, timeout=240)
     assert answer.status_code == status, (path, answer.text)

@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.clients import complete, evictions, words
 from tests.engine.running import decided, evicting_engine
-from tests.engine.serving import Server, log_evictions
+from tests.engine.serving import ForkedServer, log_evictions
 
 pytestmark = pytest.mark.engine
 
@@ -107,7 +107,9 @@ def server(models, tmp_path_factory):
     # So that each request has an eviction to look at.
     flags += ["--max-model-len", "2048", "--no-enable-prefix-caching", "--trust-request-chat-template"]
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models("llama"), log, *flags, *log_evictions(log), env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+    with ForkedServer(
+        models("llama"), log, *flags, *log_evictions(log), env={"VLLM_KVEVICT_CHECK": "1"}
+    ) as server:
         yield server
 
 
