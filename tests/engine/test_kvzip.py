@@ -81,8 +81,7 @@ def check_choice(config: EvictionConfig, inputs: list[LayerInputs], answer) -> N
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("sees", ["all", "chunk"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, sees", [*((layout, "all") for layout in LAYOUTS), ("alone", "chunk")])
 def test_keeps_what_the_model_needs_to_repeat_the_prompt(models, layout, sees):
     """Five chunks, the last of them short; prompts of every kind beside each other."""
     model = models("llama", heads=8, kv_heads=4, layers=4)
@@ -125,10 +124,12 @@ def check_asked(model, ask: Ask, answer, prompts: RepeatPrompts, params: dict) -
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_keeps_what_a_window_asks_for_as_well(models, layout, params):
+@pytest.mark.parametrize(
+    "layout, name", [*zip(LAYOUTS, ASKED, strict=True), *(("alone", name) for name in list(ASKED)[1:])]
+)
+def test_keeps_what_a_window_asks_for_as_well(models, layout, name):
     """Windows that one step reads, and two; prompts with their question, and prefixes without one."""
+    params = ASKED[name]
     model = models("llama", heads=8, kv_heads=4, layers=4)
     asks = [
         Ask(300, "kvzip", 0.3, seed=1),
@@ -251,8 +252,9 @@ def test_two_questions_on_a_prefix_keep_the_same(models, window):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("window", [0, 32])
-@pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["alone", "two stages"])
+@pytest.mark.parametrize(
+    "settings, window", [({}, 0), ({"pipeline_parallel_size": 2}, 32)], ids=["alone", "two stages, a window"]
+)
 def test_in_a_tight_pool(models, settings, window):
     """Requests that are preempted repeat from the beginning and keep the same."""
     # 8 rows, 32 values of a key and of a value each: 2 KiB a token, of which a stage has its share.

@@ -56,7 +56,12 @@ def check_end(load: Load, simulation: Simulation) -> None:
     assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+def tens(seeds: int) -> list[Any]:
+    """The first of each ten seeds; all but the first ten take their time."""
+    return [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, seeds, 10))]
+
+
+@pytest.mark.parametrize("first", tens(60))
 def test_mixed_loads(first: int) -> None:
     work = ideal = steps = 0
     for seed in range(first, first + 10):
@@ -70,7 +75,7 @@ def test_mixed_loads(first: int) -> None:
     assert work <= 1.25 * ideal
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", tens(40))
 def test_decisions_across_stages(first: int, monkeypatch) -> None:
     """Claims go up, answers come down, and no request goes on in between, however little room there is."""
     rounds = 1
@@ -85,6 +90,7 @@ def test_decisions_across_stages(first: int, monkeypatch) -> None:
     assert rounds >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [0, 32, 64])
 def test_tight_loads_preempt_less_than_vllm_does(first: int) -> None:
     """Outputs far beyond the reserve must preempt; still it happens less often than without eviction.
@@ -479,7 +485,7 @@ def test_leaving_between_two_chunks(leaves: str) -> None:
     assert simulation.workers.evictions == [("r", epoch, position) for epoch, position in [(1, 512), *again]]
 
 
-@pytest.mark.parametrize("first", range(0, 30, 10))
+@pytest.mark.parametrize("first", tens(30))
 def test_mixed_loads_in_chunks(first: int) -> None:
     """Anything a server may meet, most of it read by take."""
     for seed in range(first, first + 10):
@@ -584,7 +590,7 @@ def test_probes_and_repeats_take_turns() -> None:
     assert "pp" not in kinds[first:last] and "rr" not in kinds[first:last]
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", tens(40))
 @pytest.mark.parametrize("loads", [mixed, staged, tight])
 def test_mixed_loads_that_are_repeated(loads: Any, first: int) -> None:
     for seed in range(first, first + 10):
