@@ -109,8 +109,8 @@ def answers(
     aborting: tuple[list[Any], list[int]] | None = None,
     **settings: Any,
 ) -> tuple[list[Any], int, int, Any]:
-    """What :func:`tests.engine.running.run` returns for each batch on one engine, its preemptions and tokens found in
-    the prefix cache, and then what :func:`_abort` returns for ``aborting``."""
+    """What :func:`tests.engine.running.run` returns for each batch on one engine, its preemptions and tokens
+    found in the prefix cache, and then what :func:`_abort` returns for ``aborting``."""
     from tests.engine.hits_and_misses import metric
     from tests.engine.running import num_preemptions, run
 
