@@ -23,7 +23,7 @@ from benchmarks.soak import (
     parse_arguments,
     tracebacks,
 )
-from tests.engine.serving import command
+from tests.engine.support.serving import command
 from vllm_kvevict.policies import available
 
 LONGEST = 50

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.harness.models import make_model
 from benchmarks.harness.server import end
 from tests.documents import ROOT, first_commands
-from tests.engine.clients import eventually
+from tests.engine.support.clients import eventually
 
 pytestmark = pytest.mark.engine
 

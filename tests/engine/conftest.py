@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.models import make_model
-from tests.engine.quick_starts import quick_starts
+from tests.engine.support.quick_starts import quick_starts
 
 
 @pytest.fixture(scope="session", autouse=True)

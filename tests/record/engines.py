@@ -11,9 +11,9 @@ from typing import Any
 from vllm import LLM
 
 from benchmarks.harness.models import make_model
-from tests.engine.quick_starts import quick_starts
-from tests.engine.running import Ask, evicting_engine
-from tests.engine.test_speculation import NGRAM
+from tests.engine.served.test_speculation import NGRAM
+from tests.engine.support.quick_starts import quick_starts
+from tests.engine.support.running import Ask, evicting_engine
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.policies import available
 
