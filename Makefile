@@ -10,7 +10,7 @@ WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 CHECKED := tests/test_house.py tests/policies tests/cache tests/schedules \
-           $(patsubst %,tests/engine/test_%.py,admission ledger segments blocks)
+           $(patsubst %,tests/engine/scheduler/test_%.py,admission ledger segments blocks)
 
 # Nothing that runs from here reports usage statistics.
 export VLLM_NO_USAGE_STATS := 1

@@ -135,7 +135,7 @@ def test_what_guides_name_is_there():
 
 
 def test_the_schedule_of_the_guide_is_the_one_that_is_tested():
-    tested = (ROOT / "tests/engine/test_new_schedule.py").read_text()
+    tested = (ROOT / "tests/engine/served/test_new_schedule.py").read_text()
     shown = blocks(ROOT / "docs/ADDING-A-SCHEDULE.md", "python")
     assert shown and all(f"\n{block}" in tested for block in shown)
 

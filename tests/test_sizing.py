@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.servers import PAGE, Setup, make_request
-from tests.engine.simulation import Simulation
+from tests.engine.support.servers import PAGE, Setup, make_request
+from tests.engine.support.simulation import Simulation
 from vllm_kvevict import sizing
 from vllm_kvevict.engine.sizing import size
 

@@ -23,7 +23,7 @@ from benchmarks.soak import (
     parse_arguments,
     tracebacks,
 )
-from tests.engine.serving import command
+from tests.engine.support.serving import command
 from vllm_kvevict.policies import available
 
 LONGEST = 50
@@ -165,9 +165,9 @@ def refuse(request: httpx.Request) -> httpx.Response:
 
 
 def test_silence_is_a_hang_and_leaving_is_not(monkeypatch):
+    assert outcome_of(Ask("left", "/", b"", leave=0.01), never).result == LEFT
     monkeypatch.setattr(traffic, "DEADLINE", 0.05)
     assert outcome_of(ASK, never).result == outcome_of(STREAM, never).result == HUNG
-    assert outcome_of(Ask("left", "/", b"", leave=0.01), never).result == LEFT
     assert outcome_of(ASK, refuse).result == BROKEN
 
 

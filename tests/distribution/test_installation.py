@@ -15,6 +15,7 @@ import pytest
 from benchmarks.harness.models import make_model
 from benchmarks.harness.server import end
 from tests.documents import ROOT, first_commands
+from tests.engine.support.clients import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -101,6 +102,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def counted_evictions(port: int) -> float:
+    """Evictions that the server's metrics count, of all policies."""
+    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    counts = re.findall(r"^vllm:kv_eviction_evictions_total\{.*\} (.*)$", metrics, re.M)
+    return sum(map(float, counts))
+
+
 def test_four_commands(environment, folder):
     install, serve, wait, ask = first_commands(DOCUMENT)
     assert "vllm-kvevict" not in str(before := versions(environment, folder))
@@ -119,9 +127,7 @@ def test_four_commands(environment, folder):
     try:
         environment.run(wait.replace("http://localhost:8000", f"http://127.0.0.1:{port}"), folder)
         environment.run(f"{ask} --url http://127.0.0.1:{port}/v1", folder)
-        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        counts = re.findall(r"^vllm:kv_eviction_evictions_total\{.*\} (.*)$", metrics, re.M)
-        assert sum(map(float, counts)) == 1
+        assert eventually(lambda: counted_evictions(port) == 1)
     finally:
         end(server)
 

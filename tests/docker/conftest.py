@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from benchmarks.harness.models import make_model
-from tests.engine.clients import eventually, words
-from tests.engine.serving import ROOT, VLLM, Server
+from tests.engine.support.clients import eventually, words
+from tests.engine.support.serving import ROOT, VLLM, Server
 
 ENTRYPOINT = ROOT / "docker/entrypoint.sh"
 

@@ -10,7 +10,7 @@ import promql_parser
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine.serving import ROOT
+from tests.engine.support.serving import ROOT
 
 DASHBOARD = ROOT / "docker/grafana/dashboards/vllm-kvevict.json"
 ALERTS = ROOT / "docker/prometheus/alerts.yaml"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.conftest import ENTRYPOINT
-from tests.engine.serving import ROOT
+from tests.engine.support.serving import ROOT
 
 HEALTHCHECK = ROOT / "docker/healthcheck.py"
 STAND_IN = f"""#!{sys.executable}

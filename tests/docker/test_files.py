@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.engine.serving import ROOT
+from tests.engine.support.serving import ROOT
 from vllm_kvevict import __version__
 from vllm_kvevict.compatibility import series, supported
 

@@ -19,7 +19,7 @@ from tests.docker.monitoring import (
     uses,
     variables,
 )
-from tests.engine.serving import ROOT
+from tests.engine.support.serving import ROOT
 
 PROMETHEUS = ROOT / "docker/prometheus/prometheus.yaml"
 PAGE = """\

@@ -8,33 +8,18 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # tests send fu
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several workers on one NUMA node
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from vllm.triton_utils import dispatcher
 
 from benchmarks.harness.models import make_model
+from tests.engine.support.quick_starts import quick_starts
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _engines_start_beside_llvmlite() -> Iterator[None]:
-    """At an engine's start vLLM looks at every object of every module, and fails at one of llvmlite's that seems to
-    have any attribute. Drafts by ngram import that library, so no other engine would start in a process after them."""
-    rebind = dispatcher._rebind_kernels
-
-    def rebind_without_llvmlite(overrides: list[Any]) -> None:
-        module = sys.modules.pop("llvmlite.binding.ffi", None)
-        try:
-            rebind(overrides)
-        finally:
-            if module is not None:
-                sys.modules["llvmlite.binding.ffi"] = module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatcher, "_rebind_kernels", rebind_without_llvmlite)
+def _engines_start_quickly() -> Iterator[None]:
+    with quick_starts():
         yield
 
 

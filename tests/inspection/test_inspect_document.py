@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT, commands
-from tests.engine.serving import command
+from tests.engine.support.serving import command
 from tests.inspection.pages import read
 
 DOCUMENT = ROOT / "docs/INSPECT.md"

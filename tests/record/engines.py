@@ -11,8 +11,9 @@ from typing import Any
 from vllm import LLM
 
 from benchmarks.harness.models import make_model
-from tests.engine.running import Ask, evicting_engine
-from tests.engine.test_speculation import NGRAM
+from tests.engine.served.test_speculation import NGRAM
+from tests.engine.support.quick_starts import quick_starts
+from tests.engine.support.running import Ask, evicting_engine
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.policies import available
 
@@ -106,7 +107,8 @@ def run(scenario: Scenario, folder: Path) -> list[str]:
     log.unlink(missing_ok=True)
     settings = dict(scenario.settings)
     options = {"eviction_log": str(log), **settings.pop("eviction", {})}
-    with evicting_engine(_model(folder, scenario.model), eviction=options, **settings) as llm:
+    model = _model(folder, scenario.model)
+    with quick_starts(), evicting_engine(model, eviction=options, **settings) as llm:
         tokens = _serve(llm, scenario.asks)
         ranks = recording.evictions(llm.collective_rpc(recording.take_decisions))
         metrics = _metrics(llm, scenario.counts_steps)

@@ -10,10 +10,10 @@ from unittest import mock
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine import hostile_loads, loads
-from tests.engine.loads import Load
-from tests.engine.simulation import Simulation
-from tests.engine.test_scheduler import with_room_for_repeats
+from tests.engine.scheduler.test_scheduler import with_room_for_repeats
+from tests.engine.support import hostile_loads, loads
+from tests.engine.support.loads import Load
+from tests.engine.support.simulation import Simulation
 from vllm_kvevict.policies.cuts import Question
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -45,7 +45,7 @@ def repeating(seed: int) -> Load:
 
 
 def simulated(load: Load, seed: int) -> None:
-    """Play a load of :mod:`tests.engine.loads`."""
+    """Play a load of :mod:`tests.engine.support.loads`."""
     is_repeated = (load.setup.options or {}).get("policy") == "kvzip"
     loads.play(load, seed, repeats=is_repeated)
 
@@ -56,7 +56,7 @@ def hostile(*kinds: str) -> Callable[[int], Load]:
 
 
 def play_hostile(load: Load, seed: int) -> None:
-    """Play a load of :mod:`tests.engine.hostile_loads`."""
+    """Play a load of :mod:`tests.engine.support.hostile_loads`."""
     outcome = hostile_loads.play(load, seed)
     assert outcome.failure is None, outcome.failure
 

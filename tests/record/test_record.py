@@ -36,18 +36,18 @@ def test_the_scheduler_does_what_it_did(mix: str) -> None:
     assert differences(expected, digests(runs)) == []
 
 
-def is_as_before(mix: str, seeds: range) -> bool:
-    """Whether all these runs are as the record says."""
-    runs = {f"{mix} {seed}": scheduler.run(mix, seed) for seed in seeds}
+def is_as_before(mix: str, seed: int) -> bool:
+    """Whether a run is as the record says."""
+    runs = {f"{mix} {seed}": scheduler.run(mix, seed)}
     return not differences({name: found("scheduler")[name] for name in runs}, digests(runs))
 
 
 def test_a_change_of_the_scheduler_is_seen() -> None:
     """Each line changes one thing that the record is of: whom admission lets in, and which prefix goes first."""
     with mock.patch.object(admission, "PATIENCE", 1):
-        assert not is_as_before("tight", range(8))
+        assert not all(is_as_before("tight", seed) for seed in range(8))
     with mock.patch.object(CompressedPrefixes, "touch", lambda cache, prefix: None):
-        assert not is_as_before("salts", range(8))
+        assert not all(is_as_before("salts", seed) for seed in range(8))
 
 
 @pytest.mark.engine

@@ -7,7 +7,7 @@ from transformers import OPTConfig, PreTrainedConfig, Qwen2Config
 from transformers.utils import logging
 
 from benchmarks.harness.models import make_model
-from tests.engine.multimodal import make_multimodal_model
+from tests.engine.support.multimodal import make_multimodal_model
 
 
 def make_stand_ins(folder: Path) -> Path:

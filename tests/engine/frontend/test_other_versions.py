@@ -1,0 +1,369 @@
+"""Another version of vLLM is left as it is, and says one sentence where eviction is asked for."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.engine.support import other_vllm, running
+from tests.engine.support.serving import ROOT, Server, command
+from vllm_kvevict import compatibility
+from vllm_kvevict.compatibility import refusal
+from vllm_kvevict.engine import versions
+from vllm_kvevict.engine.registration import asked_on_command_line
+
+UNKNOWN = other_vllm.UNKNOWN
+SENTENCE = f"--kv-eviction supports vLLM 0.32 and 0.33, found {UNKNOWN}: install one of these"
+COMMAND = """
+import sys
+import vllm.version
+vllm.version.__version__ = sys.argv.pop(1)
+from vllm.entrypoints.cli.main import main
+sys.argv[0] = "vllm"
+main()
+"""
+FROM_PYTHON = """
+import json, sys
+import vllm.version
+vllm.version.__version__, settings = sys.argv[1], json.loads(sys.argv[3])
+from vllm import EngineArgs
+config = EngineArgs(sys.argv[2], additional_config=settings, dtype="float32").create_engine_config()
+methods = [EngineArgs.__init__, EngineArgs.create_engine_config, EngineArgs.add_cli_args]
+print(json.dumps({
+    "wrapped": any("vllm_kvevict" in value.__code__.co_filename for value in methods),
+    "fields": [name for name in EngineArgs.__dataclass_fields__ if name.startswith("kv_eviction")],
+    "ours": sorted(name for name in sys.modules if name.startswith("vllm_kvevict")),
+    "scheduler": str(config.scheduler_config.scheduler_cls),
+}))
+"""
+
+
+@pytest.fixture
+def model(models) -> str:
+    return str(models("llama"))
+
+
+def serve_help(version: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return command(sys.executable, "-c", COMMAND, version, "serve", "--help=KVEviction", *words)
+
+
+def from_python(version: str, model: str, settings: str = "{}") -> subprocess.CompletedProcess[str]:
+    return command(sys.executable, "-c", FROM_PYTHON, version, model, settings)
+
+
+@pytest.mark.parametrize(
+    ("found", "runs"),
+    [
+        ("0.32.0", True),
+        ("0.32.3+cpu", True),
+        ("0.33.1", True),
+        ("0.34.0", False),
+        ("0.3", False),
+        ("dev", False),
+    ],
+)
+def test_versions(found, runs):
+    assert (refusal(found) is None) == runs
+    assert refusal(UNKNOWN) == SENTENCE and compatibility.supported() == ["0.32", "0.33"]
+
+
+def test_nothing_is_wrapped_or_imported(model):
+    """Also where somebody else's settings are there."""
+    other, tested = from_python(UNKNOWN, model, '{"other": {}}'), from_python(versions_here(), model)
+    assert other.returncode == 0, other.stderr
+    assert '"wrapped": false, "fields": []' in other.stdout and '"scheduler": "None"' in other.stdout
+    loaded = re.findall(r'"(vllm_kvevict[^"]*)"', other.stdout)
+    engine = [f"vllm_kvevict.engine{name}" for name in ("", ".errors", ".names", ".registration")]
+    assert loaded == ["vllm_kvevict", "vllm_kvevict.compatibility", *engine]
+    # The control: what is looked for is there in a version that the plugin was made for.
+    assert '"wrapped": true' in tested.stdout and "vllm_kvevict.engine.frontend.plugin" in tested.stdout
+
+
+def versions_here() -> str:
+    """The version that these tests run with."""
+    (version,) = re.findall(
+        r"^__version__ = .*'(.+)'", (other_vllm.installed() / "_version.py").read_text(), re.M
+    )
+    return version
+
+
+def test_additional_config_is_refused_in_one_sentence(model):
+    ended = from_python(UNKNOWN, model, '{"kv_eviction": {"policy": "snapkv"}}')
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith(f"KVEvictionError: {SENTENCE}")
+
+
+def test_the_command_line_is_vllms_own():
+    ended = serve_help(UNKNOWN)
+    assert ended.returncode == 0 and "--kv-budget" not in ended.stdout
+    assert "--kv-budget" in serve_help(versions_here()).stdout
+
+
+def test_the_flag_is_refused_in_one_line():
+    ended = serve_help(UNKNOWN, "--kv-eviction", "snapkv")
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
+
+
+# Whole processes of a vLLM that nobody has tested.
+
+
+PROMPTS = [[7 + 13 * i * k % 490 for i in range(n)] for k, n in ((1, 300), (3, 40))]
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM("MODEL", dtype="float32", enforce_eager=True, max_model_len=1024)
+    prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True), use_tqdm=False)
+    import vllm
+    print("REPORT " + json.dumps([vllm.__version__, [list(output.outputs[0].token_ids) for output in outputs]]))
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def unknown_vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a vLLM of another version."""
+    return other_vllm.of_version(tmp_path_factory.mktemp("unknown"), UNKNOWN)
+
+
+def plain(model: str, words: list[str], env: dict[str, str]) -> list:
+    """Version and tokens of a vLLM that is not asked to evict anything; its program comes from standard input."""
+    ended = subprocess.run(
+        [sys.executable, "-", *words] if words else [sys.executable],
+        input=PLAIN.replace("MODEL", model).replace("PROMPTS", str(PROMPTS)),
+        cwd=ROOT,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    assert "vllm_kvevict" not in ended.stdout + ended.stderr
+    (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def without_the_package(models) -> list[list[int]]:
+    """The tokens of vLLM alone."""
+    with running.engine(models("llama"), max_model_len=1024) as llm:
+        return tokens_of(llm)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    """What an engine of this process answers to the prompts."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "words", [[], ["serve", "--config", "SETTINGS", "--served-model-name=kv_eviction", "--config"]]
+)
+def test_plain_vllm_is_not_harmed(words, model, unknown_vllm, without_the_package, tmp_path):
+    """With and without words on the command line, as vLLM starts its processes. It has not inspected the model before,
+    which it does in a process that has none."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("dtype: float32\n")
+    words = [word.replace("SETTINGS", str(settings)) for word in words]
+    env = {**unknown_vllm, "VLLM_CACHE_ROOT": str(tmp_path)}
+    assert plain(model, words, env) == [UNKNOWN, without_the_package]
+
+
+@pytest.mark.engine
+def test_a_plain_server_is_not_harmed(models, unknown_vllm, without_the_package, tmp_path):
+    flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    with Server(models("llama"), tmp_path / "log", *flags, env=unknown_vllm) as server:
+        body = {
+            "prompt": PROMPTS[1],
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["token_ids"] == without_the_package[1]
+        assert UNKNOWN in server.log and "vllm_kvevict" not in server.log
+
+
+@pytest.mark.engine
+def test_a_server_with_the_flag_ends_with_one_line(model, unknown_vllm):
+    words = ["serve", model, "--kv-eviction", "snapkv"]
+    ended = command(Path(sys.executable).with_name("vllm"), *words, **unknown_vllm)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
+
+
+# A version more.
+
+
+CONFIG = {"kv_eviction": {"policy": "ada-snapkv", "budget": 0.3, "min_prompt": 0}}
+EVICTING = """
+import json, sys
+import vllm_kvevict.engine, vllm
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=1024, additional_config=CONFIG)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    places = vllm_kvevict.engine.versions.moves().make_arg_parser
+    print("REPORT " + json.dumps([vllm.__version__, places, list(output[0].outputs[0].token_ids)]))
+    llm.llm_engine.engine_core.shutdown()
+""".replace("CONFIG", str(CONFIG)).replace("PROMPT}", f"{PROMPTS[0]}}}")
+MODULE = '''"""vLLM {version}."""
+
+from vllm_kvevict.engine.versions.moves import Moves
+
+MOVES = Moves(
+{places}
+)
+'''
+
+
+def evicting(model: str, env: dict[str, str]) -> list:
+    """Version, a place and tokens of a vLLM that evicts."""
+    ended = command(sys.executable, "-c", EVICTING, model, VLLM_ENABLE_V1_MULTIPROCESSING="0", **env)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
+    return json.loads(line)
+
+
+@pytest.mark.engine
+def test_another_version_is_one_module_more(models, tmp_path):
+    """Of a vLLM in which two names have moved: one of them lays layers of several kinds into groups."""
+    model, here = str(models("gemma2")), asdict(versions.moves())
+    module, group = here["groups_of_one_page_size"].split(":")
+    before = here["make_arg_parser"].partition(":")[0]
+    after = f"{before.rpartition('.')[0]}.serve_arguments"
+    changes = {
+        **other_vllm.renamed(group, "group_by_page_size"),
+        **other_vllm.moved(before, after),
+    }
+    env = other_vllm.of_version(tmp_path / "vllm", UNKNOWN, changes)
+    places = {
+        **here,
+        "groups_of_one_page_size": f"{module}:group_by_page_size",
+        "make_arg_parser": f"{after}:make_arg_parser",
+    }
+    new = MODULE.format(
+        version=UNKNOWN, places="\n".join(f"    {name}={place!r}," for name, place in places.items())
+    )
+    assert len(new.splitlines()) <= 40
+    folder = tmp_path / "ours"
+    other_vllm.linked(ROOT / "vllm_kvevict", folder / "vllm_kvevict", {"engine/versions/v0_99.py": new})
+    (folder / "vllm_kvevict" / "kernels").symlink_to(ROOT / "kernels")
+    both = {**env, **other_vllm.environment(folder, tmp_path / "vllm")}
+    found = evicting(model, both)
+    assert found[:2] == [UNKNOWN, places["make_arg_parser"]]
+    with running.engine(models("gemma2"), max_model_len=1024, additional_config=CONFIG) as llm:
+        assert found[2] == tokens_of(llm)[0]
+    doctor = command(sys.executable, "-m", "vllm_kvevict", "doctor", model, "--kv-eviction", "lava", **both)
+    assert doctor.returncode == 0 and "can be served" in doctor.stdout, doctor.stdout + doctor.stderr
+    # The control: without the module that vLLM is refused.
+    refused = command(sys.executable, "-c", EVICTING, model, **env)
+    assert refused.returncode != 0 and SENTENCE in refused.stderr
+
+
+# What counts as asking.
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        (["--kv-eviction", "lava"], True),
+        (["--kv_budget=0.5"], True),
+        (["--kv-eviction-config.window", "8"], True),
+        (["--additional-config", '{"kv_eviction": {"policy": "lava"}}'], True),
+        (["--additional_config.kv_eviction.policy", "lava"], True),
+        (["--additional-config", '{"other": 1}'], False),
+        (["--kv-cache-dtype", "auto", "kv_eviction"], False),
+        ([], False),
+    ],
+)
+def test_what_counts_as_asking(words, asks):
+    assert asked_on_command_line(["MODEL", *words]) == asks
+
+
+def test_nobody_asks_without_words():
+    assert not asked_on_command_line([])
+
+
+@pytest.mark.parametrize(
+    ("content", "asks"),
+    [
+        ("additional-config: {kv_eviction: {policy: lava}}", True),
+        ('additional_config: \'{"kv_eviction": {"policy": "lava"}}\'', True),
+        ("kv-eviction: lava", True),
+        ("port: 8000\nadditional-config: {other: kv}", False),
+        ("served-model-name: kv_eviction", False),
+        ("- kv-eviction", False),
+        ("kv-eviction: [", False),
+        ("\0", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_files_may_ask(content, asks, joined, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    words = [f"--config={path}"] if joined else ["--config", str(path)]
+    assert asked_on_command_line(["serve", "MODEL", *words]) == asks
+    assert not asked_on_command_line(["serve", "MODEL", str(path)])
+    assert not asked_on_command_line(["serve", "MODEL", "--config"])
+
+
+def test_a_pipe_is_left_to_vllm():
+    """What it holds can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, b"port: 8000\n")
+    os.close(writer)
+    assert not asked_on_command_line(["serve", "MODEL", "--config", f"/dev/fd/{reader}"])
+    assert os.read(reader, 100) == b"port: 8000\n"
+    os.close(reader)
+
+
+def test_a_look_that_fails_harms_nobody(monkeypatch):
+    from vllm_kvevict.engine import registration
+
+    monkeypatch.setattr(registration, "install", lambda: SENTENCE)
+    monkeypatch.setattr(registration, "_words_of_files", lambda words: 1 / 0)
+    registration.register()
+
+
+def test_a_file_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: MODEL\nadditional-config: {kv_eviction: {policy: lava}}")
+    ended = serve_help(UNKNOWN, "--config", str(path))
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
+    path.write_text("model: MODEL\nadditional-config: {other: {policy: lava}}")
+    assert serve_help(UNKNOWN, "--config", str(path)).returncode == 0
+
+
+INSPECT = f"""
+import sys
+import vllm.version
+vllm.version.__version__ = "{UNKNOWN}"
+from vllm_kvevict.inspect.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_inspect_says_the_same(model, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("some text")
+    ended = command(sys.executable, "-c", INSPECT, model, "--prompt", str(prompt))
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith(f"error: {SENTENCE}")

@@ -1,0 +1,684 @@
+"""Every combination that is refused, is refused before anything starts, in one sentence that says what to do."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import LLM, EngineArgs, SamplingParams, envs
+from vllm.config import (
+    AttentionConfig,
+    ECTransferConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import embeds_input
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.sampling_params import BeamSearchParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+import vllm_kvevict.engine  # noqa: F401
+from tests.engine.support import running
+from tests.engine.support.families import SMALL as LLAMA
+from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
+from vllm_kvevict.engine import devices, versions
+from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.connector import EvictionConnector
+from vllm_kvevict.engine.errors import in_one_line
+from vllm_kvevict.engine.frontend import checks, command_line, plugin, requests
+from vllm_kvevict.engine.parameters import policy_config
+from vllm_kvevict.engine.scheduler.scheduler import EvictionScheduler
+from vllm_kvevict.policies import EvictionConfig, available, take
+
+
+@pytest.fixture(autouse=True)
+def _inspect_models_here(monkeypatch):
+    """vLLM looks at a model's class in a new process, to keep CUDA out of this one; that takes long."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+
+
+@pytest.fixture
+def model(models):
+    return str(models("llama"))
+
+
+def refusal(model: str, **settings) -> str:
+    """The sentence that a configuration is refused with."""
+    settings = {"kv_eviction": "snapkv", "dtype": "bfloat16", **settings}
+    with pytest.raises(KVEvictionError) as error:
+        EngineArgs(model=model, **settings).create_engine_config()
+    sentence = str(error.value)
+    assert sentence.startswith("--kv-eviction")
+    assert "\n" not in sentence and ". " not in sentence
+    assert any(
+        f"{advice} " in sentence
+        for advice in ("remove", "leave", "unset", "install", "change", "choose", "set", "lower")
+    )
+    return sentence
+
+
+def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(model):
+    config = {"take_warmup_layers": 3}
+    sentence = refusal(model, kv_eviction="take", kv_eviction_config=config, pipeline_parallel_size=2)
+    assert "its 3 warm-up layers must lie in the first stage, which has 2" in sentence
+    with pytest.raises(
+        KVEvictionError, match="take_warmup_layers must be at most 4, the model's number of layers, not 5"
+    ):
+        EngineArgs(
+            model=model, kv_eviction="take", kv_eviction_config={"take_warmup_layers": 5}
+        ).create_engine_config()
+
+
+def test_take_is_refused_for_one_request_on_such_stages(model, monkeypatch):
+    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
+    staged = front_end(config.create_engine_config())
+    prompt = {"prompt_token_ids": [1] * 600}
+    monkeypatch.setattr(take, "warmup_layers", lambda config, layers: 3)
+    with pytest.raises(VLLMValidationError, match=r"^kv_eviction take cannot be combined") as error:
+        requests._check_generate(staged, prompt, asking("take"))
+    assert error.value.parameter == "kv_eviction"
+
+
+def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
+    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
+    staged = front_end(config.create_engine_config())
+    prompt = {"prompt_token_ids": [1] * 600}
+    for policy in ("cake", "layer-defensivekv"):
+        EngineArgs(model=model, kv_eviction=policy, pipeline_parallel_size=2).create_engine_config()
+        requests._check_generate(staged, prompt, asking(policy))
+
+
+READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
+
+
+NEEDS_PROJECTIONS = "needs unquantized output projections, .*: choose another policy"
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    settings = LLAMA | {"quantization_config": QUANTIZED}
+    return save_config(tmp_path, "llama", "LlamaForCausalLM", settings)
+
+
+@pytest.mark.parametrize("policy", READS_PROJECTIONS)
+def test_policies_that_read_projections_are_refused_on_quantized_models(policy, quantized, model):
+    settings = {"kv_eviction": policy, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with pytest.raises(KVEvictionError, match=f"^--kv-eviction {policy} {NEEDS_PROJECTIONS}"):
+        EngineArgs(quantized, **settings).create_engine_config()
+    EngineArgs(model, **settings).create_engine_config()
+
+
+@pytest.mark.parametrize("policy", READS_PROJECTIONS)
+def test_such_policies_are_refused_for_one_request(policy, quantized):
+    args = EngineArgs(quantized, kv_eviction="full", skip_tokenizer_init=True, dtype="bfloat16")
+    served = args.create_engine_config()
+    prompt, sentence = {"prompt_token_ids": [1] * 600}, f"^kv_eviction {policy} {NEEDS_PROJECTIONS}"
+    with pytest.raises(VLLMValidationError, match=sentence) as error:
+        requests._check_generate(front_end(served), prompt, asking(policy))
+    assert error.value.parameter == "kv_eviction"
+    requests._check_generate(front_end(served), prompt, asking("snapkv"))
+
+
+def test_which_policies_read_projections():
+    assert READS_PROJECTIONS == ["criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"]
+
+
+def front_end(vllm_config):
+    """What checks requests, of an engine that was never started."""
+    return SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(mm_processor_cache=None))
+
+
+def asking(policy: str) -> SamplingParams:
+    return SamplingParams(extra_args={"kv_eviction": policy})
+
+
+def test_a_plain_model_is_accepted(model):
+    args = EngineArgs(
+        model=model,
+        kv_eviction="snapkv",
+        kv_cache_dtype="auto",
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=False),
+        tensor_parallel_size=2,
+        scheduling_policy="priority",
+    )
+    vllm_config = args.create_engine_config()
+    assert (
+        vllm_config.scheduler_config.scheduler_cls
+        == "vllm_kvevict.engine.scheduler.scheduler.EvictionScheduler"
+    )
+    assert vllm_config.parallel_config.worker_cls == "vllm_kvevict.engine.worker.worker.EvictionCPUWorker"
+
+
+# Flags.
+
+FLAGS = {
+    "--kv-transfer-config": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    },
+    "--kv-offloading-size": {"kv_offloading_size": 1.0},
+    "--kv-events-config": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+    "--ec-transfer-config": {
+        "ec_transfer_config": ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    },
+    "--scheduler-cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+    "--scheduler-cls (class)": {"scheduler_cls": Scheduler},
+    "--worker-cls": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+    "--attention-backend": {"attention_backend": "TRITON_ATTN"},
+    "--attention-config.backend_per_kind": {
+        "attention_config": AttentionConfig(backend_per_kind={"sliding_window": "TRITON_ATTN"})
+    },
+    "--attention-backend (nested)": {"attention_config": {"backend": "TRITON_ATTN"}},
+    "--attention-config.use_non_causal": {"attention_config": {"use_non_causal": True}},
+    "--enable-return-routed-experts": {"enable_return_routed_experts": True},
+    "--enable-sleep-mode": {"enable_sleep_mode": True},
+    "--enable-dbo": {"enable_dbo": True},
+    "--enable-dbo (size)": {"ubatch_size": 2},
+    "--enable-elastic-ep": {"enable_elastic_ep": True},
+    "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
+    "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
+    "--disable-chunked-mm-input": {"disable_chunked_mm_input": True},
+    "--kv-sharing-fast-prefill": {"kv_sharing_fast_prefill": True},
+    "--distributed-executor-backend external_launcher": {"distributed_executor_backend": "external_launcher"},
+    "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
+    "--kv-cache-dtype fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+}
+
+
+@pytest.mark.parametrize("name, settings", FLAGS.items(), ids=FLAGS)
+def test_flags(name, settings, model):
+    flag = name.split(" (")[0]
+    assert f"--kv-eviction cannot be combined with {flag}: " in refusal(model, **settings)
+
+
+# Schedulers that another plugin sets, after the flags were read.
+
+VLLMS = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+class OtherScheduler(Scheduler):
+    """Another plugin's."""
+
+
+OTHERS = {VLLMS: VLLMS, f"{__name__}.OtherScheduler": OtherScheduler}
+"""By their names, what plugins may set: names or classes."""
+
+
+@pytest.mark.parametrize("name, scheduler", OTHERS.items(), ids=OTHERS)
+def test_a_scheduler_that_is_set_while_the_configuration_is_made(name, scheduler, model, monkeypatch):
+    def set_scheduler(platform, vllm_config):
+        vllm_config.scheduler_config.scheduler_cls = scheduler
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(set_scheduler))
+    assert f"--kv-eviction cannot be combined with the scheduler {name}, which" in refusal(model)
+
+
+@pytest.fixture
+def set_later(monkeypatch):
+    """Lets another plugin set the scheduler once the configuration was made."""
+    create_engine_config = EngineArgs.create_engine_config
+
+    def use(scheduler: str | type) -> None:
+        def create(*args, **kwargs):
+            vllm_config = create_engine_config(*args, **kwargs)
+            vllm_config.scheduler_config.scheduler_cls = scheduler
+            return vllm_config
+
+        monkeypatch.setattr(EngineArgs, "create_engine_config", create)
+
+    return use
+
+
+@pytest.mark.parametrize("name, scheduler", OTHERS.items(), ids=OTHERS)
+def test_a_scheduler_that_is_set_later_is_named_before_an_engine_starts(name, scheduler, model, set_later):
+    set_later(scheduler)
+    with pytest.raises(
+        KVEvictionError, match=f"^--kv-eviction cannot be .* {name}, which another plugin has"
+    ):
+        LLM(model, kv_eviction="snapkv", dtype="float32", skip_tokenizer_init=True)
+
+
+def test_a_server_says_so_in_one_line(model, set_later, monkeypatch, capsys):
+    set_later(VLLMS)
+    monkeypatch.setattr(command_line, "_on_command_line", True)
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    with pytest.raises(SystemExit):
+        InputProcessor(vllm_config, SimpleNamespace())
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"error: --kv-eviction cannot be combined with the scheduler {VLLMS}" in line
+
+
+def test_a_scheduler_that_is_made_of_ours_is_none_of_them(model, set_later):
+    set_later(type("Ours", (EvictionScheduler,), {}))
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    checks.check_scheduler(vllm_config)
+
+
+def test_a_scheduler_that_is_set_in_the_engines_process_is_named(model, monkeypatch):
+    """Nobody else hears of it."""
+    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
+    monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", lambda self: OtherScheduler)
+    transport = EvictionConnector(vllm_config, KVConnectorRole.SCHEDULER, KVCacheConfig(8, [], []))
+    transport.bind_kv_cache_manager(SimpleNamespace())
+    with pytest.raises(KVEvictionError, match="OtherScheduler, which another plugin has set"):
+        transport.set_xfer_handshake_metadata_pp_aware({})
+
+
+def refusal_of_a_kv_dtype(model: str, **settings) -> str:
+    """The sentence about ``--kv-cache-dtype``; newer versions of vLLM have one of their own, and are asked first."""
+    with pytest.raises(ValueError) as error:
+        EngineArgs(model=model, kv_eviction="snapkv", dtype="bfloat16", **settings).create_engine_config()
+    return in_one_line(error.value)
+
+
+def test_a_kv_dtype_that_is_not_the_models(model):
+    sentence = refusal_of_a_kv_dtype(model, kv_cache_dtype="float16")
+    assert "kv-cache-dtype" in sentence and "float16" in sentence and "bfloat16" in sentence
+
+
+@pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, 128), (256, 128)])
+def test_pages_must_divide_blocks(page_size, block_size, model):
+    sentence = refusal(model, block_size=block_size, kv_eviction_config={"page_size": page_size})
+    assert f"--kv-eviction-config.page_size {page_size} " in sentence
+    assert f"block size {block_size}" in sentence and "--block-size" in sentence
+
+
+@pytest.mark.parametrize("page_size, block_size", [(32, 32), (32, 128), (64, None), (128, None)])
+def test_pages_that_divide_blocks(page_size, block_size, model):
+    args = EngineArgs(
+        model, block_size=block_size, kv_eviction="full", kv_eviction_config={"page_size": page_size}
+    )
+    args.create_engine_config()
+
+
+@pytest.mark.parametrize("page_size", [96, 256])
+def test_pages_that_do_not_divide_the_default_block(page_size, model):
+    """If vLLM has set it by the time of the check, they are refused; else workers choose a block of whole pages."""
+    default = EngineArgs(model, dtype="float32").create_engine_config().cache_config.block_size
+    config = {"page_size": page_size}
+    if default == 128:
+        sentence = refusal(model, kv_eviction_config=config)
+        assert f"page_size {page_size} must divide the block size 128" in sentence
+        return
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": config, "max_model_len": 512}
+    with running.engine(Path(model), **settings) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size % page_size == 0
+        output = llm.generate([running.Ask(300).request], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert len(output[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("given, is_on", [(None, True), (True, True), (False, False)])
+@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+def test_prefix_caching_is_as_vllm_has_it(given, is_on, scope, model, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"scope": scope}}
+    args = EngineArgs(model=model, dtype="float32", enable_prefix_caching=given, **settings)
+    assert args.create_engine_config().cache_config.enable_prefix_caching is is_on
+    assert not lines
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
+def test_a_dtype_that_is_slow_on_this_processor_is_named_once(dtype, fast, model, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin, "fast_dtype", lambda: fast)
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    args = EngineArgs(model=model, kv_eviction="snapkv", dtype=dtype, enable_prefix_caching=False)
+    args.create_engine_config()
+    if dtype == "float32" or fast == "bfloat16":
+        assert not lines
+        return
+    (line,) = lines
+    assert line.startswith(f"KV eviction: {dtype} is slow on this processor") and "--dtype float32" in line
+
+
+def test_a_level_that_the_processor_has_not_ends_the_start(model, monkeypatch):
+    monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx1024")
+    assert "VLLM_KVEVICT_CPU_LEVEL must be one of" in refusal(model)
+
+
+# Models.
+
+
+@pytest.mark.parametrize("name, recipe", MODELS.items(), ids=MODELS)
+def test_models(name, recipe, tmp_path):
+    model = save_config(tmp_path / "a-model", *recipe)
+    sentence = refusal(model, skip_tokenizer_init=True)
+    assert sentence.startswith("--kv-eviction does not support ") and name.split(" (")[0] in sentence
+    assert "a-model" in sentence
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"kv_eviction": "take"}, "it computes some tokens twice"),
+        ({"kv_eviction": "kvzip"}, "it computes some tokens twice"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"pipeline_parallel_size": 2}, "a layer with full attention in each pipeline stage"),
+    ],
+)
+def test_what_cannot_be_combined_with_layers_of_several_kinds(settings, sentence, tmp_path):
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    assert sentence in refusal(windowed, skip_tokenizer_init=True, **settings)
+
+
+def test_such_policies_are_refused_for_one_request_to_layers_of_several_kinds(tmp_path):
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"policies": "all"}, "dtype": "bfloat16"}
+    args = EngineArgs(windowed, skip_tokenizer_init=True, **settings)
+    served, prompt = front_end(args.create_engine_config()), {"prompt_token_ids": [1] * 600}
+    for policy in ("take", "kvzip"):
+        with pytest.raises(VLLMValidationError, match="cannot serve this model") as error:
+            requests._check_generate(served, prompt, asking(policy))
+        assert error.value.parameter == "kv_eviction"
+
+
+@pytest.mark.parametrize("given, is_said", [(None, True), (True, True), (False, False)])
+def test_prefix_caching_is_off_with_layers_of_several_kinds(given, is_said, tmp_path, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    windowed = save_config(tmp_path / "a-model", **WINDOWED)
+    args = EngineArgs(
+        windowed, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="float32", enable_prefix_caching=given
+    )
+    assert args.create_engine_config().cache_config.enable_prefix_caching is False
+    assert is_said == any("prefix caching is off" in line for line in lines)
+
+
+def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_path):
+    model = save_config(tmp_path / "a-model", *GEMMA3)
+    sentence = refusal(model, skip_tokenizer_init=True)
+    assert "attended to in both directions" in sentence and "a-model" in sentence
+    assert sentence.endswith("add --language-model-only to serve text without images")
+    EngineArgs(
+        model, kv_eviction="snapkv", skip_tokenizer_init=True, language_model_only=True
+    ).create_engine_config()
+
+
+def test_models_that_hear_are_served(tmp_path):
+    model = save_config(tmp_path / "a-model", *QWEN2_AUDIO)
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
+
+
+@pytest.mark.engine
+def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
+    """GPT-2 knows no num_key_value_heads; vLLM's configuration goes by it all the same."""
+    settings = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "num_key_value_heads": 2}
+    model = save_config(tmp_path / "a-model", "gpt2", "GPT2LMHeadModel", settings)
+    with pytest.raises(KVEvictionError) as error:
+        LLM(
+            model,
+            additional_config={"kv_eviction": {"policy": "snapkv"}},
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 24,
+        )
+    sentence = str(error.value)
+    assert "a-model" in sentence and "each rank has 2 KV heads, but its layers have 4" in sentence
+    # The next engine of this process gets no connector of this one.
+    assert not has_kv_transfer_group()
+
+
+def test_a_decoder_run_for_pooling(model):
+    assert "pooling models" in refusal(model, runner="pooling", convert="embed")
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2])
+def test_models_with_full_attention_are_accepted(layer_types, tmp_path):
+    model = save_config(tmp_path, "llama", "LlamaForCausalLM", LLAMA | {"layer_types": layer_types})
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
+
+
+def test_an_unused_sliding_window_is_accepted(tmp_path):
+    settings = LLAMA | {"sliding_window": 128, "use_sliding_window": False}
+    model = save_config(tmp_path, "qwen2", "Qwen2ForCausalLM", settings)
+    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
+
+
+@pytest.mark.parametrize("longest, is_reached", [(127, False), (128, False), (129, True)])
+def test_a_sliding_window_that_no_request_reaches_is_accepted(longest, is_reached, tmp_path):
+    settings = LLAMA | {"sliding_window": 128}
+    model = save_config(tmp_path, "mistral", "MistralForCausalLM", settings)
+    if is_reached:
+        sentence = refusal(model, skip_tokenizer_init=True, max_model_len=longest)
+        assert "sliding-window" in sentence and "--max-model-len to at most the window of 128" in sentence
+        return
+    args = EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True, max_model_len=longest)
+    assert args.create_engine_config().cache_config.sliding_window is None
+
+
+@pytest.mark.parametrize("kind", FP8_KV)
+def test_checkpoints_that_ask_for_fp8_kv(kind, tmp_path):
+    settings = LLAMA | {"quantization_config": FP8_KV[kind]}
+    model = save_config(tmp_path / "a-model", "llama", "LlamaForCausalLM", settings)
+    for given in ({}, {"kv_cache_dtype": "auto"}):
+        sentence = refusal(model, skip_tokenizer_init=True, **given)
+        assert "a-model" in sentence and "asks for a KV cache of type fp8" in sentence
+        assert sentence.endswith("so set --kv-cache-dtype bfloat16")
+    # With a flag that does not fit, "auto" would be no advice.
+    sentence = refusal_of_a_kv_dtype(model, skip_tokenizer_init=True, kv_cache_dtype="float16")
+    assert sentence.endswith(("so set it to bfloat16", "set `--kv-cache-dtype` to `auto` or `bfloat16`."))
+    args = EngineArgs(
+        model, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype="bfloat16"
+    )
+    assert args.create_engine_config().cache_config.cache_dtype == "bfloat16"
+
+
+def test_fp8_kv_beside_a_model_in_float32(tmp_path):
+    """vLLM has no ``--kv-cache-dtype float32``."""
+    settings = LLAMA | {"quantization_config": FP8_KV["compressed-tensors"]}
+    model = save_config(tmp_path, "llama", "LlamaForCausalLM", settings)
+    sentence = refusal(model, skip_tokenizer_init=True, dtype="float32")
+    assert sentence.endswith("so set --dtype and --kv-cache-dtype to bfloat16")
+
+
+def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
+    vllm_config = EngineArgs(model=model, kv_eviction="snapkv").create_engine_config()
+    checks.check_model(vllm_config)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelConfig, "is_diffusion", True)
+        vllm_config.model_config.__dict__.pop("is_diffusion", None)
+        with pytest.raises(KVEvictionError, match="diffusion models"):
+            checks.check_model(vllm_config)
+    vllm_config.model_config.__dict__.pop("is_diffusion", None)
+    checks.check_model(vllm_config)
+
+
+def test_speculative_decoding_by_other_methods_than_ngram(model):
+    sentence = refusal(model, speculative_config={"model": model, "num_speculative_tokens": 2})
+    assert "speculative decoding by draft_model: " in sentence
+    ngram = {"spec_method": "ngram", "spec_tokens": 2}
+    EngineArgs(model=model, kv_eviction="snapkv", **ngram).create_engine_config()
+
+
+def test_speculative_decoding_on_pipeline_stages(model):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    sentence = refusal(model, speculative_config=ngram, pipeline_parallel_size=2)
+    assert "so set --pipeline-parallel-size to 1" in sentence
+
+
+@pytest.mark.parametrize(("threshold", "refused"), [(4, True), (5, True), (6, False), (0, False)])
+def test_speculative_decoding_in_steps_with_less_room_than_drafts(model, threshold, refused):
+    """vLLM stops when a prompt of one token comes, which it pads with drafts."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 5}
+    settings = {"speculative_config": ngram, "long_prefill_token_threshold": threshold}
+    if refused:
+        assert f"5 draft tokens and --long-prefill-token-threshold {threshold}: " in refusal(
+            model, **settings
+        )
+    else:
+        EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
+
+
+def test_speculative_decoding_on_models_with_states(models):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)
+    assert "on models with states" in sentence
+
+
+@pytest.mark.parametrize(
+    "policy, reason", [("criticalkv", "output projection"), ("kvzip", "repeats prompts")]
+)
+def test_policies_that_do_not_go_with_adapters(policy, reason, model):
+    sentence = refusal(model, kv_eviction=policy, enable_lora=True)
+    assert reason in sentence and "--enable-lora" in sentence
+    server = EngineArgs(model, kv_eviction="snapkv", enable_lora=True).create_engine_config()
+    with pytest.raises(KVEvictionError, match=f"^kv_eviction {policy} cannot be combined with --enable-lora"):
+        checks.check_policy(server, EvictionConfig(policy, keep_ratio=0.3), "kv_eviction")
+
+
+# Surroundings.
+
+
+def test_another_platform(model, monkeypatch):
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
+    monkeypatch.setattr(checks, "current_platform", other)
+    monkeypatch.setattr(devices, "current_platform", other)
+    assert "not on xpu" in refusal(model)
+
+
+def test_the_other_front_end(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "VLLM_USE_RUST_FRONTEND" in refusal(model)
+
+
+@pytest.mark.parametrize("has_two", [True, False])
+def test_the_older_ray_executor(has_two, model, monkeypatch):
+    """It is refused where vLLM has it."""
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    places = dataclasses.replace(versions.moves(), ray_executor_variable=name if has_two else None)
+    monkeypatch.setattr(versions, "_chosen", places)
+    monkeypatch.setenv(name, "0")
+    if not hasattr(envs, name):
+        monkeypatch.setattr(envs, name, False, raising=False)
+    args = EngineArgs(model, kv_eviction="snapkv", distributed_executor_backend="ray")
+    if not has_two:
+        checks.check_arguments(args)
+        return
+    sentence = refusal(model, distributed_executor_backend="ray")
+    assert f"{name}=0" in sentence and "unset" in sentence
+
+
+def test_expandable_segments(model, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in refusal(model)
+
+
+def test_surroundings_do_not_matter_when_off(model, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    EngineArgs(model=model, enable_prefix_caching=True).create_engine_config()
+
+
+# Single requests.
+
+
+@pytest.fixture
+def on(model):
+    return EngineArgs(
+        model, kv_eviction="snapkv", kv_eviction_config={"min_prompt": 0}, dtype="float32"
+    ).create_engine_config()
+
+
+@pytest.fixture
+def off(model, on):
+    return EngineArgs(model, dtype="float32").create_engine_config()
+
+
+def process(vllm_config, fields, length=100, prompt=None, **settings):
+    processor = InputProcessor(vllm_config)
+    params = SamplingParams(max_tokens=4, extra_args=fields)
+    prompt = prompt or {"prompt_token_ids": [7] * length}
+    return processor.process_inputs("request", prompt, params, ("generate",), **settings)
+
+
+def test_requests_pass(on):
+    request = process(on, {"kv_eviction": "streaming-llm", "kv_budget": 10, "kv_prefix_len": 100})
+    assert request.sampling_params.extra_args["kv_prefix_len"] == 100
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"kv_eviction": "nope"}, "kv_eviction"),
+        ({"kv_budget": 2.5}, "kv_budget"),
+        ({"kv_prefix_len": 101}, "kv_prefix_len"),
+        ({"kv_evictions": "snapkv"}, "kv_evictions"),
+    ],
+)
+def test_bad_fields_are_the_callers_fault(fields, named, on, off):
+    with pytest.raises(VLLMValidationError) as error:
+        process(on, fields)
+    assert error.value.parameter == named and str(error.value).startswith(named)
+    process(off, fields)  # without eviction nobody knows these fields
+
+
+PLACEHOLDER = 1 << 20
+"""In the place of embeddings vLLM puts the id of a token that it adds to the tokenizer; models have no such token."""
+
+EMBEDDINGS = {
+    "alone": embeds_input(torch.zeros(100, 128)),
+    "mixed": embeds_input(
+        torch.zeros(100, 128),
+        prompt_token_ids=[7] * 60 + [PLACEHOLDER] * 40,
+        is_token_ids=[True] * 60 + [False] * 40,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_take_reads_no_embeddings(kind, on, off):
+    prompt, fields = EMBEDDINGS[kind], {"kv_eviction": "take"}
+    sentence = r"^kv_eviction take needs a text-only prompt, without embeddings"
+    with pytest.raises(VLLMValidationError, match=sentence) as error:
+        process(on, fields, prompt=prompt)
+    assert error.value.parameter == "prompt"
+    # At the call, not at the first token: after that it could not become an HTTP 400.
+    with pytest.raises(VLLMValidationError, match=sentence):
+        AsyncLLM.generate(front_end(on), prompt, asking("take"), "request")
+    assert process(on, {"kv_eviction": "snapkv"}, prompt=prompt).prompt_embeds is not None
+    assert process(off, fields, prompt=prompt).prompt_embeds is not None
+
+
+def test_resumable_sessions(on, off):
+    with pytest.raises(VLLMValidationError, match="resumable sessions") as error:
+        process(on, None, resumable=True)
+    assert error.value.parameter == "resumable"
+    assert process(off, None, resumable=True).resumable
+
+
+def test_beam_search_offline(on, off):
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    with pytest.raises(VLLMValidationError, match="beam search"):
+        BeamSearchOfflineMixin.beam_search(
+            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=on)), [], params
+        )
+    # An engine without eviction in the same process gets as far as its own code.
+    with pytest.raises(AttributeError, match="input_processor"):
+        BeamSearchOfflineMixin.beam_search(
+            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=off)), [], params
+        )
+
+
+def test_beam_search_online(on, off):
+    def serving(vllm_config):
+        return SimpleNamespace(engine_client=SimpleNamespace(vllm_config=vllm_config))
+
+    # At the call, not at the first token: after that it could not become an HTTP 400.
+    with pytest.raises(VLLMValidationError, match="beam search"):
+        BeamSearchOnlineMixin.beam_search(serving(on), {}, "request", BeamSearchParams(2, 2))
+    assert hasattr(
+        BeamSearchOnlineMixin.beam_search(serving(off), {}, "request", BeamSearchParams(2, 2)), "__anext__"
+    )

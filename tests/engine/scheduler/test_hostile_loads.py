@@ -1,0 +1,320 @@
+"""Hostile loads: the simulated choices are those of the policies, what goes wrong is found, and nothing does."""
+
+import dataclasses
+import math
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.support import hostile_loads
+from tests.engine.support.choices import Choices
+from tests.engine.support.hostile_loads import WINDOW, crowded, hostile, load_of, play, play_many, summary
+from tests.engine.support.loads import Ask, Load
+from tests.engine.support.overtaking import MOST_OVERTAKEN
+from tests.engine.support.servers import PAGE, Setup, capacities, stages
+from tests.engine.support.simulation import Workers
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, EvictionScheduler
+from vllm_kvevict.engine.scheduler.shared.store import SharedStore
+from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import plan_of
+
+LAYERS, HEADS = 3, 4
+CROWDS_THAT_HUNG = (24, 56)
+RESETS_THAT_MATTER = (13, 18)
+STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
+"""Servers that once stood still."""
+
+
+# Choices.
+
+
+def chosen(config: EvictionConfig, n: int, choices: Choices, request_id: str) -> np.ndarray:
+    """What `select` keeps, [layers, KV heads], where the rows that the request prefers have far larger scores."""
+    _, order = choices._greed(request_id)
+    weights = choices.weights(request_id)
+    m = n - config.window_for(n)
+    # Rows that come earlier beat later ones with every candidate.
+    rank = torch.from_numpy(order.ravel().argsort().argsort().reshape(order.shape))
+    scores = torch.rand(LAYERS, HEADS, m) + 2.0 * (LAYERS * HEADS - rank)[:, :, None]
+    layers = [
+        LayerScores(layer, LAYERS, HEADS, scores[layer], weight=weights[layer], second=scores[layer])
+        for layer in range(LAYERS)
+    ]
+    return np.array([[len(head) for head in layer] for layer in select(config, layers, n)])
+
+
+@pytest.mark.parametrize("policy", [name for name in available() if name not in ("full", "take")])
+def test_choices_are_those_of_the_policy(policy: str) -> None:
+    """As far as a few rows can have it all, they do, and the others keep what the policy leaves every row."""
+    setup = Setup([(LAYERS, HEADS)], [1], 1024)
+    choices = Choices(capacities(setup), greeds=("rank", "layer", "head", "row"))
+    choose = random.Random(policy)
+    for index in range(20):
+        n, params = choose.choice((50, 90, 300)), dict[str, Any]()
+        if "alpha" in parameters(policy):
+            params["alpha"] = choose.choice((0.0, 0.3))
+        if "ada_safeguard" in parameters(policy):
+            params["ada_safeguard"] = choose.choice(("interp", "paper", "guarantee"))
+        if policy == "knorm":
+            params["skip_layers"] = choose.choice((0, 2))
+        if "window" in parameters(policy):
+            params |= WINDOW
+        config = EvictionConfig(policy, keep_ratio=choose.choice((0.1, 0.4, 0.8)), **params)
+        admission = Admission(f"r{index}", 1, plan_of(config, n))
+        (lengths,) = choices.lengths(admission)
+        assert lengths.tolist() == chosen(config, n, choices, admission.request_id).tolist()
+
+
+def test_every_admission_and_every_replica_chooses_alike() -> None:
+    setup = Setup([(2, 1)] * 8, [1] * 8, 1024, pipeline=True, tensor=4, replicas=2)
+    config = EvictionConfig("ada-snapkv", budget=100)
+    seen = set()
+    for index in range(30):
+        parts = Workers(setup).choices.lengths(Admission(f"r{index}", 1, plan_of(config, 600)))
+        again = Workers(setup).choices.lengths(Admission(f"r{index}", 2, plan_of(config, 600)))
+        assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+        assert all((parts[rank] == parts[rank + 1]).all() for rank in (0, 2, 4, 6))
+        assert all((parts[rank] + parts[rank + 2] == 200).all() for rank in (0, 1, 4, 5))
+        seen.add(tuple(int(part.sum()) for part in parts))
+    assert len(seen) > 10
+
+
+def test_heads_of_a_rank_compete_alone_where_they_are_told_to() -> None:
+    setup = Setup([(2, 2), (2, 2)], [1, 1], 1024)
+    config = EvictionConfig("ada-snapkv", budget=100, tp_local=1)
+    for index in range(20):
+        for part in Choices(capacities(setup)).lengths(Admission(f"r{index}", 1, plan_of(config, 600))):
+            assert part.sum(1).tolist() == [200, 200]
+
+
+# Servers.
+
+
+def test_servers_are_short_of_memory_and_of_every_kind() -> None:
+    servers = [hostile(seed).setup for seed in range(120)]
+    per_row = [setup.pages[0] // math.prod(setup.shapes[0]) for setup in servers]
+    shares = [pages * PAGE / setup.max_model_len for pages, setup in zip(per_row, servers, strict=True)]
+    assert min(shares) < 0.45 and sum(share < 1 for share in shares) > 30
+    assert len({setup.options["policy"] for setup in servers if setup.options}) > 15
+    assert {len(setup.shapes) for setup in servers} >= {1, 2, 3, 4, 8}
+    assert {setup.replicas for setup in servers} == {1, 2, 4}
+    assert hostile(3) == hostile(3)
+
+
+def small_load(**changes: Any) -> Load:
+    """A long request and, behind it, a small one."""
+    options = {"policy": "snapkv", "budget": 0.2, "check": True}
+    setup = Setup([(2, 2)], [4 * 40], 1024, options=options)
+    asks = [Ask(0, "long", 500, 400, {}, 0), Ask(30, "small", 20, 20, {}, 0)]
+    return Load(dataclasses.replace(setup, **changes), asks)
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    outcome = play(small_load())
+    assert not outcome.failure and outcome.reasons == {"length": 2} and outcome.preemptions == {0: 2}
+    assert outcome.longest_wait == 0 and outcome.shortened == 0 and 400 <= outcome.steps < 410
+
+
+def stop_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ledger allow the long request to grow to 550 tokens only."""
+    allocate = PageLedger.allocate_slots
+
+    def stingy(self: PageLedger, request: Any, count: int, *args: Any, **kwargs: Any) -> Any:
+        if request.request_id == "long" and request.num_computed_tokens + count > 550:
+            return None
+        return allocate(self, request, count, *args, **kwargs)
+
+    monkeypatch.setattr(PageLedger, "allocate_slots", stingy)
+
+
+@pytest.mark.parametrize(
+    ("priority", "seats", "says"),
+    [
+        (False, 64, "long .* preempted 21 times.* was preempted more than 20 times"),
+        (True, 64, "long .* preempted 21 times.* was preempted more than 20 times"),
+    ],
+)
+def test_a_request_that_is_preempted_again_and_again_is_found(
+    priority: bool, seats: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_growing(monkeypatch)
+    failure = play(small_load(priority=priority, max_num_seqs=seats)).failure or ""
+    assert re.search(says, failure)
+
+
+@pytest.mark.parametrize(
+    ("priority", "seats", "says"),
+    [
+        (True, 1, "small .* waits for 2[0-9][0-9] steps, in 201 of which nobody got further; .*long"),
+        (True, 64, "nobody got further in 601 steps: long"),
+    ],
+)
+def test_a_request_that_never_gets_further_is_found(
+    priority: bool, seats: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_growing(monkeypatch)
+    monkeypatch.setattr(hostile_loads, "MOST_PREEMPTIONS", 10**6)
+    outcome = play(small_load(priority=priority, max_num_seqs=seats))
+    assert outcome.failure
+    assert re.search(says, outcome.failure)
+
+
+def test_a_request_that_nobody_admits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageLedger, "_may_begin", lambda self, request, _: request.request_id != "small")
+    load = small_load()
+    load.asks[1] = dataclasses.replace(load.asks[1], arrival=1)
+    assert "hang: nothing is scheduled or in flight, 1 requests wait" in (play(load).failure or "")
+
+
+def behind_a_patient_one(**changes: Any) -> Load:
+    """A request, and small ones that come later, one in every step."""
+    load = small_load(**changes)
+    stream = [Ask(step, f"other{step}", 20, 2, {}, 0) for step in range(1, 300)]
+    return dataclasses.replace(load, asks=[Ask(0, "patient", 60, 5, {}, 0), *stream])
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_a_request_that_is_always_put_off_is_found(priority: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = behind_a_patient_one(priority=priority)
+    outcome = play(load)
+    assert not outcome.failure and outcome.overtaken == 0
+    monkeypatch.setattr(SharedStore, "is_awaited", lambda self, request: request.request_id == "patient")
+    failure = play(load).failure or ""
+    says = rf"patient .* waits, and {MOST_OVERTAKEN + 1} steps admitted others behind it"
+    assert re.search(says, failure), failure
+
+
+def test_more_urgent_requests_may_overtake() -> None:
+    load = behind_a_patient_one(priority=True, max_num_seqs=1)
+    asks = [dataclasses.replace(ask, priority=int(ask.name == "patient")) for ask in load.asks]
+    outcome = play(dataclasses.replace(load, asks=asks))
+    assert not outcome.failure and outcome.overtaken == 0
+
+
+def test_who_lacks_a_place_for_its_adapter_is_skipped_by_vllm() -> None:
+    load = behind_a_patient_one(adapters=1)
+    asks = [dataclasses.replace(ask, adapter=1 + (ask.name == "patient")) for ask in load.asks]
+    first = dataclasses.replace(asks[-1], arrival=0, name="first", output=250)
+    outcome = play(dataclasses.replace(load, asks=[first, *asks]))
+    assert not outcome.failure and outcome.overtaken == 0 and outcome.reasons == {"length": 301}
+
+
+# The gate.
+
+
+@pytest.mark.parametrize("seed", STUCK_BEFORE)
+def test_servers_that_stood_still(seed: int) -> None:
+    outcome = play(hostile(seed), seed)
+    assert not outcome.failure, f"--only {seed}: {outcome.failure}"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(), ("drafts",), ("pauses",), ("drafts", "pauses"), ("resets",), ("drafts", "pauses", "resets")],
+    ids=" ".join,
+)
+def test_hostile_loads(kinds: tuple[str, ...]) -> None:
+    """5000 steps; `python -m tests.engine.support.hostile_loads` plays more."""
+    started = time.perf_counter()
+    outcomes = play_many(2000, steps=5000, servers=100, kinds=kinds)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("streams",),
+        ("salts",),
+        ("adapters",),
+        ("layers",),
+        ("streams", "pauses", "resets", "salts", "adapters"),
+        ("streams", "pauses", "adapters", "layers"),
+    ],
+    ids=" ".join,
+)
+def test_hostile_loads_of_further_kinds(kinds: tuple[str, ...]) -> None:
+    """1500 steps of each; the command plays more."""
+    started = time.perf_counter()
+    outcomes = play_many(2000, steps=1500, servers=100, kinds=kinds)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_loads_have_what_their_kinds_say(seed: int) -> None:
+    load = load_of(seed, ["salts", "adapters"])
+    assert any(ask.adapter for ask in load.asks) and load.setup.adapters in (1, 2)
+    assert load.setup.prefix_caching and len({(ask.document, ask.salt) for ask in load.asks}) > 1
+    assert load_of(seed, ["layers"]).setup.has_other_layers
+    assert load.setup.depth == len(stages(load.setup)) + load.setup.asynchronous
+
+
+def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: prompts that begin alike count as the same, whatever their salt is."""
+    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
+    assert not any(failures)
+    plain = hostile_loads.make_request
+
+    def unsalted(*args: Any) -> Any:
+        request = plain(*args[:6])
+        request.cache_salt = args[6]
+        return request
+
+    monkeypatch.setattr(hostile_loads, "make_request", unsalted)
+    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
+    assert any(failure and "begins with what was read for" in failure for failure in failures), failures
+
+
+def test_crowds() -> None:
+    """60 servers, as many as hung in the one version of vLLM that goes on with who stands behind a prompt put off."""
+    started = time.perf_counter()
+    outcomes = play_many(0, steps=10**6, servers=60, crowd=True)
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+
+
+def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without looking whether there is a seat, and again after a pause that brought nothing."""
+    schedule = EvictionScheduler.schedule
+
+    def stubborn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        if self._step.pausing_for in self._postponed:
+            self._postponed[self._step.pausing_for] = MOST_POSTPONED
+        return output
+
+    monkeypatch.setattr(EvictionScheduler, "schedule", stubborn)
+    monkeypatch.setattr(EvictionScheduler, "_admits_requests", lambda self: True)
+    failures = [play(crowded(seed), seed).failure for seed in CROWDS_THAT_HUNG]
+    assert all(failure and "hang: nothing is scheduled" in failure for failure in failures)
+
+
+def test_what_was_read_before_a_reset_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what was admitted before it goes on to leave what it reads, or writes, for others."""
+    load = load_of(RESETS_THAT_MATTER[0], ["resets"])
+    assert not play(load, RESETS_THAT_MATTER[0]).failure
+    monkeypatch.setattr(Account, "is_stale", property(lambda self: False, lambda self, value: None))
+    for seed in RESETS_THAT_MATTER:
+        failure = play(load_of(seed, ["resets"]), seed).failure
+        assert failure and re.search(r"_check_fresh .* was read after 1 of 2 resets", failure), seed
+
+
+def test_the_command_names_the_seeds_that_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostile_loads.logging, "disable", lambda level: None)
+    monkeypatch.setattr(hostile_loads, "hostile", lambda seed: small_load(priority=seed == 7))
+    assert hostile_loads.main(["--steps", "900", "--servers", "5", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 servers, 12") and lines[-1] == "0 servers failed"
+    stop_growing(monkeypatch)
+    assert hostile_loads.main(["--only", "4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Setup(") and lines[1].startswith("Ask(")
+    assert lines[-1].startswith("  --only 4: in step ")

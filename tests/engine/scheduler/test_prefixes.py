@@ -1,0 +1,740 @@
+"""Cached prefixes in the scheduler: who waits for whom, what is shared, what is dropped; and that counts are exact."""
+
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name, sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from tests.cache.writers import plain, writer
+from tests.engine.support.servers import PAGE, Setup, Shape, make_request, options_of
+from tests.engine.support.simulation import Simulation
+from tests.registering import policy_with_both_defaults
+from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.config import REPEAT_ROWS
+from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
+from vllm_kvevict.engine.scheduler.shared import prefixes
+from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.schedules import base
+from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.registry import plan_of
+
+VOCAB = 1000
+
+
+@pytest.fixture
+def compressed_only(monkeypatch):
+    """Nothing is cached uncompressed, which would shorten what is read where no compressed prefix is found."""
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.shared.uncompressed.MOST_SEGMENTS", 0)
+
+
+def document(number: int, tokens: int) -> list[int]:
+    """The tokens of a document."""
+    chooser = random.Random(number)
+    return [chooser.randrange(VOCAB) for _ in range(tokens)]
+
+
+def ask(
+    name: str, prefix: list[int], question: int, output: int, salt: str | None = None, **fields: Any
+) -> Any:
+    """A request with so many tokens behind a prefix; its name is "document: question"."""
+    asked = [VOCAB + index for index in range(question)]
+    arguments = {"kv_prefix_len": len(prefix), **fields}
+    return make_request(name, [*prefix, *asked], output, arguments, salt=salt)
+
+
+def server(**changes: Any) -> Setup:
+    """One rank, unless told otherwise, that caches prefixes."""
+    settings = {"shapes": [(2, 2)], "pages": [4000], "max_model_len": 4096, "prefix_caching": True}
+    options = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, **changes.pop("options", {})}
+    return Setup(**{**settings, **changes, "options": options})
+
+
+def steps(simulation: Simulation, count: int) -> None:
+    for _ in range(count):
+        simulation.step()
+
+
+def finish(simulation: Simulation) -> None:
+    """Run to the end; whoever got a token counts its prompt as computed."""
+    simulation.run(20_000)
+
+
+def check_exact(simulation: Simulation) -> None:
+    """Nothing is in flight: the ledger knows what every rank holds, and who borrows what."""
+    workers, ledger = simulation.workers, simulation.ledger
+    assert workers is not None
+    # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
+    told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
+    if told and not ledger.awaits_reports:
+        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.books.held
+    for prefix in ledger.shared.compressed:
+        assert set(workers.borrowers(prefix.number)) & set(ledger.accounts) == prefix.borrowers
+
+
+def check_end(simulation: Simulation) -> None:
+    """All that is left are cached prefixes; after a reset nothing is."""
+    ledger, workers = simulation.ledger, simulation.workers
+    assert workers is not None
+    nothing = [0] * len(workers.ranks)
+    while simulation.scheduler.has_requests():
+        simulation.step()
+    assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty
+    assert not workers.live and ledger.usage == 0
+    for rank in range(len(workers.ranks)):
+        assert ledger.shared.compressed.held[rank] == workers.cached_pages(rank)
+        uncompressed = ledger.shared.uncompressed.segments.columns * workers.ranks[rank].rows
+        assert uncompressed == workers.segment_pages(rank) == workers.held(rank) - workers.cached_pages(rank)
+    assert set(workers.cached) == {prefix.number for prefix in ledger.shared.compressed}
+    assert simulation.reset()
+    while simulation.scheduler.has_requests():
+        simulation.step()
+    assert not workers.cached and not workers.segments
+    assert (
+        ledger.books.held == nothing
+        and len(ledger.shared.compressed) == len(ledger.shared.uncompressed.segments) == 0
+    )
+
+
+# One document, many questions.
+
+
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize("chunk", [128, 8192])
+def test_sixteen_questions_at_once_read_their_document_once(
+    depth: int, asynchronous: bool, chunk: int
+) -> None:
+    flight = {"depth": depth, "asynchronous": asynchronous, "max_num_batched_tokens": chunk}
+    simulation = Simulation(server(**flight))
+    for index in range(16):
+        simulation.add(ask(f"d:{index}", document(0, 700), 5 + index, 20))
+    finish(simulation)
+    assert simulation.prefilled == 700 + sum(range(5, 21))
+    assert len(simulation.workers.evictions) == 1
+    assert set(simulation.outputs.values()) == {20}
+    check_end(simulation)
+
+
+@pytest.mark.usefixtures("compressed_only")
+def test_a_hit_borrows_and_leaves_no_trace() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 700), 5, 20))
+    finish(simulation)
+    cached = simulation.ledger.books.held[0]
+    assert cached > 0 and simulation.ledger.usage == 0
+    simulation.add(ask("d:1", document(0, 700), 5, 20))
+    simulation.step()
+    (prefix,) = simulation.ledger.shared.compressed
+    assert prefix.borrowers == {"d:1"} and prefix.held == [cached]
+    # One page of each row at most: the copy of what is not full, or the first page behind what is.
+    assert 0 < simulation.ledger.books.used[0] <= 4
+    check_exact(simulation)
+    finish(simulation)
+    assert simulation.ledger.books.held == [cached]
+    check_end(simulation)
+
+
+WRONG = {
+    "last token": lambda name, prefix: ask(name, [*prefix[:-1], prefix[-1] + 1], 5, 3),
+    "first token": lambda name, prefix: ask(name, [prefix[0] + 1, *prefix[1:]], 5, 3),
+    "length": lambda name, prefix: ask(name, prefix[:-1], 5, 3),
+    "salt": lambda name, prefix: ask(name, prefix, 5, 3, salt="another"),
+    "policy": lambda name, prefix: ask(name, prefix, 5, 3, kv_eviction="snapkv"),
+    "budget": lambda name, prefix: ask(name, prefix, 5, 3, kv_budget=0.3),
+}
+
+
+@pytest.mark.usefixtures("compressed_only")
+@pytest.mark.parametrize("length", [7, 32, 33, 333])
+@pytest.mark.parametrize("what", WRONG)
+def test_another_prefix_is_read(what: str, length: int) -> None:
+    """Also where it is shorter than a block, so that no hash of vLLM's covers it."""
+    simulation = Simulation(server())
+    prefix = document(0, length)
+    for name, request in (("d:0", ask("d:0", prefix, 5, 3)), ("d:1", WRONG[what]("d:1", prefix))):
+        before = simulation.prefilled
+        simulation.add(request)
+        finish(simulation)
+        assert simulation.prefilled - before == request.num_prompt_tokens, name
+    before = simulation.prefilled
+    simulation.add(ask("d:2", prefix, 9, 3))
+    finish(simulation)
+    assert simulation.prefilled - before == 9
+
+
+def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
+    hashed = prefixes.hash_block_tokens
+    monkeypatch.setattr(
+        prefixes,
+        "hash_block_tokens",
+        lambda fn, before, tokens, extra: hashed(fn, before, tokens[:-1], extra),
+    )
+    with pytest.raises(AssertionError):
+        test_another_prefix_is_read("last token", 33)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("length", [7, 32, 33])
+def test_other_hashes_of_vllm_tell_prefixes_apart(algorithm: str, length: int) -> None:
+    hashed = get_hash_fn_by_name(algorithm)
+    init_none_hash(hashed)
+    hasher = get_request_block_hasher(PAGE, hashed)
+    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
+
+    def key(prefix: list[int], question: int, **fields: Any) -> Any:
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", [*prefix, *[question] * 5], params, None, block_hasher=hasher, **fields)
+        return prefixes.prefix_key(request, plan, PAGE, hashed)
+
+    prefix = document(0, length)
+    assert key(prefix, 1) == key(prefix, 2)
+    others = [[*prefix[:-1], prefix[-1] + 1], [prefix[0] + 1, *prefix[1:]]]
+    assert len({key(prefix, 1), *(key(other, 1) for other in others), key(prefix, 1, cache_salt="s")}) == 4
+
+
+@pytest.mark.parametrize("length", [7, 32, 33])
+@pytest.mark.parametrize("row", [0, -1])
+def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(PAGE, sha256)
+    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
+    keys = []
+    for changes in (None, length + 1, range(length)[row]):
+        embeds = torch.arange(8.0 * (length + 5)).view(-1, 8)
+        if changes is not None:
+            embeds[changes] += 1
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", None, params, None, prompt_embeds=embeds, block_hasher=hasher)
+        keys.append(prefixes.prefix_key(request, plan, PAGE, sha256))
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("one, other", [("window", 16), ("rows", "max"), ("pooling", "max"), ("kernel", 31)])
+def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any) -> None:
+    numbers = []
+    for options in ({}, {one: other}):
+        simulation = Simulation(server(options=options))
+        request = ask("d:0", document(0, 300), 5, 3)
+        numbers.append(simulation.ledger.requests.key(request))
+    assert numbers[0] != numbers[1] and numbers[0][:2] == numbers[1][:2]
+
+
+def test_requests_share_a_prefix_if_their_parameters_are_equal() -> None:
+    """However they are written, and whoever says so; the server's kernel is 31."""
+    simulation, numbers = Simulation(server(options={"kernel": 31})), count()
+
+    def key(**fields: Any) -> Any:
+        request = ask(f"d:{next(numbers)}", document(0, 300), 5, 3, **fields)
+        return simulation.ledger.requests.key(request)
+
+    one = key(kv_params="alpha=0.3,window=16")
+    assert one is not None
+    assert one == key(kv_params="window=16.0,alpha=0.30") == key(kv_params="kernel=31,window=16,alpha=0.3")
+    others = [key(), *(key(kv_params=text) for text in ("alpha=0.3", "alpha=0.3,window=16,kernel=7"))]
+    assert one not in others and len(set(others)) == 3
+
+
+def test_other_defaults_are_another_prefix(monkeypatch) -> None:
+    """Of equal parameters, whoever says so, it is the same one."""
+    policy = policy_with_both_defaults(monkeypatch)
+    keys = []
+    for options in ({}, {"defaults": "paper"}, {"kernel": 7, "rows": "mean"}):
+        simulation = Simulation(server(options={"policy": policy, **options}))
+        request = ask("d:0", document(0, 300), 5, 3)
+        keys.append(simulation.ledger.requests.key(request))
+    assert keys[0] != keys[1] == keys[2]
+
+
+ROWS = [[1, 2, 3], [4, 5], [6]]
+OTHER_ROWS = {
+    "first": [[1, 2, 4], [4, 5], [6]],
+    "before": [[1, 2, 3], [4], [6]],
+    "after": [[1, 2, 3], [4, 5], []],
+    "the same in other places": [[1, 2, 3], [4], [5, 6]],
+    "none": [[], [], []],
+    "no field": None,
+}
+"""What the model may be asked when it repeats a prefix."""
+
+
+def prefix_with(rows: Any) -> Any:
+    """The key of a prefix that is always the same, repeated with other rows."""
+    simulation = Simulation(server())
+    request = ask("d:0", document(0, 300), 5, 3, **({} if rows is None else {REPEAT_ROWS: rows}))
+    return simulation.ledger.requests.key(request)
+
+
+@pytest.mark.parametrize("what", OTHER_ROWS)
+def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
+    assert prefix_with(ROWS) == prefix_with(ROWS) and hash(prefix_with(ROWS)) == hash(prefix_with(ROWS))
+    assert prefix_with(ROWS) != prefix_with(OTHER_ROWS[what])
+
+
+def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(prefixes, "repeat_prompts_of", lambda params: None)
+    with pytest.raises(AssertionError):
+        test_what_is_repeated_in_other_words_is_another_prefix("after")
+
+
+def test_keys_of_others_stay_as_they_are() -> None:
+    assert len(prefix_with(None)) == 3 and prefix_with(ROWS)[:3] == prefix_with(None)
+
+
+@pytest.mark.usefixtures("compressed_only")
+@pytest.mark.parametrize("rows, read", [(ROWS, 300 + 5 + 5), (OTHER_ROWS["first"], 2 * (300 + 5))])
+def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None:
+    simulation = Simulation(server())
+    for index, asked in enumerate((ROWS, rows)):
+        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **{REPEAT_ROWS: asked}))
+        finish(simulation)
+    assert simulation.prefilled == read
+    check_end(simulation)
+
+
+@pytest.mark.usefixtures("compressed_only")
+@pytest.mark.parametrize("fields", [{"kv_eviction": "full"}, {"kv_budget": 1.0}, {"kv_prefix_len": 305}])
+def test_what_is_kept_whole_or_evicted_at_its_end_is_not_cached(fields: dict[str, Any]) -> None:
+    simulation = Simulation(server())
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **fields))
+    finish(simulation)
+    assert simulation.prefilled == 2 * 305 and not simulation.ledger.shared.compressed
+
+
+def test_prompt_logprobs_are_computed_and_not_waited_for() -> None:
+    simulation = Simulation(server())
+    requests = [ask(f"d:{index}", document(0, 300), 5, 3) for index in range(3)]
+    requests[1].skip_reading_prefix_cache = True
+    for request in requests:
+        simulation.add(request)
+    simulation.step()
+    assert [request.num_computed_tokens > 0 for request in requests] == [True, True, False]
+    finish(simulation)
+    assert simulation.prefilled == 2 * 305 + 5
+    check_end(simulation)
+
+
+# Pools that are too small.
+
+
+@pytest.mark.parametrize("pages", range(120, 130))
+def test_a_sole_donor_has_the_room_that_its_prefix_takes(pages: int) -> None:
+    """What is kept, and the longest answer, fill the pool: copies beside them would not fit."""
+    results = []
+    for caches in (True, False):
+        settings = {"max_model_len": 960, "options": {"budget": 0.95}, "prefix_caching": caches}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for index in range(3):
+            simulation.add(ask(f"d{index}:0", document(index, 640), 64, 256))
+            finish(simulation)
+        results.append((simulation.outputs, simulation.preemptions, simulation.steps))
+        check_end(simulation)
+    assert results[0] == results[1]
+    assert set(results[0][0].values()) == {256} and set(results[0][1].values()) == {0}
+
+
+def test_nobody_is_preempted_for_copies_that_no_request_uses() -> None:
+    """Of a short prefix no page is full, so that two requests share nothing and the cached one is only for others."""
+    compared = 0
+    for pages in range(34, 90):
+        results = []
+        for caches in (True, False):
+            settings = {"max_model_len": 260, "options": {"decode_reserve": 8}, "prefix_caching": caches}
+            simulation = Simulation(server(pages=[pages], **settings))
+            for index in range(2):
+                simulation.add(ask(f"d:{index}", document(0, 64), 8, 180))
+            finish(simulation)
+            results.append(sum(simulation.preemptions.values()))
+            check_end(simulation)
+        compared += results[1] > 0
+        assert results[0] <= results[1], pages
+    assert compared > 3
+
+
+def test_prefixes_in_use_are_not_dropped_where_that_frees_nothing() -> None:
+    """All rows end with a page, so that a prefix with one user holds no copies."""
+    preempted = hits = 0
+    for pages in range(76, 140, 8):
+        options = {"policy": "snapkv", "budget": 64, "decode_reserve": 8}
+        settings = {"max_model_len": 600, "max_num_batched_tokens": 512, "options": options}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for number in range(4):
+            simulation.add(ask(f"d{number}:0", document(number, 300), 8, 200))
+        finish(simulation)
+        preempted += sum(simulation.preemptions.values())
+        hits += simulation.workers.hits
+        check_end(simulation)
+    assert preempted and hits >= preempted / 2
+
+
+@pytest.mark.usefixtures("compressed_only")
+def test_what_several_borrow_is_counted_once_and_stays() -> None:
+    """A prefix of 40 pages, and 36 of each answer: 132 hold it with two answers, and without it three."""
+    settings = {"max_model_len": 960, "options": {"policy": "snapkv", "budget": 0.5}}
+    simulation = Simulation(server(pages=[132], **settings))
+    simulation.add(ask("d:0", document(0, 640), 1, 1))
+    finish(simulation)
+    for index in range(1, 4):
+        simulation.add(ask(f"d:{index}", document(0, 640), 8, 256))
+    simulation.most_running = 0
+    finish(simulation)
+    assert simulation.most_running == 2 and set(simulation.preemptions.values()) == {0}
+    assert simulation.workers.hits == 3 and not simulation.workers.dropped
+    check_end(simulation)
+
+
+def test_what_has_no_room_beside_its_prefix_reads_it_again() -> None:
+    """A long question needs all of the pool, or all but the copies that the cached prefix would keep for itself."""
+    hits = set()
+    for pages in range(120, 130):
+        simulation = Simulation(server(pages=[pages], max_model_len=960, options={"budget": 0.95}))
+        simulation.add(ask("d:0", document(0, 640), 1, 1))
+        finish(simulation)
+        assert len(simulation.ledger.shared.compressed) == 1
+        simulation.add(ask("d:1", document(0, 640), 319, 1))
+        finish(simulation)
+        assert simulation.outputs["d:1"] == 1
+        hits.add(simulation.workers.hits)
+        check_end(simulation)
+    assert hits == {0, 1}
+
+
+def test_nothing_is_dropped_for_a_request_that_has_to_wait_all_the_same() -> None:
+    """One begins with a prefix, so that this has to stay for the step; without it there is no room for the next."""
+    waited = 0
+    for pages in range(140, 152):
+        settings = {"max_model_len": 960, "max_num_batched_tokens": 512, "options": {"budget": 0.5}}
+        simulation = Simulation(server(pages=[pages], **settings))
+        for number in range(2):
+            simulation.add(ask(f"d{number}:0", document(number, 320), 1, 1))
+            finish(simulation)
+        simulation.add(ask("d0:1", document(0, 320), 8, 9))
+        simulation.add(ask("d2:0", document(2, 940), 10, 9))
+        simulation.step()
+        waits = len(simulation.scheduler.running) == 1
+        waited += waits
+        assert not (waits and simulation.ledger.outbox.has_drops), pages
+        assert not (waits and simulation.workers.dropped), pages
+        finish(simulation)
+        check_end(simulation)
+    assert 0 < waited < 12
+
+
+def test_nobody_pauses_for_a_prompt_that_waits_for_its_prefix() -> None:
+    """Who reads the prefix would pause as well, and neither would ever go on."""
+    simulation = Simulation(server(max_num_batched_tokens=100))
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 700), 10, 6))
+    steps(simulation, 2)
+    simulation.scheduler._postponed["d:1"] = MOST_POSTPONED
+    finish(simulation)
+    assert set(simulation.outputs.values()) == {6} and simulation.prefilled == 700 + 2 * 10
+    check_end(simulation)
+
+
+@pytest.mark.usefixtures("compressed_only")
+def test_the_least_recently_used_goes_first() -> None:
+    """Of four documents three fit; who asks again is not the one to go."""
+    simulation = Simulation(server(pages=[180], max_model_len=1024, options={"budget": 0.5}))
+    order = [0, 1, 2, 0, 3, 0, 1]
+    computed = []
+    for index, number in enumerate(order):
+        before = simulation.prefilled
+        simulation.add(ask(f"d{number}:{index}", document(number, 640), 16, 4))
+        finish(simulation)
+        computed.append(simulation.prefilled - before > 16)
+    assert computed == [True, True, True, False, True, False, True]
+    assert simulation.workers.dropped == [2, 3]
+    check_end(simulation)
+
+
+@pytest.mark.usefixtures("compressed_only")
+def test_no_more_are_cached_than_there_are_request_slots_for(monkeypatch) -> None:
+    monkeypatch.setattr(base, "MOST_PREFIXES", 2)
+    simulation = Simulation(server())
+    for number in range(4):
+        simulation.add(ask(f"d{number}:0", document(number, 300), 5, 3))
+        finish(simulation)
+        assert len(simulation.workers.cached) == min(number + 1, 2)
+    assert simulation.workers.dropped == [1, 2]
+    check_end(simulation)
+
+
+# What happens to producers.
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+def test_a_producer_that_is_aborted_at_any_step(policy: str, depth: int, asynchronous: bool) -> None:
+    """Waiters find the prefix, or one of them reads it."""
+    for step in range(12):
+        setup = server(
+            depth=depth,
+            asynchronous=asynchronous,
+            max_num_batched_tokens=100,
+            options={"policy": policy},
+            shapes=[(2, 2), (1, 2)],
+            pages=[2000, 1000],
+            pipeline=True,
+        )
+        simulation = Simulation(setup)
+        for index in range(4):
+            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
+        steps(simulation, step)
+        simulation.abort("d:0")
+        finish(simulation)
+        assert [simulation.outputs[f"d:{index}"] for index in (1, 2, 3)] == [6, 6, 6]
+        assert simulation.prefilled <= 2 * 300 + 4 * 10
+        check_end(simulation)
+
+
+@pytest.mark.parametrize("drains", [True, False], ids=["after all reports", "before reports"])
+@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+def test_everybody_is_preempted_and_the_cache_reset_at_any_step(
+    depth: int, asynchronous: bool, drains: bool
+) -> None:
+    for step in range(1, 14):
+        setup = server(depth=depth, asynchronous=asynchronous, max_num_batched_tokens=100)
+        simulation = Simulation(setup)
+        for index in range(3):
+            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
+        steps(simulation, step)
+        while drains and simulation.in_flight:
+            simulation.deliver()
+        assert simulation.reset(hard=True)
+        finish(simulation)
+        assert set(simulation.outputs.values()) == {6}
+        check_end(simulation)
+
+
+def test_a_reset_says_whether_somebody_borrows() -> None:
+    simulation = Simulation(server())
+    for index in range(2):
+        simulation.add(ask(f"d:{index}", document(0, 300), 10, 50))
+    steps(simulation, 6)
+    (prefix,) = simulation.ledger.shared.compressed
+    assert len(prefix.borrowers) == 2
+    assert not simulation.reset()
+    # The two go on; who comes now reads the document again.
+    simulation.add(ask("d:2", document(0, 300), 10, 3))
+    before = simulation.prefilled
+    finish(simulation)
+    assert simulation.prefilled - before == 310
+    assert not simulation.ledger.shared.compressed or prefix not in simulation.ledger.shared.compressed
+    check_end(simulation)
+
+
+def test_an_idle_engine_tells_its_workers_of_a_reset() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 3))
+    finish(simulation)
+    assert not simulation.scheduler.has_requests() and simulation.workers.cached
+    assert simulation.reset() and simulation.scheduler.has_requests()
+    simulation.step()
+    assert not simulation.workers.cached and not simulation.scheduler.has_requests()
+
+
+# Workers.
+
+
+def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
+    cache = PagedKVCache(
+        torch.randn(16, 2 * PAGE * 8),
+        num_layers=2,
+        num_kv_heads=1,
+        page_size=PAGE,
+        max_requests=4,
+        write=writer(PAGE, plain, plain),
+    )
+    for check in (True, False):
+        prefixes, donor = CachedPrefixes(cache, check), cache.open()
+        cache.extend([donor], [PAGE + 1])
+        prefixes.expect({"d:0": 1})
+        prefixes.store("d:0", donor)
+        prefixes.store("d:0", donor)  # once
+        prefixes.verify()
+        slot = prefixes.open(Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefix=1))
+        assert prefixes.holdings() == {1: 4}
+        cache.storage[cache.loans[1].pages[0].item(), 3] += 1
+        with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():
+            prefixes.verify()
+        cache.close([slot, donor])
+        cache.loans.drop(1)
+
+
+def many_prefixes(count: int, pages: int) -> CachedPrefixes:
+    """So many uncompressed prefixes of so many pages each, which a worker in check mode has made in one step."""
+    cache = PagedKVCache(
+        torch.randn(count * pages, 2 * PAGE * 8),
+        num_layers=1,
+        num_kv_heads=1,
+        page_size=PAGE,
+        max_requests=2,
+        write=writer(PAGE, plain, plain),
+    )
+    prefixes, donor = CachedPrefixes(cache, check=True), cache.open()
+    cache.extend([donor], [count * pages * PAGE])
+    prefixes.freeze(donor, [(number, pages) for number in range(count)])
+    prefixes.verify()
+    return prefixes
+
+
+def test_checksums_of_many_pages_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step compares few of them, and a round all."""
+    prefixes = many_prefixes(200, 40)
+    summed: list[int] = []
+    checksum = prefixes.loans.checksum
+    monkeypatch.setattr(prefixes.loans, "checksum", lambda number: summed.append(number) or checksum(number))
+    for _ in range(100):
+        before = len(summed)
+        prefixes.verify()
+        assert len(summed) - before == 2
+    assert sorted(summed) == list(range(200))
+
+
+@pytest.mark.parametrize("at_its_end", [True, False])
+def test_a_write_to_one_of_many_prefixes_is_noticed(at_its_end: bool) -> None:
+    """Before it is dropped, and within a round."""
+    prefixes = many_prefixes(200, 40)
+    prefixes.cache.storage[40 * 77, 3] += 1
+    with pytest.raises(RuntimeError, match="written to cached prefix 77"):
+        if at_its_end:
+            prefixes.cache.close([0])
+            prefixes.drop([77])
+        for _ in range(100):
+            prefixes.verify()
+
+
+def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 30))
+    steps(simulation, 5)
+    assert simulation.workers.cached.pop(1)
+    with pytest.raises(RuntimeError, match="rank 0 holds 0 pages of cached prefix 1, the ledger expects"):
+        steps(simulation, 3)
+
+
+def test_a_segment_that_a_rank_has_lost_is_noticed() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("d:0", document(0, 300), 10, 30))
+    steps(simulation, 5)
+    number, _ = simulation.workers.segments.popitem()
+    with pytest.raises(RuntimeError, match=f"rank 0 holds 0 pages of segment {number}, the ledger expects"):
+        steps(simulation, 3)
+
+
+# Anything at once.
+
+
+@dataclass
+class Mixture:
+    """A random server, and by step what happens there."""
+
+    setup: Setup
+    requests: list[tuple[int, Any]]
+    aborts: list[tuple[int, str]]
+    resets: list[int]
+
+
+def mixture(seed: int) -> Mixture:
+    """Documents asked again and again, on pools of 1.1 to 4 of them whole."""
+    choose = random.Random(seed)
+    tokens, output = choose.choice((150, 400, 900)), choose.choice((8, 64, 200))
+    longest = tokens + 64 + output
+    shapes: list[Shape] = choose.choice(([(2, 2)], [(3, 2), (3, 2)], [(2, 2), (1, 2)], [(1, 4), (3, 4)]))
+    times = choose.choice((1.1, 1.5, 2.5, 4.0))
+    depth = choose.choice((1, 1, 2, 3))
+    pipeline = len({layers for layers, _ in shapes}) > 1
+    policies = (
+        "ada-snapkv",
+        "snapkv",
+        "streaming-llm",
+        "h2o",
+        *(("lava", "cake", "layer-defensivekv") if pipeline else ()),
+    )
+    setup = Setup(
+        shapes,
+        [int(times * -(-longest // PAGE) * layers * heads) for layers, heads in shapes],
+        max_model_len=longest,
+        max_num_batched_tokens=choose.choice((100, 512, 2048)),
+        max_num_seqs=choose.choice((4, 64)),
+        depth=depth,
+        asynchronous=depth > 1 and choose.random() < 0.6,
+        pipeline=pipeline,
+        priority=choose.random() < 0.3,
+        prefix_caching=True,
+        options={
+            "policy": choose.choice(policies),
+            "budget": choose.choice((0.1, 0.2, 0.5, 0.9)),
+            "min_prompt": 0,
+            "decode_reserve": choose.choice((8, 32, 512)),
+            "policies": "all",
+        },
+    )
+    requests, aborts = [], []
+    for index in range(choose.randrange(10, 30)):
+        number = choose.randrange(4)
+        name, arrival = f"d{number}:{index}", 0 if choose.random() < 0.4 else choose.randrange(200)
+        prefix = document(number, tokens - 7 * number)
+        salt = choose.choice((None, None, None, "other"))
+        request = ask(name, prefix, choose.randrange(1, 64), choose.randrange(1, output + 1), salt)
+        request.priority = choose.randrange(3)
+        request.skip_reading_prefix_cache = choose.random() < 0.05
+        request.arrival_time = arrival
+        requests.append((arrival, request))
+        if choose.random() < 0.15:
+            aborts.append((choose.randrange(250), name))
+    resets = [choose.randrange(200) for _ in range(choose.choice((0, 0, 1, 3)))]
+    return Mixture(setup, requests, aborts, resets)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_mixtures(first: int) -> None:
+    hits = asked = 0
+    for seed in range(first, first + 10):
+        load = mixture(seed)
+        simulation = Simulation(load.setup, seed)
+        for step in range(251):
+            for arrival, request in load.requests:
+                if arrival == step:
+                    simulation.add(request)
+            for moment, name in load.aborts:
+                if moment == step and name in simulation.outputs:
+                    simulation.abort(name)
+            if step in load.resets:
+                simulation.reset()
+            step_checked(simulation)
+        while simulation.scheduler.has_requests():
+            assert simulation.steps < 20_000
+            step_checked(simulation)
+        while simulation.in_flight:
+            simulation.deliver()
+        aborted = {name for _, name in load.aborts}
+        for _, request in load.requests:
+            if request.request_id not in aborted:
+                assert simulation.outputs[request.request_id] == request.sampling_params.max_tokens, seed
+        hits += simulation.workers.hits
+        asked += len(load.requests)
+        check_end(simulation)
+    assert hits > asked / 6
+
+
+def step_checked(simulation: Simulation) -> None:
+    """A step, in which nobody is preempted while a prefix that nobody uses takes room."""
+    ledger = simulation.ledger
+    while simulation.steps % 5 == 0 and simulation.in_flight:
+        simulation.deliver()
+    unused = {prefix.number for prefix in ledger.shared.compressed.droppable() if not prefix.borrowers}
+    output = simulation.step()
+    if output.preempted_req_ids:
+        assert not unused & {p.number for p in ledger.shared.compressed.droppable() if not p.borrowers}
+    if not simulation.in_flight:
+        check_exact(simulation)

@@ -1,0 +1,215 @@
+"""The cache is reset while requests run: what they read before it never reaches others, and the answer says the truth.
+
+The simulated workers note how many resets there were before a request's first token was read, and fail where a later
+one begins with what was read before the last reset.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.engine.scheduler.test_prefixes import check_end, document, steps
+from tests.engine.scheduler.test_shared_prefixes import POLICY, ask, served, server
+from tests.engine.support.hostile_loads import PAUSES, play
+from tests.engine.support.loads import Ask, Load
+from tests.engine.support.servers import PAGE, Setup
+from tests.engine.support.simulation import Simulation
+
+FLIGHTS = [(1, False), (2, True), (3, False)]
+"""Steps in flight, and whether scheduling is asynchronous."""
+
+
+def fields_of(policy: str) -> dict[str, Any]:
+    return {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
+
+
+def at_once(depth: int, asynchronous: bool, **changes: Any) -> Setup:
+    return server(depth=depth, asynchronous=asynchronous, **changes)
+
+
+def second_reads_all(simulation: Simulation, prompt: list[int], **fields: Any) -> None:
+    """A later request finds nothing; one after it finds what that one has read."""
+    assert served(simulation, ask("later", prompt, **fields)) >= len(prompt)
+    assert served(simulation, ask("last", prompt, **fields)) <= 2 * PAGE
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["full", "ada-snapkv", "lava", "kvzip"])
+def test_a_prompt_that_is_being_read(policy: str, depth: int, asynchronous: bool, hard: bool) -> None:
+    """After any step: it is read by five, evicted, and then answered."""
+    for step in range(1, 14):
+        simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
+        prompt, fields = document(0, 1280), fields_of(policy)
+        simulation.add(ask("reader", prompt, 8, **fields))
+        steps(simulation, step)
+        simulation.reset(hard)
+        simulation.add(ask("other", prompt, 8, **fields))
+        simulation.run(5000)
+        assert simulation.outputs == {"reader": 8, "other": 8}
+        check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["full", "ada-snapkv", "kvzip"])
+def test_later_requests_read_what_was_read_before_the_reset(
+    policy: str, depth: int, asynchronous: bool
+) -> None:
+    simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
+    prompt, fields = document(0, 1024 + PAGE), fields_of(policy)
+    simulation.add(ask("reader", prompt, 8, **fields))
+    steps(simulation, 2)
+    simulation.reset()
+    simulation.run(5000)
+    assert not len(simulation.ledger.shared.uncompressed.segments)
+    second_reads_all(simulation, prompt, **fields)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("tokens", [20, 5 * PAGE + 20], ids=["no unit yet", "some units"])
+def test_an_answer_that_is_being_written(tokens: int, depth: int, asynchronous: bool) -> None:
+    """When it ends it leaves what it has read and written; not after a reset, whatever of it was left before."""
+    simulation = Simulation(at_once(depth, asynchronous))
+    request = ask("writer", document(0, tokens), 3 * PAGE, kv_eviction="full")
+    simulation.add(request)
+    steps(simulation, 6)
+    assert simulation.outputs["writer"]
+    simulation.reset()
+    simulation.run(5000)
+    assert not len(simulation.ledger.shared.uncompressed.segments)
+    second_reads_all(simulation, list(request.all_token_ids), kv_eviction="full")
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "kvzip"])
+def test_a_compressed_prefix_that_is_being_read(
+    policy: str, depth: int, asynchronous: bool, hard: bool
+) -> None:
+    for step in range(1, 12):
+        simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
+        fields = {**fields_of(policy), "kv_prefix_len": 1000}
+        simulation.add(ask("d:0", document(0, 1000) + document(1, 30), 8, **fields))
+        steps(simulation, step)
+        simulation.reset(hard)
+        for index in (1, 2):
+            simulation.add(ask(f"d:{index}", document(0, 1000) + document(2, 30), 8, **fields))
+        simulation.run(5000)
+        assert simulation.workers.hits
+        check_end(simulation)
+
+
+def test_a_replay_reads_after_the_reset_and_leaves_that_for_others() -> None:
+    simulation = Simulation(server(max_num_batched_tokens=256))
+    prompt = document(0, 800)
+    simulation.add(ask("replayed", prompt, 8))
+    steps(simulation, 2)
+    assert simulation.reset(hard=True)
+    simulation.run(5000)
+    assert served(simulation, ask("other", prompt)) <= 2 * PAGE
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("mode", PAUSES)
+def test_pauses(mode: str, depth: int, asynchronous: bool) -> None:
+    """At any step; what waits meanwhile begins with nothing from before, which the simulated workers look after."""
+    fields = [{"kv_eviction": "full"}, {"kv_prefix_len": 500}, {}]
+    for step in range(1, 12):
+        setup = at_once(depth, asynchronous, max_num_batched_tokens=256, options={**POLICY, "check": True})
+        asks = [
+            Ask(arrival, f"r{arrival}-{index}", 640, 20, extra, 0, document=0)
+            for arrival in (0, step)
+            for index, extra in enumerate(fields)
+        ]
+        outcome = play(Load(setup, asks, pauses={step: mode}, resets={step + 1: False}))
+        assert not outcome.failure, (step, outcome.failure)
+
+
+# What a reset answers.
+
+
+def test_who_only_reads_is_no_reason_to_say_that_something_is_in_use() -> None:
+    simulation = Simulation(server(max_num_batched_tokens=256))
+    simulation.add(ask("reader", document(0, 800), 8))
+    steps(simulation, 2)
+    assert simulation.reset()
+    steps(simulation, 8)
+    assert simulation.reset() and not simulation.workers.segments
+    simulation.run(5000)
+    check_end(simulation)
+
+
+def test_what_a_request_uses_to_its_end_is_in_use_until_then() -> None:
+    simulation = Simulation(server())
+    simulation.add(ask("whole", document(0, 640), 20, kv_eviction="full"))
+    steps(simulation, 3)
+    assert not simulation.reset()
+    assert not simulation.reset()
+    simulation.run(5000)
+    assert simulation.reset() and not simulation.ledger.shared.uncompressed.segments.columns
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("questions", [1, 2])
+def test_a_compressed_prefix_is_in_use_if_several_share_it(questions: int) -> None:
+    """The pages of a single request become its own."""
+    simulation = Simulation(server())
+    for index in range(questions):
+        prompt = document(0, 600) + document(index + 1, 30)
+        simulation.add(ask(f"d:{index}", prompt, 20, kv_prefix_len=600))
+    steps(simulation, 6)
+    (prefix,) = simulation.ledger.shared.compressed
+    assert len(prefix.borrowers) == questions
+    assert simulation.reset() == (questions == 1)
+    simulation.run(5000)
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
+def test_a_prefix_that_is_being_stored_is_in_use_by_who_stores_it(
+    policy: str, hard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_kvevict.engine.scheduler.shared.uncompressed.MOST_SEGMENTS", 0)
+    simulation = Simulation(server(depth=3))
+    fields = {**fields_of(policy), "kv_prefix_len": 600}
+    simulation.add(ask("d:0", document(0, 600) + document(1, 30), 20, **fields))
+    while not simulation.ledger.shared.compressed.awaits_reports:
+        simulation.step()
+    assert simulation.reset(hard) == hard
+    simulation.run(5000)
+    check_end(simulation)
+
+
+# What goes with new weights.
+
+
+def short_of_memory() -> Setup:
+    """A server on which an answer of 768 tokens has no room beside what is kept of 256."""
+    options = {"policy": "snapkv", "budget": 0.4, "min_prompt": 0, "check": True}
+    return Setup([(2, 2)], [4 * 24], max_model_len=1024, options=options)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+def test_limits_and_what_was_kept_go_when_all_that_run_are_preempted(depth: int, asynchronous: bool) -> None:
+    simulation = Simulation(replace(short_of_memory(), depth=depth, asynchronous=asynchronous))
+    request = ask("r", document(0, 256), 768)
+    simulation.add(request)
+    while not simulation.outputs["r"]:
+        simulation.step()
+    steps(simulation, 3)
+    limit, kept = request.max_tokens, simulation.ledger.requests.kept["r"]
+    assert limit < 700
+    simulation.reset()
+    assert request.max_tokens == limit and simulation.ledger.requests.kept["r"] is kept
+    assert simulation.reset(hard=True)
+    assert request.max_tokens == 768 and not simulation.ledger.requests.kept
+    steps(simulation, 4)
+    assert request.max_tokens < 700 and simulation.ledger.requests.kept["r"] is not kept
+    simulation.run(5000)
+    assert simulation.reasons == {"r": "length"} and 600 < simulation.outputs["r"] < 700
+    assert not simulation.ledger.requests.kept
+    check_end(simulation)

@@ -1,0 +1,131 @@
+"""LoRA adapters beside eviction: each request as a model answers it into whose weights its adapter was merged."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
+
+from benchmarks.harness.models import make_variant
+from tests.engine.support.running import Ask, engine, evicting_engine, run
+
+RANK = 8
+# One more than there are adapters: on a CPU, vLLM gives requests without an adapter the weights in the last place.
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama")
+
+
+@pytest.fixture(scope="module")
+def adapters(model, tmp_path_factory):
+    """Two adapters, and for each the model that it makes of the plain one."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [_make_adapter(root / f"adapter-{seed}", model, seed) for seed in (1, 2)]
+
+
+def _make_adapter(folder: Path, model: Path, seed: int) -> tuple[LoRARequest, Path]:
+    """Write a random adapter, and a model with the same change in its weights."""
+    folder.mkdir()
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": PROJECTIONS,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    generator = torch.Generator().manual_seed(seed)
+    weights, factors = load_file(model / "model.safetensors"), {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(PROJECTIONS):
+            continue
+        down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
+        up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
+        factors[f"base_model.model.{module}.lora_A.weight"] = down
+        factors[f"base_model.model.{module}.lora_B.weight"] = up
+        weights[name] = weight + up @ down
+    save_file(factors, folder / "adapter_model.safetensors")
+    merged = make_variant(folder / "merged", model, weights)
+    return LoRARequest(folder.name, seed, str(folder)), merged
+
+
+def _asks(adapters, policy="full", budget=None):
+    """A batch in which requests of both adapters and of none follow each other."""
+    choices = [None, *(adapter for adapter, _ in adapters)]
+    return [
+        Ask(length, policy, budget, max_tokens=32, adapter=choices[i % 3])
+        for i, length in enumerate((300, 310, 320, 33, 200, 450))
+    ]
+
+
+def _tokens(answers):
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.engine
+def test_a_mixed_batch_equals_stock_when_nothing_is_evicted(model, adapters):
+    with engine(model, **LORA) as llm:
+        stock = _tokens(run(llm, _asks(adapters), recorded=False))
+    with engine(model) as llm:
+        plain = [Ask(ask.length, max_tokens=32) for ask in _asks(adapters)]
+        without = _tokens(run(llm, plain, recorded=False))
+    assert [mine == other for mine, other in zip(stock, without, strict=True)] == [True, False, False] * 2
+    with evicting_engine(model, **LORA, max_num_seqs=16, max_num_batched_tokens=96) as llm:
+        assert _tokens(run(llm, _asks(adapters))) == stock
+        assert _tokens(run(llm, _asks(adapters, "ada-snapkv", 1.0))) == stock
+
+
+TAKE = {"take_chunk": 64, "take_probe": 16}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policies", [{"ada-snapkv": 0.2, "compactor": 0.5}, {"take": 64.0}], ids=" ".join)
+def test_what_is_kept_is_what_the_merged_model_keeps(model, adapters, policies):
+    asks = [ask for policy, budget in policies.items() for ask in _asks(adapters, policy, budget)]
+    eviction = {"policy": "take", "budget": 64, **TAKE} if "take" in policies else None
+    with evicting_engine(model, **LORA, eviction=eviction) as llm:
+        answers = run(llm, asks, logits=True)
+    without_adapter = [dataclasses.replace(ask, adapter=None) for ask in asks]
+    with evicting_engine(model, eviction=eviction) as llm:
+        plain = run(llm, without_adapter, logits=True)
+    _compare(answers[::3], plain[::3])
+    for first, (_, merged) in enumerate(adapters, start=1):
+        with evicting_engine(merged, eviction=eviction) as llm:
+            expected = run(llm, without_adapter[first::3], logits=True)
+        _compare(answers[first::3], expected)
+        assert plain[first].kept != expected[0].kept
+
+
+def _compare(answers, expected):
+    for mine, theirs in zip(answers, expected, strict=True):
+        assert mine.kept == theirs.kept and mine.tokens == theirs.tokens
+        torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prefix_len", [None, 256])
+def test_cached_prefixes_are_those_of_the_same_adapter(model, adapters, prefix_len):
+    def ask(adapter):
+        return Ask(300, "ada-snapkv", 0.3, prefix_len, max_tokens=32, adapter=adapter)
+
+    first, second = (adapter for adapter, _ in adapters)
+    with evicting_engine(model, **LORA) as llm:
+        expected = [run(llm, [ask(adapter)])[0].tokens for adapter in (first, second)]
+    with evicting_engine(model, **LORA, enable_prefix_caching=True) as llm:
+        for adapter, tokens in zip((first, second, first), (*expected, expected[0]), strict=True):
+            (answer,) = run(llm, [ask(adapter)], recorded=False)
+            assert answer.tokens == tokens
+        hits = {
+            metric.name: metric.value for metric in llm.get_metrics() if "prefix_cache_hits" in metric.name
+        }
+    # The third request found what the first one stored; the second one found nothing.
+    assert expected[0] != expected[1]
+    assert 0 < sum(hits.values()) <= 300

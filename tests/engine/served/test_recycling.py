@@ -1,0 +1,104 @@
+"""Prompts that are read in one step: each layer takes its pages when it runs and gives most of them back."""
+
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.support.running import Ask, evicting_engine, run
+from vllm_kvevict.policies import EvictionConfig, available
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.eviction import Eviction
+from vllm_kvevict.schedules.registry import plan_of
+
+LAYERS, LENGTH, BUDGET = 16, 1024, 0.1
+BOUNDS = MemoryBounds([RankCapacity(10**6, 0, LAYERS, 2, LAYERS, 2)], 32, 4096, 1, is_asynchronous=False)
+RECYCLED = [
+    policy
+    for policy in available()
+    if policy != "full"
+    and BOUNDS.gains_from_one_step(plan_of(EvictionConfig(policy, keep_ratio=BUDGET), LENGTH))
+]
+
+
+def _watch_peaks(worker: Any) -> None:
+    from vllm_kvevict.engine.worker.runtime import get_runtime
+
+    runtime = get_runtime()
+    runtime.peaks, part_of = {}, Eviction._part
+
+    def watched(eviction, kept):
+        part = part_of(eviction, kept)
+        runtime.peaks[eviction.resident.admission.request_id] = part.peak_pages
+        return part
+
+    Eviction._part = watched
+
+
+def _peaks(worker: Any) -> dict[str, int]:
+    from vllm_kvevict.engine.worker.runtime import get_runtime
+
+    return get_runtime().peaks
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama", layers=LAYERS, hidden=64, heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.mark.engine
+def test_the_same_choice_with_a_fraction_of_the_pages(model, monkeypatch) -> None:
+    monkeypatch.setattr(Eviction, "_part", Eviction._part)  # put back at the end
+    assert {"ada-snapkv", "pyramidkv", "h2o", "criticalkv", "lava", "lava-uniform-head", "cake"} <= set(
+        RECYCLED
+    )
+    asks = [Ask(LENGTH, policy, BUDGET, seed=i, max_tokens=6) for i, policy in enumerate(RECYCLED)]
+    asks += [
+        Ask(LENGTH, policy, BUDGET, prefix_len=700, seed=i) for i, policy in enumerate(("snapkv", "lava"))
+    ]
+    peaks = {}
+    answers = {}
+    for step in (300, 4096):
+        with evicting_engine(model, max_num_batched_tokens=step, max_model_len=1200) as llm:
+            llm.collective_rpc(_watch_peaks)
+            answers[step] = run(llm, asks)
+            (seen,) = llm.collective_rpc(_peaks)
+            peaks[step] = [
+                next(v for k, v in seen.items() if k.startswith(f"{i}-")) for i in range(len(asks))
+            ]
+    for ask, cut, whole in zip(asks, answers[300], answers[4096], strict=True):
+        assert cut.kept == whole.kept, ask
+        assert cut.tokens == whole.tokens, ask
+    for ask, in_steps, at_once in zip(asks, peaks[300], peaks[4096], strict=True):
+        assert in_steps == LAYERS * 2 * -(-(ask.prefix_len or LENGTH) // 32), ask
+        assert at_once <= 0.25 * in_steps, ask
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_on_several_ranks(model, size) -> None:
+    asks = [Ask(600, policy, 0.2, seed=i) for i, policy in enumerate(("ada-snapkv", "snapkv", "lava", "h2o"))]
+    with evicting_engine(model, max_num_batched_tokens=128, max_model_len=1200) as llm:
+        expected = run(llm, asks)
+    with evicting_engine(model, max_num_batched_tokens=4096, max_model_len=1200, **{size: 2}) as llm:
+        answers = run(llm, asks)
+    for ask, one, other in zip(asks, expected, answers, strict=True):
+        assert one.kept == other.kept, ask
+        assert one.tokens == other.tokens, ask
+
+
+@pytest.mark.engine
+def test_a_prompt_fits_a_pool_that_could_not_hold_it_whole(model) -> None:
+    """1024 tokens in the memory of 512, since they are read in one step."""
+    options = {"policy": "ada-snapkv", "budget": BUDGET}
+    settings = {"max_model_len": 1024 + 32, "max_num_batched_tokens": 2048, "eviction": options}
+    with evicting_engine(model, **settings, num_gpu_blocks_override=4) as llm:
+        asks = [Ask(LENGTH, "ada-snapkv", BUDGET, seed=i, max_tokens=30) for i in range(4)]
+        answers = run(llm, asks)
+        assert all(len(answer.tokens) == 30 for answer in answers)
+        with pytest.raises(
+            VLLMValidationError,
+            match="1024 tokens do not fit the KV cache: the longest prompt that fits with kv_evict",
+        ):
+            run(llm, [Ask(LENGTH, "full")])

@@ -1,0 +1,257 @@
+"""Every route of vLLM that lets an engine answer, over HTTP and in both scopes: it is served, or refused by name."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+from vllm import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.renderers.registry import renderer_from_config
+
+from benchmarks.harness.models import make_model
+from tests.contract.test_routes import GENERATES, RENDERS
+from tests.engine.support.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
+from tests.engine.support.clients import evictions
+from tests.engine.support.serving import ForkedServer, RenderServer, log_evictions
+from vllm_kvevict.engine.config import REPEAT_ROWS
+
+pytestmark = pytest.mark.engine
+
+Body = dict[str, Any]
+
+FLAGS = ["--kv-eviction", "kvzip", "--kv-eviction-config.min_prompt", "64", "--kv-eviction-config.scope"]
+SENTENCE = "kv_prefix_len is required with --kv-eviction-config.scope prefix: "
+NOT_RENDERED = SENTENCE + "the server has not rendered this prompt as a chat"
+COHERE = "/cohere/v2/chat"
+
+SAME = ("policy", "tokens", "kept", "stored", "heads")
+"""What is logged of an eviction, but not of its request."""
+
+
+def document(name: str) -> str:
+    """A text of about 600 tokens that only the tests of this name send, so that it has to be compressed."""
+    return "".join(f"In {year} the harbour of {name} moved {year * 7 % 467} tonnes. " for year in range(40))
+
+
+def chat(name: str) -> list[Body]:
+    return [ask(document(name)), {"role": "assistant", "content": "I have read it."}, ask()]
+
+
+CHATS: dict[str, Callable[[list[Body]], Body]] = {
+    "/v1/chat/completions": lambda messages: {"messages": messages, "max_tokens": 8},
+    "/v1/chat/completions/batch": lambda messages: {"messages": [messages] * 2, "max_tokens": 8},
+    "/invocations": lambda messages: {"messages": messages, "max_tokens": 8},
+    "/v1/messages": lambda messages: {"messages": messages, "max_tokens": 8},
+    "/v1/responses": lambda messages: {"input": messages, "max_output_tokens": 8},
+    COHERE: lambda messages: {"messages": messages, "max_tokens": 8},
+    "/v1/systemone": lambda messages: {
+        "instructions": messages[0]["content"],
+        "state": "",
+        "questions": {"largest": {"type": "noul", "instructions": messages[-1]["content"]}},
+    },
+}
+"""Routes that render chats, and how they take one."""
+
+RENDERED: dict[str, Callable[[Any], str]] = {
+    "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
+    "/v1/messages": lambda answer: answer["content"][0]["text"],
+    "/v1/responses": lambda answer: answer["output"][0]["content"][0]["text"],
+    COHERE: lambda answer: answer["message"]["content"][0]["text"],
+}
+"""Those of them that answer with the prompt, too, below ``/render``, and the text of an answer."""
+
+PROMPTS: dict[str, Callable[[list[int], Body], Body]] = {
+    "/v1/completions": lambda ids, fields: {"prompt": ids, "max_tokens": 8, "vllm_xargs": fields},
+    "/v1/completions/render": lambda ids, fields: {"prompt": ids, "max_tokens": 8, "vllm_xargs": fields},
+    "/inference/v1/generate": lambda ids, fields: {
+        "token_ids": ids,
+        "sampling_params": {"max_tokens": 8, "temperature": 0, "extra_args": fields},
+    },
+}
+"""Routes that take any prompt."""
+
+OF_OTHER_MODELS = {"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"}
+"""Routes that a server has only with a model that hears."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Of an architecture that makes decisions, whose labels are tokens."""
+    path = tmp_path_factory.mktemp("models") / "bytes"
+    make_model(path, "qwen3", layers=2, vocab=VOCAB)
+    save_byte_tokenizer(path, "\nyes\nno\n" * 100)
+    return path
+
+
+@pytest.fixture(scope="module", params=["prompt", "prefix"])
+def scope(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(scope, model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = [*FLAGS, scope, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    flags += ["--kv-cache-memory-bytes", str(1 << 28), "--enable-scale-out"]
+    env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_ENABLE_COHERE_API": "1"}
+    with ForkedServer(model, log, *flags, *log_evictions(log), env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ids_of(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+def post(server: ForkedServer, path: str, body: Body, status: int = 200) -> Any:
+    settings = {"model": server.model, "temperature": 0}
+    answer = httpx.post(f"{server.url}{path}", json={**settings, **body}, timeout=240)
+    assert answer.status_code == status, (path, answer.text)
+    return answer.json() if status == 200 else answer.text
+
+
+def test_every_route_is_asked() -> None:
+    asked = {*CHATS, *PROMPTS, "/generative_scoring", *(f"{path}/render" for path in RENDERED)}
+    assert asked | OF_OTHER_MODELS == {*GENERATES, *RENDERS} - {"/v1/decisions"}
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_chats(path, scope, server, ids_of):
+    start = len(server.evictions)
+    answer = post(server, path, CHATS[path](chat(path)))
+    text = document(path)
+    before = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\nI have read it.<|im_end|>\n"
+    if path == "/v1/systemone":
+        before = f"<|im_start|>system\n{text}<|im_end|>\n"
+    prefix_len = len(ids_of(before + "<|im_start|>"))
+    count = 2 if path.endswith("batch") else 1
+    # Two chats with the same prefix compress it once. A decision is the token that ends the prompt's step.
+    expected_lines = {"prefix": 1, "prompt": 0 if path == "/v1/systemone" else count}[scope]
+    lines = evictions(server, expected_lines, start)
+    found = re.search(r"'(?:prompt|input)_tokens': (\d+)", str(answer))
+    assert found
+    expected = prefix_len if scope == "prefix" else int(found[1]) // count
+    assert all((line["tokens"], line["policy"]) == (expected, "kvzip") for line in lines)
+    assert prefix_len < int(found[1]) // count
+
+
+@pytest.mark.parametrize("path", RENDERED)
+def test_a_chat_may_be_rendered_first(path, scope, server):
+    """The documents are compressed once: all that tells a prefix apart arrives, the words of the repeat as well."""
+    body, start = CHATS[path](chat(f"{path} twice")), len(server.evictions)
+    direct = RENDERED[path](post(server, path, body))
+    rendered = post(server, f"{path}/render", body)
+    answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
+    assert answer["choices"][0]["text"] == direct
+    first, *second = evictions(server, 1 if scope == "prefix" else 2, start)
+    for line in second:
+        assert {name: line[name] for name in SAME} == {name: first[name] for name in SAME}
+
+
+def test_a_chat_whose_question_is_not_found_is_not_rendered(scope, server):
+    body = {**CHATS["/v1/chat/completions"](chat("cut")), "truncate_prompt_tokens": 100}
+    status = 400 if scope == "prefix" else 200
+    for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
+        answer = post(server, path, body, status)
+        assert status == 200 or SENTENCE + "the chat may have been cut" in answer
+
+
+@pytest.mark.parametrize("scope", ["prefix"], indirect=True)
+def test_a_server_that_only_renders(scope, server, model, tmp_path):
+    """It has the same flags, and no engine."""
+    body, start = CHATS["/v1/chat/completions"](chat("another server")), len(server.evictions)
+    with RenderServer(model, tmp_path / "log", *FLAGS, scope) as renders:
+        rendered = post(renders, "/v1/chat/completions/render", body)
+    fields = post(server, "/v1/chat/completions/render", body)["sampling_params"]["extra_args"]
+    assert rendered["sampling_params"]["extra_args"] == fields and fields.keys() == {
+        "kv_prefix_len",
+        REPEAT_ROWS,
+    }
+    rendered["model"] = server.model
+    direct = RENDERED["/v1/chat/completions"](post(server, "/v1/chat/completions", body))
+    answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
+    assert answer["choices"][0]["text"] == direct
+    evictions(server, 1, start)
+
+
+def test_a_server_that_only_renders_and_knows_nothing_of_eviction(scope, server):
+    config = EngineArgs(model=server.model).create_engine_config()
+    renderer = renderer_from_config(config)
+    online = OnlineRenderer(
+        config.model_config, renderer, request_logger=None, chat_template=None, chat_template_content_format="auto"
+    )  # fmt: skip
+    registry = OpenAIModelRegistry(config.model_config, [BaseModelPath(server.model, server.model)])
+    body = {**CHATS["/v1/chat/completions"](chat("no flags")), "temperature": 0}
+    rendered = asyncio.run(
+        ServingRender(registry, online).render_chat_request(ChatCompletionRequest(**body))
+    ).model_dump()
+    renderer.shutdown()
+    assert not rendered["sampling_params"].get("extra_args")
+    start = len(server.evictions)
+    if scope == "prefix":
+        assert NOT_RENDERED in post(server, "/inference/v1/generate", rendered, 400)
+        rendered["sampling_params"]["extra_args"] = {"kv_eviction": "full"}
+    post(server, "/inference/v1/generate", rendered)
+    evictions(server, int(scope == "prompt"), start)
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_prompts(path, scope, server, ids_of):
+    def send(fields: Body, status: int = 200) -> Any:
+        body = PROMPTS[path](ids_of(document(path)), fields)
+        if not path.endswith("render"):
+            return post(server, path, body, status)
+        (rendered,) = post(server, path, body)
+        return post(server, "/inference/v1/generate", rendered, status)
+
+    start = len(server.evictions)
+    send({"kv_prefix_len": 200})
+    if scope == "prefix":
+        assert NOT_RENDERED in send({}, 400)
+    else:
+        send({})
+    count = len(ids_of(document(path)))
+    expected = [200] if scope == "prefix" else [200, count]
+    assert [line["tokens"] for line in evictions(server, len(expected), start)] == expected
+
+
+def test_scoring(scope, server):
+    body = {"query": document("scores"), "items": [QUESTION, "no"], "label_token_ids": [7, 8]}
+    start = len(server.evictions)
+    assert len(post(server, "/generative_scoring", body)["data"]) == 2
+    assert scope == "prompt" or not evictions(server, 0, start)
+
+
+def test_what_a_render_route_writes_is_checked(server, ids_of):
+    for rows in ([[VOCAB], [1], [2]], [[1], [2]], "x", [[True], [], []], [[1] * 200, [], []]):
+        fields = {"kv_prefix_len": 200, "kv_repeat_rows": rows}
+        body = PROMPTS["/inference/v1/generate"](ids_of(document("rows")), fields)
+        assert "kv_repeat_rows must be what a render route wrote" in post(
+            server, "/inference/v1/generate", body, 400
+        )
+
+
+def test_beam_search_is_refused(server):
+    beams = {"use_beam_search": True, "n": 2}
+    for path in ("/v1/chat/completions", "/invocations"):
+        said = post(server, path, {**CHATS[path](chat("beams")), **beams}, 400)
+        assert "beam search cannot be used with --kv-eviction" in said
+    said = post(server, "/v1/completions", {"prompt": document("beams"), "max_tokens": 8, **beams}, 400)
+    assert "beam search cannot be used with --kv-eviction" in said
+    assert "Beam search" in post(
+        server, "/v1/chat/completions/render", {**CHATS["/v1/messages"](chat("beams")), **beams}, 400
+    )
+
+
+def test_routes_of_other_models_are_not_there(server):
+    for path in OF_OTHER_MODELS:
+        assert httpx.post(f"{server.url}{path}", json={}, timeout=60).status_code == 404

@@ -1,0 +1,177 @@
+"""vLLM's V2 model runner, the default on GPUs, makes the same of every request as the V1 runner, which CPUs have.
+
+Dummy runs, warm-up requests and the preparation of graph captures come between the batches.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.support.multimodal import AskWithImages, make_multimodal_model
+from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.v2_runner import NewProcess
+
+TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
+BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "eviction": {**TAKE, "decode_reserve": 1}}
+ASKS = [
+    Ask(300, "full", max_tokens=12),
+    Ask(60, "full", max_tokens=18),
+    Ask(200, "ada-snapkv", 0.3, seed=1),
+    Ask(333, "take", max_tokens=12),
+    Ask(150, "lava", 0.3, seed=2),
+    Ask(250, "lava", 0.2, prefix_len=200, seed=3),
+    Ask(129, "take", seed=4),
+    Ask(180, "streaming-llm", 0.5, max_tokens=1),
+    Ask(140, "h2o", 0.4, seed=5),
+]
+TIGHT = [
+    Ask(330, policy, budget, seed=i, max_tokens=50)
+    for i, (policy, budget) in enumerate(
+        [("take", None), ("ada-snapkv", 0.5), ("lava", 0.5), ("full", None), ("full", None), ("take", None)]
+    )
+]
+ABORTED_AFTER = [0, 2, 0, 3, 4, 0, 0, 0, 5]
+"""Steps of the engine until each of ``ASKS`` is aborted, 0: never."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Some prompts fit a step, others are cut.
+    "mixed": {**BASE, "max_num_batched_tokens": 256},
+    "tight": {**BASE, "max_num_batched_tokens": 192, "max_model_len": 512, "num_gpu_blocks_override": 7},
+    "small": {**BASE, "max_num_batched_tokens": 64},
+}
+SMALL = [
+    Ask(70, "ada-snapkv", 0.6, max_tokens=4),
+    Ask(45, "full", max_tokens=6, seed=1),
+    Ask(66, "lava", 0.7, max_tokens=2, seed=2),
+]
+WINDOWED = [ask for ask in ASKS if ask.policy != "take"]
+"""What a model can be asked of which some layers see a window only."""
+WINDOWED_BASE = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128}
+WITH_IMAGES = [
+    AskWithImages(250, "ada-snapkv", 0.3, sizes=((56, 56), (112, 56)), kind="qwen2_vl"),
+    AskWithImages(90, "lava", 0.4, sizes=((84, 168),), kind="qwen2_vl", max_tokens=24),
+    Ask(180, "full"),
+]
+WITH_IMAGES_BASE = {
+    "max_num_seqs": 16,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 128,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+}
+CACHING = {"enable_prefix_caching": True, "block_size": 32}
+LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama", heads=4, kv_heads=2, layers=4)
+
+
+@pytest.fixture(scope="module")
+def windowed(models):
+    return models("gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    return make_multimodal_model(tmp_path_factory.mktemp("multimodal"), "qwen2_vl")
+
+
+@pytest.fixture(scope="module")
+def second(model, windowed, seeing, tmp_path_factory):
+    """All cases of the V2 runner, in the background."""
+    mixed, tight, small = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
+    process = NewProcess(
+        tmp_path_factory.mktemp("v2"),
+        [
+            {**mixed, "batches": [ASKS, ASKS[:4]], "logits": True},
+            {**tight, "batches": [TIGHT], "ahead": True, "aborting": (ASKS, ABORTED_AFTER)},
+            {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
+            {**small, "batches": [SMALL, SMALL], "ahead": True, "gpu": True, **CACHING},
+            {**mixed, "batches": [ASKS, ASKS], "logits": True, "ahead": True, **CACHING},
+            {
+                "model": windowed,
+                **WINDOWED_BASE,
+                "num_gpu_blocks_override": 16,
+                "batches": [WINDOWED, WINDOWED[::-1]],
+                "ahead": True,
+            },
+            {"model": seeing, **WITH_IMAGES_BASE, "batches": [WITH_IMAGES], "logits": True, "ahead": True},
+        ],
+    )
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def first(model, second):
+    """The same by the V1 runner."""
+    known = {}
+    for name, asks in LOADS.items():
+        with evicting_engine(model, **SETTINGS[name]) as llm:
+            known[name] = run(llm, asks, logits=name == "mixed")
+            assert (num_preemptions(llm) > 0) == (name == "tight")
+    return known
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(0, "mixed"), (1, "tight"), (2, "mixed"), (3, "small")],
+    ids=["mixed", "preempted, scheduled ahead", "PP 2, scheduled ahead", "pages of a GPU, scheduled ahead"],
+)
+def test_equals_v1(first, second, case, name) -> None:
+    batches, preemptions, found, _ = second.result()[case]
+    assert (preemptions > 0) == (name == "tight")
+    assert (found > 0) == (name == "small")
+    for batch in batches:
+        assert batch
+        for ask, one, other in zip(LOADS[name], first[name], batch, strict=False):
+            assert one.tokens == other.tokens, ask
+            # Preempted requests are evicted again; when they are preempted depends on what was scheduled ahead.
+            assert one.kept[-1:] == other.kept[-1:], ask
+            if other.logits.numel():
+                torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.engine
+def test_cached_prefixes_make_no_difference(first, second) -> None:
+    (read, cached), _, found, _ = second.result()[4]
+    # The second time most prompts are found up to the window of their policy.
+    assert found > sum(ask.length for ask in ASKS) // 3
+    for ask, expected, *answers in zip(ASKS, first["mixed"], read, cached, strict=True):
+        for answer in answers:
+            assert answer.tokens == expected.tokens, ask
+            torch.testing.assert_close(answer.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    with_prefix = [bool(ask.prefix_len) for ask in ASKS]
+    was_cached = [bool(one.kept) and not other.kept for one, other in zip(read, cached, strict=True)]
+    assert was_cached == with_prefix and any(with_prefix)
+
+
+@pytest.mark.engine
+def test_aborted_requests_leave_nothing_behind(first, second) -> None:
+    *_, finished = second.result()[1]
+    for answer, last, tokens in zip(first["mixed"], ABORTED_AFTER, finished, strict=True):
+        assert tokens == (None if last else answer.tokens)
+
+
+@pytest.mark.engine
+def test_layers_with_windows(windowed, second) -> None:
+    """Scheduled ahead, with so few blocks that layers with windows and pages take them from each other."""
+    batches, *_ = second.result()[5]
+    with evicting_engine(windowed, **WINDOWED_BASE) as llm:
+        expected = run(llm, WINDOWED)
+    for answers in (batches[0], batches[1][::-1]):
+        for ask, one, other in zip(WINDOWED, expected, answers, strict=True):
+            assert one.tokens == other.tokens, ask
+            assert one.kept[-1:] == other.kept[-1:], ask
+
+
+@pytest.mark.engine
+def test_images(seeing, second) -> None:
+    (batch,), *_ = second.result()[6]
+    with evicting_engine(seeing, **WITH_IMAGES_BASE) as llm:
+        expected = run(llm, WITH_IMAGES, logits=True)
+    for ask, one, other in zip(WITH_IMAGES, expected, batch, strict=True):
+        assert one.kept == other.kept, ask
+        torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)

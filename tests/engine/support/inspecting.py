@@ -1,0 +1,26 @@
+"""Pages of a prompt of random tokens, and what an engine's answer says that it kept of it."""
+
+from tests.engine.support.running import Ask
+from tests.inspection.pages import read
+from vllm_kvevict.engine import inspection
+from vllm_kvevict.inspect.page import render
+from vllm_kvevict.policy_list import Entry
+
+LENGTH, BUDGET = 300, 0.2
+ASK = Ask(LENGTH)
+TEXT = " ".join(f"w{token}" for token in ASK.prompt)
+
+
+def page_of(llm, policies, budget=BUDGET, prefix_len=None):
+    """The data of the page that shows what an engine keeps of the prompt."""
+    entries = [Entry(policy) for policy in policies]
+    wanted = inspection.Wanted("tiny", TEXT, entries, budget, prefix_len)
+    return read(render(inspection.read(llm, wanted)))
+
+
+def kept_by(answer, layers, heads, n, length):
+    """Positions by layer and head that an answer's evictions left, those behind the prefix included."""
+    if not answer.kept:
+        return [[list(range(length))] * heads] * layers
+    behind = list(range(n, length))
+    return [[head + behind for head in answer.kept[-1][layer]] for layer in range(layers)]

@@ -1,0 +1,181 @@
+"""Run requests through a real engine and bring back tokens, logits, and what every layer and head kept."""
+
+import contextlib
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+# Workers are forked: what is imported here is not imported in each of them again.
+import vllm.v1.worker.cpu_model_runner
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+import vllm_kvevict.engine.worker.cpu  # noqa: F401
+from tests.engine.support.quick_starts import forked_processes
+from vllm_kvevict.engine.frontend.repeats import repeat_prompts
+from vllm_kvevict.engine.worker import recording
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+
+VOCAB = 512
+KV_BYTES = 1 << 27
+
+
+@dataclass
+class Ask:
+    """A request: a prompt of ``length`` random tokens and what to do with it."""
+
+    length: int
+    policy: str = "full"
+    budget: float | None = None
+    prefix_len: int | None = None
+    max_tokens: int = 16
+    seed: int = 0
+    adapter: LoRARequest | None = field(default=None, kw_only=True)
+    params: str | None = field(default=None, kw_only=True)
+
+    @property
+    def prompt(self) -> list[int]:
+        chooser = random.Random(1000 * self.seed + self.length)
+        return [chooser.randrange(8, VOCAB) for _ in range(self.length)]
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """As vLLM takes it."""
+        return {"prompt_token_ids": self.prompt}
+
+    def sampling(self, logits: bool) -> SamplingParams:
+        fields: dict[str, Any] = {"kv_eviction": self.policy}
+        if self.budget is not None:
+            fields["kv_budget"] = self.budget
+        if self.prefix_len is not None:
+            fields["kv_prefix_len"] = self.prefix_len
+        if self.params is not None:
+            fields["kv_params"] = self.params
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args=fields,
+            logprobs=VOCAB if logits else None,
+            detokenize=False,  # of each of those, too, which takes longer than all else
+        )
+
+
+@dataclass
+class Answer:
+    """What came back.
+
+    Attributes:
+        tokens: generated ids.
+        logits: [generated, vocabulary], empty unless asked for.
+        kept: by global layer, for each global KV head the kept positions, of every eviction in order.
+        scores: by global layer and rank, what the choice was made from.
+        prompt: its tokens as they were read, those of images included.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor
+    kept: list[dict[int, list[list[int]]]] = field(default_factory=list)
+    scores: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def engine(model: Path, **settings: Any) -> Iterator[LLM]:
+    """An engine that is shut down at the end."""
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": KV_BYTES,
+    }
+    settings = {**defaults, **settings}
+    with (
+        # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.
+        torch._dynamo.config.patch(disable=settings["enforce_eager"]),
+        forked_processes(),
+    ):
+        llm = LLM(
+            str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()  # engines refer to themselves, and each holds its KV memory
+            gc.freeze()  # what is left was imported, and is not looked through again
+
+
+@contextlib.contextmanager
+def evicting_engine(model: Path, *, eviction: dict[str, Any] | None = None, **settings: Any) -> Iterator[LLM]:
+    """An engine with eviction on, opt-in per request unless ``eviction`` says more, recording decisions.
+
+    Without prefix caching unless told otherwise, so that each request has an eviction to record.
+    """
+    options = {"policy": "full", "min_prompt": 0, "policies": "all", **(eviction or {})}
+    settings = {"enable_prefix_caching": False, **settings}
+    with engine(model, additional_config={"kv_eviction": options}, **settings) as llm:
+        llm.collective_rpc(recording.record, args=(True,))
+        yield llm
+
+
+def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool = True) -> list[Answer]:
+    """All requests at once."""
+    prompts = [ask.request for ask in asks]
+    sampling, adapters = [ask.sampling(logits) for ask in asks], [ask.adapter for ask in asks]
+    outputs = llm.generate(
+        prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None
+    )
+    answers = []
+    for output in outputs:
+        completion = output.outputs[0]
+        rows = torch.full((len(completion.token_ids), VOCAB), float("nan")) if logits else torch.empty(0)
+        for row, entries in zip(rows, completion.logprobs or (), strict=False):
+            for token, entry in entries.items():
+                row[token] = entry.logprob
+        answers.append(Answer(list(completion.token_ids), rows, prompt=list(output.prompt_token_ids)))
+    if recorded:
+        bring_decisions(llm, [output.request_id for output in outputs], answers)
+    return answers
+
+
+def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:
+    """Tokens of what came back, with what was kept of each request."""
+    answers = [
+        Answer(list(output.outputs[0].token_ids), torch.empty(0), prompt=list(output.prompt_token_ids))
+        for output in outputs
+    ]
+    bring_decisions(llm, [output.request_id for output in outputs], answers)
+    return answers
+
+
+def plain_prompts(llm: LLM) -> RepeatPrompts:
+    """What the model is asked when it repeats a prompt that is no chat."""
+    return repeat_prompts(llm.llm_engine.renderer, None)
+
+
+def num_preemptions(llm: LLM) -> int:
+    """Preemptions since the engine started."""
+    return next(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def bring_decisions(llm: LLM, names: Sequence[str], answers: Sequence[Answer]) -> None:
+    """Give answers what was kept of their requests, and the scores behind it.
+
+    Args:
+        names: of the requests, by vLLM.
+    """
+    joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
+    for name, answer in zip(names, answers, strict=True):
+        for eviction in recording.of_request(joined, name):
+            kept = eviction.kept.items()
+            answer.kept.append({layer: [head.tolist() for head in heads] for layer, heads in kept})
+            answer.scores.append(eviction.scores)

@@ -1,0 +1,746 @@
+"""vLLM's real scheduler with our ledger, against workers that keep lengths instead of keys and values.
+
+The workers do what the runtime does with a step: free, open, grow, evict, report. They count pages from their own
+lengths and know nothing of the ledger, so that every disagreement shows.
+"""
+
+import functools
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.support.choices import GREEDS, Choices
+from tests.engine.support.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
+from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.policies import take
+from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
+from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.reports import (
+    Claim,
+    ExtraTokens,
+    LayerWeights,
+    PartOfEviction,
+    Report,
+)
+
+CROSS_STAGE = ("by weight", "by score", "by repeat")
+"""Schedules that pipeline stages follow together."""
+
+CUTS = (1 << 62, (0x3F12 << 48) + 12345, -(1 << 40) + 777)
+"""Where the order keys of a request that stay begin."""
+
+
+@dataclass
+class Resident:
+    """A request on the workers.
+
+    Attributes:
+        kv_len: length of each of its rows, by rank.
+        waits: whether it waits for budgets, or for its prompt to be repeated.
+        repeated: tokens of the prompt that were repeated so far.
+        store: number of the prefix that is cached once it is evicted.
+        lent: by rank, pages of each row that it borrows; None where it borrows none.
+        prefix: number of the one that it borrows of.
+        segments: number, and how many columns, of each segment that it borrows.
+        prompt: its tokens, as far as they were known when it was admitted.
+        resets: of the cache before its first token was read. All that it stores counts as read then, since later tokens
+            have seen the first one.
+    """
+
+    admission: Admission
+    kv_len: list[np.ndarray]
+    tokens: int = 0
+    waits: bool = False
+    repeated: int = 0
+    kept: list[np.ndarray] | None = None
+    store: int | None = None
+    lent: list[np.ndarray] | None = None
+    prefix: int | None = None
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    resets: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns that it borrows of segments."""
+        return sum(columns for _, columns in self.segments)
+
+    @property
+    def plan(self) -> Plan:
+        return self.admission.plan
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether what its prompt adds up to is still needed; a cached prefix was evicted before."""
+        prompt = self.plan.prompt
+        if prompt is None or self.admission.prefix is not None:
+            return False
+        is_repeated = not schedule_of(prompt).repeats_prompt or self.repeated == prompt.end
+        return self.tokens < prompt.end or not is_repeated
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether it is evicted once its prompt was repeated."""
+        return self.plan.prompt is not None and schedule_of(self.plan.prompt).repeats_prompt
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it has as many tokens as its prompt when that is evicted for the last time."""
+        return self.plan.prompt is not None and self.tokens == self.plan.prompt.end
+
+
+def extra_tokens(resident: Resident, position: int) -> int:
+    """Tokens that a step which ends at a position computes beside a prompt's, to choose by them."""
+    prompt = resident.plan.prompt
+    return 0 if prompt is None else prompt.extra_tokens(position)
+
+
+def schedule(resident: Resident) -> str:
+    """Name of the schedule by which a request is evicted."""
+    return lookup(resident.plan.config.policy).schedule
+
+
+class Workers:
+    """All ranks; they see the steps in the same order.
+
+    Attributes:
+        evictions: (request id, epoch, token count) of every eviction so far.
+        peak_pages: most pages ever held on each rank.
+        most_reserved: most of the reserve ever in use.
+        cached: lengths of the rows of cached prefixes, by number and rank.
+        segments: by number the tokens of each segment, None where they were not known.
+        hits, shares: requests that began with one, or with segments.
+        dropped: numbers of those that were dropped, in order.
+        most_rounds: of questions that any eviction took.
+        tamper: changes a report before it is sent.
+        resets: of the cache so far; each is taken for new weights, with which requests keep something else.
+        is_emptied: whether the last one said that nothing from before is in use, and no step has shown that yet.
+        belongs: salt and LoRA adapter of each request; only who has the same shares what it has read.
+        blocks: of vLLM's blocks those that are pages, where other layers share the memory.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
+        self.setup = setup
+        self.ranks = capacities(setup)
+        self.resets, self.is_emptied = 0, False
+        self._choices = functools.cache(
+            lambda resets: Choices(self.ranks, setup.replicas, seed + resets, greeds)
+        )
+        self._read_after: dict[int, int] = {}
+        """Resets before what is cached was read, by number."""
+        self.belongs: dict[str, tuple[str | None, int]] = {}
+        self._belongs_to: dict[int, tuple[str | None, int]] = {}
+        """Salt and adapter of what is cached, by number."""
+        self.blocks: set[int] = set()
+        self.live: dict[str, Resident] = {}
+        self.cached: dict[int, list[np.ndarray]] = {}
+        self.segments: dict[int, list[int | None]] = {}
+        self.hits = self.shares = 0
+        self.dropped: list[int] = []
+        self.most_rounds = 1
+        self.evictions: list[tuple[str, int, int]] = []
+        self.peak_pages = [0] * len(setup.shapes)
+        self.most_reserved = 0
+        self.tamper: Callable[[Report], Report] = lambda report: report
+
+    @property
+    def choices(self) -> Choices:
+        """What requests keep that are admitted now."""
+        return self._choices(self.resets)
+
+    def choices_of(self, resident: Resident) -> Choices:
+        """What a request keeps."""
+        return self._choices(resident.resets)
+
+    def pages(self, kv_len: np.ndarray) -> int:
+        """Pages of rows of these lengths."""
+        return int((-(-kv_len // PAGE)).sum())
+
+    def held(self, rank: int) -> int:
+        """Pages held on a rank."""
+        return self._held(rank, self._rows(rank))
+
+    def _held(self, rank: int, rows: np.ndarray) -> int:
+        lent = sum(int(r.lent[rank].sum()) for r in self.live.values() if r.lent is not None)
+        return self.pages(rows) - lent + self.cached_pages(rank) + self.segment_pages(rank)
+
+    def _rows(self, rank: int) -> np.ndarray:
+        """Row lengths on a rank, [requests, rows]."""
+        rows = [resident.kv_len[rank] for resident in self.live.values()]
+        return np.array(rows, np.int64).reshape(len(rows), self.ranks[rank].rows)
+
+    def cached_pages(self, rank: int) -> int:
+        """Pages of a rank that cached prefixes hold."""
+        return sum(self.pages(rows[rank]) for rows in self.cached.values())
+
+    def segment_pages(self, rank: int) -> int:
+        """Pages of a rank that segments hold."""
+        return sum(len(tokens) // PAGE for tokens in self.segments.values()) * self.ranks[rank].rows
+
+    def borrowers(self, number: int) -> list[str]:
+        """Requests that borrow a cached prefix."""
+        return [name for name, resident in self.live.items() if resident.prefix == number]
+
+    def _drop(self, number: int) -> None:
+        """Drop a prefix, and what one request borrows of it becomes its own; or a segment."""
+        self.dropped.append(number)
+        if number in self.segments:
+            users = [name for name, x in self.live.items() if number in dict(x.segments)]
+            assert not users, f"segment {number} is dropped while {users} borrow it"
+            del self.segments[number]
+            return
+        borrowers = self.borrowers(number)
+        lends = any((rows // PAGE).any() for rows in self.cached[number])
+        assert len(borrowers) <= 1 or not lends, f"prefix {number} is dropped while {borrowers} borrow it"
+        for name in borrowers:
+            self.live[name].lent = self.live[name].prefix = None
+        del self.cached[number]
+
+    def _store(self, resident: Resident) -> None:
+        """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower."""
+        number, resident.store = resident.store, None
+        if number is not None and resident.is_at_end:
+            self.cached[number] = [rows.copy() for rows in resident.kv_len]
+            self._note_origin(number, resident)
+            self._borrow(resident, number)
+
+    def _borrow(self, resident: Resident, number: int) -> None:
+        resident.prefix = number
+        resident.lent = [rows // PAGE for rows in self.cached[number]]
+
+    def _freeze(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
+        """Make segments of what a request has read, behind those that it borrows."""
+        for number, columns in segments:
+            assert number not in self.segments and number not in self.cached
+            start, stop = resident.columns * PAGE, (resident.columns + columns) * PAGE
+            for rows in resident.kv_len:
+                assert (rows == resident.tokens).all() and stop <= resident.tokens, "it was evicted"
+            known: list[int | None] = [*resident.prompt[start:stop]]
+            self.segments[number] = known + [None] * (stop - start - len(known))
+            self._note_origin(number, resident)
+            self._lend(resident, [*resident.segments, (number, columns)])
+
+    def _lend(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
+        resident.segments = list(segments)
+        resident.lent = [np.full_like(rows, resident.columns) for rows in resident.kv_len]
+
+    def _note_origin(self, number: int, resident: Resident) -> None:
+        """Note when, and for whom, something was read that is cached now."""
+        self._read_after[number] = resident.resets
+        self._belongs_to[number] = self.belongs[resident.admission.request_id]
+
+    def _check_fresh(self, number: int, name: str) -> None:
+        """No request begins with what was read before the last reset, with another salt or by another adapter."""
+        read_after = self._read_after[number]
+        assert read_after == self.resets, f"{number} was read after {read_after} of {self.resets} resets"
+        theirs, own = self._belongs_to[number], self.belongs[name]
+        assert theirs == own, f"{name} of salt and adapter {own} begins with what was read for {theirs}"
+
+    def _check_emptied(self) -> None:
+        """After a reset that said so, nobody uses what was cached before it."""
+        for name, resident in self.live.items() if self.is_emptied else ():
+            uses = [resident.prefix, resident.store, *(number for number, _ in resident.segments)]
+            assert uses == [None, None], f"{name} uses {uses}, and the reset said that nobody does"
+        self.is_emptied = False
+
+    def _share(self, resident: Resident) -> None:
+        """Begin a request with segments, which have its own tokens."""
+        admission, tokens = resident.admission, []
+        for number, columns in admission.segments:
+            self._check_fresh(number, admission.request_id)
+            assert 0 < columns * PAGE <= len(self.segments[number])
+            tokens += self.segments[number][: columns * PAGE]
+        assert len(tokens) == admission.cached < len(resident.prompt)
+        for own, shared in zip(resident.prompt, tokens, strict=False):
+            assert shared in (own, None), "it begins with another request's tokens"
+        for rows in resident.kv_len:
+            rows += admission.cached
+        resident.tokens = admission.cached
+        self._lend(resident, admission.segments)
+        self.shares += 1
+
+    def _open(self, admission: Admission) -> Resident:
+        """Open a request, with what its cached prefix holds if it has one."""
+        rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
+        if admission.prefix is None:
+            return Resident(admission, rows, resets=self.resets)
+        self._check_fresh(admission.prefix, admission.request_id)
+        rows = [kept.copy() for kept in self.cached[admission.prefix]]
+        resident = Resident(admission, rows, tokens=admission.tokens, resets=self.resets)
+        self._borrow(resident, admission.prefix)
+        self.hits += 1
+        return resident
+
+    def execute(self, output: SchedulerOutput) -> WorkerMessages:
+        """Carry out a step.
+
+        Returns:
+            What every rank reports of it.
+        """
+        message = output.kv_connector_metadata
+        extra: ExtraTokens | None = message.extra
+        freezes = dict(message.freezes)
+        for name in output.finished_req_ids:
+            if name in self.live:
+                self._freeze(self.live[name], freezes.pop(name, ()))
+        for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
+            self.live.pop(name, None)
+        self._take_back_drafts(output)
+        for number in message.drops:
+            self._drop(number)
+        self._check_emptied()
+        self._move_blocks(output)
+        self._check_adapters(output)
+        trimmed: list[Resident] = []
+        asked: dict[str, Question] = {}
+        reports = []
+        for name, answer in message.answers.items():
+            resident = self.live.get(name)
+            if resident is None or resident.admission.epoch != answer.epoch:
+                continue
+            assert resident.waits
+            if isinstance(answer.said, Question):
+                asked[name] = answer.said
+                self.most_rounds = max(self.most_rounds, answer.said.known + 1)
+                continue
+            resident.waits = False
+            trimmed.append(resident)
+            reports.append(self._trim(resident, answer.said))
+        for admission in message.admissions:
+            name = admission.request_id
+            assert name not in self.live, f"{name} was admitted while it was running"
+            self.live[name] = self._open(admission)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self.live:
+                self.live[new.req_id].prompt = list(new.prefill_token_ids or new.prompt_token_ids)
+        for admission in message.admissions:
+            resident = self.live[admission.request_id]
+            resident.prompt = resident.prompt or self._resumed_tokens(output, admission.request_id)
+            if admission.segments:
+                self._share(resident)
+        for name, number in message.stores.items():
+            self.live[name].store = number
+        self._check_reserve(output)
+        leaving: list[Resident] = []
+        # Pages that are held for a part of the step only.
+        passing = [0] * len(self.ranks)
+        for name, count in output.num_scheduled_tokens.items():
+            if extra is not None and name == extra.name:
+                resident = self.live[extra.request_id]
+                for rank, pages in enumerate(self._pages_of_extra(resident, extra, count)):
+                    passing[rank] += pages
+                if resident.repeats_prompt and extra.stop == resident.tokens:
+                    leaving.append(resident)
+                continue
+            resident = self.live[name]
+            assert not resident.waits, (
+                f"{name} goes on before its layer budgets are known, or its prompt is repeated"
+            )
+            before, resident.tokens = resident.tokens, resident.tokens + count
+            position = resident.plan.next_eviction(before)
+            for rows in resident.kv_len:
+                rows += count
+            self._freeze(resident, freezes.pop(name, ()))
+            if position is None:
+                continue
+            assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
+            if resident.tokens == position and resident.repeats_prompt:
+                resident.waits = True
+            elif resident.tokens == position:
+                leaving.append(resident)
+                is_probed = extra is not None and extra.request_id == name
+                assert (extra_tokens(resident, position) > 0) == is_probed
+            if resident.admission.by_layer:
+                assert (before, resident.tokens) == (0, position) and resident.is_at_end
+                resident.kept = self._choose(resident)
+                for rank, peak in enumerate(self._recycled_peak(resident)):
+                    passing[rank] += peak - self.pages(resident.kv_len[rank])
+        assert not freezes, f"{list(freezes)} have no pages in this step"
+        for resident in leaving:
+            if resident.segments:
+                # Copies of what it keeps are made before its own pages are freed.
+                resident.kept = self._choose(resident)
+                for rank, kept in enumerate(resident.kept):
+                    passing[rank] += self.pages(kept)
+        # The step's pages are all taken before anything is freed by its evictions.
+        for rank, pages in enumerate(self._room()):
+            held = self.held(rank) + passing[rank]
+            assert held <= pages, f"rank {rank} would hold {held} of {pages} pages"
+            most = message.most_pages
+            assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
+            self.peak_pages[rank] = max(self.peak_pages[rank], held)
+        for resident in leaving:
+            if self.setup.pipeline and schedule(resident) in CROSS_STAGE:
+                resident.waits = True
+                asked[resident.admission.request_id] = Question()
+        leaving = [resident for resident in leaving if not resident.waits]
+        reports += [self._evict(resident) for resident in leaving]
+        by_rank = {}
+        for rank in range(len(self.setup.shapes)):
+            told = {
+                resident.admission.request_id: self.tamper(of_ranks[rank])
+                for resident, of_ranks in zip(trimmed + leaving, reports, strict=True)
+            }
+            claims = {name: self._claim(self.live[name], question, rank) for name, question in asked.items()}
+            by_rank[rank] = self._message(rank, told, claims)
+            held, most = by_rank[rank].physical_pages, message.most_pages[rank]
+            assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
+        return WorkerMessages(by_rank)
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Blocks become pages and back: what remains has room for what is held, and other layers get none of it."""
+        message = output.kv_connector_metadata
+        assert self.blocks.isdisjoint(message.new_blocks) and self.blocks.issuperset(message.lost_blocks)
+        self.blocks = self.blocks.union(message.new_blocks).difference(message.lost_blocks)
+        if not self.setup.has_other_layers:
+            return
+        for rank, room in enumerate(self._room()):
+            assert self.held(rank) <= room, f"rank {rank} holds {self.held(rank)} pages, but has {room}"
+        tables = [new.block_ids for new in output.scheduled_new_reqs]
+        tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
+        given = {block for table in tables for ids in table for block in ids}
+        assert self.blocks.isdisjoint(given), "other layers got blocks that are pages"
+
+    def _room(self) -> list[int]:
+        """Pages of each rank that there are."""
+        if not self.setup.has_other_layers:
+            return list(self.setup.pages)
+        return [len(self.blocks) * rank.rows for rank in self.ranks]
+
+    def _check_adapters(self, output: SchedulerOutput) -> None:
+        """A step computes no more adapters than there is room for."""
+        message = output.kv_connector_metadata
+        rows = {message.extra.name: message.extra.request_id} if message.extra else {}
+        used = {self.belongs[rows.get(name, name)][1] for name in output.num_scheduled_tokens} - {0}
+        assert len(used) <= self.setup.adapters, (
+            f"a step uses adapters {used}, and may use {self.setup.adapters}"
+        )
+
+    def _take_back_drafts(self, output: SchedulerOutput) -> None:
+        """Forget the rejected draft tokens of requests that go on."""
+        scheduled = output.scheduled_cached_reqs
+        admitted = {admission.request_id for admission in output.kv_connector_metadata.admissions}
+        for name, computed in zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True):
+            resident = self.live.get(name)
+            if resident is None or name in admitted:
+                continue
+            for rows in resident.kv_len:
+                rows -= resident.tokens - computed
+            resident.tokens = computed
+
+    def _resumed_tokens(self, output: SchedulerOutput, name: str) -> list[int]:
+        """Tokens of a request that was preempted and is admitted again."""
+        return list(output.scheduled_cached_reqs.all_token_ids.get(name, ()))
+
+    def _message(self, rank: int, reports: dict[str, Report], claims: dict[str, Claim]) -> RankMessage:
+        """What a rank says at the end of a step."""
+        rows = self._rows(rank)
+        pages = (-(-rows // PAGE)).sum(1).tolist()
+        requests = {
+            name: (resident.admission.epoch, resident.tokens, held)
+            for (name, resident), held in zip(self.live.items(), pages, strict=True)
+        }
+        prefixes = {number: self.pages(kept[rank]) for number, kept in self.cached.items()}
+        rows_of_rank = self.ranks[rank].rows
+        segments = {number: len(x) // PAGE * rows_of_rank for number, x in self.segments.items()}
+        return RankMessage(
+            reports,
+            claims,
+            physical_pages=self._held(rank, rows),
+            cached_pages=sum(prefixes.values()),
+            uncompressed_pages=sum(segments.values()),
+            logical_tokens=int(rows.sum()),
+            holdings=Holdings(requests, prefixes | segments),
+        )
+
+    def _check_reserve(self, output: SchedulerOutput) -> None:
+        """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring; but
+        not who is read and evicted in this one step."""
+        spans = []
+        for name, resident in self.live.items():
+            count = output.num_scheduled_tokens.get(name, 0)
+            if not (count or resident.tokens) or not resident.plan.reserved(DIMS) or not resident.needs_sums:
+                continue
+            in_one_step = not resident.tokens and count == resident.plan.prompt.end
+            if in_one_step and not resident.repeats_prompt:
+                assert resident.admission.reserved_at is None
+                continue
+            assert resident.admission.reserved_at is not None, f"{name} has no place for its sums"
+            spans.append((resident.admission.reserved_at, resident.plan.reserved(DIMS)))
+        spans.sort()
+        end = 0
+        for start, size in spans:
+            assert start >= end, "two requests write to one place of the reserve"
+            end = start + size
+        assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS), "it is too small"
+        self.most_reserved = max(self.most_reserved, end)
+
+    def _pages_of_extra(self, resident: Resident, extra: ExtraTokens, count: int) -> list[int]:
+        """Pages of each rank that so many extra tokens hold for the step: of a probe, or of a repeat."""
+        if not resident.repeats_prompt:
+            assert resident.tokens in resident.plan.prompt.positions[:-1]
+            assert count == extra.stop - extra.start == extra_tokens(resident, resident.tokens) > 0
+            return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
+        self._repeat(resident, extra, count)
+        params = resident.plan.config.params
+        if params["kvzip_sees"] == "all":
+            return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
+        copies = min(params["sinks"], extra.start) + extra.stop - extra.start
+        return [self.pages(np.full_like(rows, copies + count)) for rows in resident.kv_len]
+
+    def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
+        """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
+        n, config = resident.plan.prompt.end, resident.plan.config
+        assert resident.waits and resident.tokens == n
+        assert chunk.start == resident.repeated < chunk.stop <= n
+        assert (
+            chunk.stop - chunk.start
+            <= count
+            <= schedule_of(resident.plan.prompt).most_extra_rows(config.params)
+        )
+        assert n + count < self.setup.max_model_len
+        resident.repeated = chunk.stop
+        resident.waits = chunk.stop < n
+
+    def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:
+        """What a rank says of an eviction that it cannot decide alone."""
+        if schedule(resident) != "by weight":
+            first_replica = rank % self.setup.replicas == 0
+            told = tally([self._keys(resident, rank)], question) if first_replica else NO_KEYS
+            return Claim(resident.admission.epoch, told)
+        room = self.ranks[rank]
+        weights = self.choices_of(resident).weights(resident.admission.request_id)
+        mine = weights[room.first_layer : room.first_layer + room.num_layers]
+        return Claim(resident.admission.epoch, LayerWeights(room.first_layer, mine))
+
+    def _keys(self, resident: Resident, rank: int) -> torch.Tensor:
+        """Order keys of a rank's candidates: those that it keeps have the highest."""
+        plan = resident.plan
+        assert plan.prompt is not None
+        rows = self.choices_of(resident).lengths(resident.admission)[rank]
+        window = plan.config.window_for(plan.prompt.end)
+        best = int(rows.sum()) - rows.size * window
+        # Ranks take turns above and below the cut, which lies between two digits or anywhere in one.
+        places = torch.arange(rows.size * (plan.prompt.end - window)) * len(self.ranks) + rank
+        cut = CUTS[zlib.crc32(resident.admission.request_id.encode()) % len(CUTS)]
+        return torch.cat([cut + places[:best], cut - 1 - places[best:]])
+
+    def _evict(self, resident: Resident) -> list[Report]:
+        """Keep what the policy may."""
+        parts = self._choose(resident) if resident.kept is None else resident.kept
+        resident.kept = None
+        return self._keep(resident, parts)
+
+    def _choose(self, resident: Resident) -> list[np.ndarray]:
+        """Row lengths of each rank, [layers, KV heads]."""
+        config, n = resident.plan.config, resident.plan.prompt.end
+        assert n is not None
+        if schedule(resident) != "chunked":
+            return self.choices_of(resident).lengths(resident.admission)
+        parts = []
+        for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
+            layers, last = range(rank.first_layer, rank.first_layer + rank.num_layers), resident.tokens == n
+            budgets = [take.chunk_budget(config, n, layer, rank.num_model_layers, last) for layer in layers]
+            parts.append(np.minimum(rows, np.array(budgets)[:, None]))
+        return parts
+
+    def _recycled_peak(self, resident: Resident) -> list[int]:
+        """The most pages that each rank holds while its layers are evicted one after the other."""
+        assert resident.kept is not None
+        peaks = [0] * len(self.ranks)
+        for layer in range(max(room.num_layers for room in self.ranks)):
+            below = resident.kept
+            if schedule(resident) == "by weight":
+                below = self.choices_of(resident).provisional(resident.admission, layer)
+            for rank, (whole, kept) in enumerate(zip(resident.kv_len, below, strict=True)):
+                if layer < len(whole):
+                    peaks[rank] = max(peaks[rank], self.pages(kept[:layer]) + self.pages(whole[layer]))
+        return peaks
+
+    def _trim(self, resident: Resident, answer: Sequence[int] | int) -> list[Report]:
+        """Keep what the scheduler decided, of each layer or of all together."""
+        plan = resident.plan
+        assert plan.prompt is not None
+        window = plan.config.window_for(plan.prompt.end)
+        if isinstance(answer, int):
+            kept = self.choices_of(resident).lengths(resident.admission)
+            for rank, rows in enumerate(kept):
+                best = int(rows.sum()) - rows.size * window
+                assert int((self._keys(resident, rank) >= answer).sum()) == best
+            return self._keep(resident, kept)
+        past = plan.config.budget_for(plan.prompt.end) - window
+        assert sum(answer) == self.ranks[0].num_model_layers * past
+        return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer))
+
+    def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
+        """Shorten the rows of each rank to these lengths and report it."""
+        plan = resident.plan
+        admission = resident.admission
+        self.evictions.append((admission.request_id, admission.epoch, resident.tokens))
+        if resident.segments:
+            resident.segments, resident.lent = [], None
+        reports = []
+        for rank, part in enumerate(parts):
+            rows = resident.kv_len[rank]
+            before = self.pages(rows)
+            rows[:] = part.reshape(rows.shape)
+            pages = self.pages(rows)
+            reports.append(
+                Report(
+                    epoch=admission.epoch,
+                    tokens=resident.tokens,
+                    pages=pages,
+                    residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
+                    part=PartOfEviction(
+                        plan.config.label, before - pages, before, 0, 0, rows.tolist(), 0.0, 0.0
+                    )
+                    if plan.phase_of(resident.tokens)
+                    else None,
+                )
+            )
+        self._store(resident)
+        return reports
+
+
+class Simulation:
+    """A scheduler and its workers, stepped as the engine core steps them.
+
+    Attributes:
+        outputs: tokens delivered by request id.
+        reasons: why requests ended, by request id; of those that were aborted nothing is delivered.
+        prefilled: tokens computed for prompts and replays so far.
+        most_running: most requests ever running at once.
+        preemptions: so far, by request id.
+        accepted, rejected: draft tokens so far.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
+        self.setup = setup
+        self.scheduler = make_scheduler(setup)
+        self.workers = Workers(setup, seed, greeds) if setup.options is not None else None
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.outputs: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
+        self.preemptions: dict[str, int] = {}
+        self.prefilled = 0
+        self.most_running = 0
+        self.steps = 0
+        self.idle = 0
+        self.accepted = self.rejected = 0
+        self._choose = random.Random(seed)
+
+    @property
+    def ledger(self) -> PageLedger:
+        manager = self.scheduler.kv_cache_manager
+        assert isinstance(manager, PageLedger)
+        return manager
+
+    def add(self, request: Request) -> None:
+        self.outputs[request.request_id] = 0
+        self.preemptions[request.request_id] = 0
+        if self.workers is not None:
+            adapter = request.lora_request.lora_int_id if request.lora_request else 0
+            self.workers.belongs[request.request_id] = (request.cache_salt, adapter)
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, hard: bool = False) -> bool:
+        """Reset the cache, as if new weights were there from now on; whether nothing from before is in use.
+
+        Args:
+            hard: whether all that run are preempted before.
+        """
+        is_empty = self.scheduler.reset_prefix_cache(reset_running_requests=hard)
+        if self.workers is not None:
+            self.workers.resets += 1
+            self.workers.is_emptied = is_empty
+        return is_empty
+
+    def step(self) -> SchedulerOutput:
+        """Dispatch one step; take the oldest one's output once ``depth`` are in flight or nothing can be scheduled."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        for name in output.preempted_req_ids or ():
+            self.preemptions[name] += 1
+        self.most_running = max(self.most_running, len(self.scheduler.running))
+        # Under priorities a step may do nothing but preempt, and one may only carry answers or end a request that can
+        # never fit; then the next must go on.
+        ended = getattr(self.scheduler, "_ended", None)
+        sends = (
+            output.preempted_req_ids or ended or getattr(output.kv_connector_metadata, "answers", None)
+        ) or getattr(output.kv_connector_metadata, "drops", None)
+        self.idle = 0 if output.total_num_scheduled_tokens or sends else self.idle + 1
+        if self.idle > self.setup.depth:
+            unfinished = self.scheduler.get_num_unfinished_requests()
+            assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
+        self.in_flight.append((output, self._execute(output)))
+        if len(self.in_flight) >= self.setup.depth or not output.total_num_scheduled_tokens:
+            self.deliver()
+        return output
+
+    def deliver(self) -> None:
+        """Hand the scheduler the output of the oldest step in flight."""
+        output, result = self.in_flight.popleft()
+        for engine_outputs in self.scheduler.update_from_output(output, result).values():
+            for delivered in engine_outputs.outputs:
+                self.outputs[delivered.request_id] += len(delivered.new_token_ids)
+                if delivered.finish_reason is not None:
+                    self.reasons[delivered.request_id] = str(delivered.finish_reason)
+        self._draft(result)
+
+    def _draft(self, result: ModelRunnerOutput) -> None:
+        """Propose tokens for the next step of who was just given some."""
+        names = [
+            name for name, sampled in zip(result.req_ids, result.sampled_token_ids, strict=True) if sampled
+        ]
+        if self.setup.drafts:
+            drafts = [[TOKEN] * self._choose.randint(0, self.setup.drafts) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _sample(self, output: SchedulerOutput, name: str) -> list[int]:
+        """One token, and the drafts before it that are accepted."""
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        accepted = 0 if -1 in drafts else self._choose.randint(0, len(drafts))
+        self.accepted += accepted
+        self.rejected += len(drafts) - accepted
+        return [TOKEN] * (accepted + 1)
+
+    def run(self, max_steps: int) -> None:
+        """Step until every request is finished and every output delivered."""
+        limit = self.steps + max_steps
+        while self.scheduler.has_requests():
+            assert self.steps < limit, f"{self.scheduler.get_num_unfinished_requests()} requests unfinished"
+            self.step()
+        while self.in_flight:
+            self.deliver()
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests.get(name)
+            if request is None:  # a probe
+                sampled.append([])
+                continue
+            sampled.append([] if request.is_prefill_chunk else self._sample(output, name))
+            if request.is_prefill_chunk or output.num_scheduled_tokens[name] > 1:
+                self.prefilled += output.num_scheduled_tokens[name]
+        message = None
+        if self.workers is not None:
+            message = KVConnectorOutput(kv_connector_worker_meta=self.workers.execute(output))
+        return ModelRunnerOutput(
+            names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=message
+        )
