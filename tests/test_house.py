@@ -259,13 +259,18 @@ def fields_of_others(tree: ast.Module) -> Iterator[ast.Attribute]:
 
 
 def private_fields_of_others(module: str, tree: ast.Module) -> Iterator[str]:
-    private = re.compile(r"_(?!_)")
+    private = re.compile(r"_(?!_.*__$)")
     yield from (ast.unparse(node) for node in fields_of_others(tree) if private.match(node.attr))
 
 
 def test_nobody_reads_private_fields_of_others() -> None:
-    assert finds(private_fields_of_others, "cache.x", "self.pool._free.pop()") == ["self.pool._free"]
-    assert finds(private_fields_of_others, "cache.x", "_module._function()")
+    """What ruff's SLF001 would find, and more: it lets pass ``Pool._all`` in a class Pool, and ``pool._fields``."""
+    by_ruff = "self.pool._free; other._x; _module._function; type(self)._all; self._x._y; pool.__x"
+    assert len(finds(private_fields_of_others, "cache.x", by_ruff)) == 6
+    assert finds(private_fields_of_others, "cache.x", "Pool._all; pool._fields") == [
+        "Pool._all",
+        "pool._fields",
+    ]
     allowed = "self._free, cls._all, self.pool.free, super()._step(), x.__class__"
     assert not finds(private_fields_of_others, "cache.x", allowed)
     hold(offenders(private_fields_of_others, *CLOSELY_LOOKED_AT))

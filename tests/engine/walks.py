@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 from tests.house import PACKAGE
