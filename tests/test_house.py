@@ -304,6 +304,20 @@ def test_files_begin_with_what_they_are() -> None:
     hold(offenders(lacks_a_docstring))
 
 
+def does_not_say_what_it_owns(module: str, tree: ast.Module) -> Iterator[str]:
+    _, _, after_the_first_sentence = " ".join((ast.get_docstring(tree) or "").split()).partition(". ")
+    if not re.search(r"\bowns?\b", after_the_first_sentence, re.I) and not module.endswith("__init__"):
+        yield "does not say what it owns"
+
+
+def test_files_say_what_they_own() -> None:
+    """Behind what they are, which is their first sentence; one that has no state owns nothing, and says that."""
+    check = does_not_say_what_it_owns
+    assert finds(check, "cache.x", "'What we own.'") and finds(check, "cache.x", "'Pages. They are known.'")
+    assert not finds(check, "cache.x", "'Pages.\\n\\nOwns the free ones.'")
+    hold(offenders(check, *CLOSELY_LOOKED_AT))
+
+
 def lengths_of_functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -331,6 +345,37 @@ def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert lengths["vllm_kvevict/engine/config.py"] > 300
     hold([name for name, lines in lengths.items() if lines > 400], LONG_FILES)
+
+
+FORMER = {"evict_at"}
+"""A request may be evicted several times: which time is the last is a question about its plan, and no field."""
+
+
+def speaks_of_one_eviction(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names of former fields; and ``last`` as a field of a report, or read of something called so."""
+    for node in ast.walk(tree):
+        names = (getattr(node, kind, None) for kind in ("attr", "id", "arg", "value"))
+        if any(isinstance(name, str) and name in FORMER for name in names):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and node.attr == "last":
+            yield from [ast.unparse(node)] if "report" in ast.unparse(node.value).lower() else []
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Report"):
+            fields = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
+            yield from (f"{node.name}.last" for field in fields if ast.unparse(field) == "last")
+
+
+def test_no_eviction_counts_as_the_only_one() -> None:
+    """Answers of the quality suite have a field of that name: what the budget refers to."""
+    check = speaks_of_one_eviction
+    assert finds(check, "x", "plan.evict_at; evict_at = 1; f(evict_at=n); x['evict_at']")
+    assert finds(check, "x", "def f(evict_at): pass") == ["evict_at"]
+    assert finds(check, "x", "class Report:\n    pages: int\n    last: bool") == ["Report.last"]
+    assert finds(check, "x", "if self.report.last: pass") == ["self.report.last"]
+    assert not finds(check, "x", "method.last; class_of.evictions")
+    hold(found for found in offenders(check) if not found.startswith("quality."))
+    benchmarks = [path for path in (ROOT / "benchmarks").rglob("*.py") if "results" not in path.parts]
+    assert benchmarks
+    hold(f"{path.stem}: {found}" for path in benchmarks for found in check(path.stem, tree_of(path)))
 
 
 COMMANDS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}

@@ -1,4 +1,4 @@
-"""What stands before a chunk of a prefix when the model repeats it (KVzip, Kim et al. 2025, section 3.2)."""
+"""What stands before a chunk that the model repeats (KVzip, Kim et al. 2025, section 3.2). Owns nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
