@@ -247,6 +247,26 @@ def test_inputs_are_named_in_two_files() -> None:
     hold(line for line in found if not line.startswith(("policies.inputs:", "schedules.inputs:")))
 
 
+def makes_a_message(module: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (node.args or node.keywords):
+            if ast.unparse(node.func).endswith("StepMessage"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Assign):
+            targets = (target for target in node.targets if isinstance(target, ast.Attribute))
+            yield from (ast.unparse(node) for target in targets if target.attr == "kv_connector_metadata")
+
+
+def test_one_place_makes_the_message() -> None:
+    """The outbox; an empty message tells nothing, and may be made anywhere."""
+    check = makes_a_message
+    assert finds(check, "engine.x", "messages.StepMessage(drops=[1])") and finds(check, "x", "StepMessage(a)")
+    assert finds(check, "engine.x", "output.kv_connector_metadata = message")
+    assert not finds(check, "engine.x", "message = StepMessage()\nread = output.kv_connector_metadata")
+    hold(offenders(check))
+    assert "replace(self._rest" in ast.unparse(tree_of(MODULES["engine.scheduler.outbox"]))
+
+
 def is_own(node: ast.expr) -> bool:
     """Whether an expression is the object, or class, whose method it is in."""
     if isinstance(node, ast.Call):
