@@ -249,7 +249,7 @@ class Runtime:
         return eviction
 
     def _token_rows(self, common: Any) -> tuple[dict[str, slice], ExtraRows | None]:
-        """Each request's token rows in the step, by its id, and the extra ones."""
+        """Each request's query tokens in the step, by its id, and the extra ones."""
         names = batch_request_ids(self.runner, common)
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
