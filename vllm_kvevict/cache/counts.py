@@ -1,4 +1,4 @@
-"""Exact page counts without page ids: what a scheduler needs to know of a worker's page tables."""
+"""Exact page counts without page ids: what a scheduler needs to know of a worker's page tables. Owns nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Shared entries: KV that belongs to no request, is never written again, and is lent to requests that begin with it.
+"""Shared entries: KV that belongs to no request, is never written again, and is borrowed by those that begin with it.
 
 What several requests begin with is stored once. A request that was evicted leaves all that it keeps (a compressed
 prefix); one that has read a prompt leaves whole columns of its page table, behind those that it borrows itself (an
@@ -71,7 +71,7 @@ class Loans:
         self.columns: IntArray = np.zeros(rows.tables.kv_len.shape, np.int64)
         self.pages = {True: 0, False: 0}
         self._entries: dict[int, SharedEntry] = {}
-        self._lent: dict[int, list[Loan]] = {}
+        self._loans: dict[int, list[Loan]] = {}
         """By request slot, in the order of its columns."""
 
     def __iter__(self) -> Iterator[int]:
@@ -85,7 +85,7 @@ class Loans:
 
     def borrowers(self, number: int) -> list[int]:
         """Request slots that borrow pages of a shared entry."""
-        return [slot for slot, parts in self._lent.items() if any(part[0] == number for part in parts)]
+        return [slot for slot, parts in self._loans.items() if any(part[0] == number for part in parts)]
 
     def freeze(self, number: int, request_slot: int, columns: int | None = None) -> None:
         """Make a shared entry of what a request holds; the request goes on, and borrows its full pages.
@@ -105,7 +105,7 @@ class Loans:
         first, lengths = int(self.columns[request_slot].max()), rows.lengths.of(request_slot).ravel()
         if columns is not None:
             stop = first + columns
-            uneven = any(self[n].is_compressed for n, _ in self._lent.get(request_slot, ()))
+            uneven = any(self[n].is_compressed for n, _ in self._loans.get(request_slot, ()))
             if number in self._entries or columns < 1 or stop * size > lengths.min() or uneven:
                 raise ValueError(f"columns {first} to {stop} of request slot {request_slot} cannot be frozen")
             lengths = np.full_like(lengths, stop * size)
@@ -151,7 +151,7 @@ class Loans:
         """Some rows of a request borrow nothing any more: it has ended, or they have copies of all they keep."""
         self.columns[request_slot, rows] = 0
         if not self.columns[request_slot].any():
-            self._lent.pop(request_slot, None)
+            self._loans.pop(request_slot, None)
 
     def drop(self, number: int) -> None:
         """End a shared entry and free its pages. What one request borrows of a compressed one becomes that request's.
@@ -197,11 +197,11 @@ class Loans:
     def verify(self) -> None:
         """Raise RuntimeError unless the tables of borrowers begin with the pages of shared entries (waits)."""
         for request_slot in np.flatnonzero(self.columns.any(1)).tolist():
-            lent = self._joined(self._lent.get(request_slot, ()))
-            table = self.rows.tables.region(request_slot)[:, : lent.shape[1]]
+            pages = self._joined(self._loans.get(request_slot, ()))
+            table = self.rows.tables.region(request_slot)[:, : pages.shape[1]]
             column = torch.arange(table.shape[1], device=table.device)
             borrowed = column < to_device(self.columns[request_slot], table.device)[:, None]
-            if self.columns[request_slot].max() > lent.shape[1] or ((table != lent) & borrowed).any():
+            if self.columns[request_slot].max() > pages.shape[1] or ((table != pages) & borrowed).any():
                 raise RuntimeError(
                     f"request slot {request_slot} borrows pages that no shared entry of it owns"
                 )
@@ -215,7 +215,7 @@ class Loans:
         """Let a request borrow more full pages of each row; without any it does not depend on an entry."""
         if full.any():
             self.columns[request_slot] += full
-            self._lent.setdefault(request_slot, []).extend(parts)
+            self._loans.setdefault(request_slot, []).extend(parts)
 
     def _copy_partial(self, table: torch.Tensor, full: IntArray, rest: IntArray) -> None:
         """Replace the partial page of each row in a page table by a copy, zero behind its entries."""

@@ -1,4 +1,4 @@
-"""What the cache tells the engine about a step and about an eviction."""
+"""What the cache tells the engine about a step and about an eviction. Owns nothing."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

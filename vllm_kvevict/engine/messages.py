@@ -44,7 +44,7 @@ class StepMessage(KVConnectorMetadata):
         freezes: number and columns of the segments that are made of a request's pages, by its id: once the step has
             taken its pages, or before it ends if it has finished.
         new_blocks, lost_blocks: of vLLM's blocks, those that become pages before it, and those that stop to be.
-        drops: numbers of the cached prefixes and segments that are dropped before it.
+        drops: numbers of the compressed prefixes and segments that are dropped before it.
         extra: tokens that it computes besides, None for none.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
     """
@@ -66,7 +66,7 @@ class Holdings:
 
     Attributes:
         requests: (epoch, tokens, pages) by request id; what it borrows is among its pages.
-        prefixes: pages of cached prefixes and segments by number.
+        prefixes: pages of compressed prefixes and segments by number.
     """
 
     requests: dict[str, tuple[int, int, int]]
@@ -80,8 +80,8 @@ class RankMessage:
     Attributes:
         reports: by request id, of the evictions in this step.
         claims: by request id, of evictions that no pipeline stage can decide alone.
-        physical_pages, cached_pages, uncompressed_pages: held on the rank at the end of the step, in all, by cached
-            prefixes, and by segments.
+        physical_pages, cached_pages, uncompressed_pages: held on the rank at the end of the step, in all, by
+            compressed prefixes, and by segments.
         logical_tokens: entries that requests have stored on the rank, each those of its prefix too.
         holdings: in check mode, else None.
     """

@@ -28,11 +28,11 @@ HISTOGRAMS = {
     ),
 }
 GAUGES = {
-    "physical_pages": "Pages in use on a rank, including those of cached prefixes.",
+    "physical_pages": "Pages in use on a rank, including those of compressed and uncompressed prefixes.",
     "cached_pages": "Pages of a rank that hold compressed prefixes; requests that use one share most of its pages.",
     "cached_uncompressed_pages": "Pages of a rank that hold uncompressed prefixes; requests share them until they are "
     "evicted.",
-    "logical_kv_tokens": "KV entries that requests use on a rank, including those of their cached prefixes; a token "
+    "logical_kv_tokens": "KV entries that requests use on a rank, including those of prefixes that they share; a token "
     "counts once per layer and KV head.",
 }
 KEPT_WHOLE = ("changes", "short")

@@ -29,7 +29,7 @@ PARTS = 256
 
 
 def most_prefixes(pages: int, rows: int) -> int:
-    """Cached prefixes that a pool has room for: each holds a page of nearly every row, and a place in all tables."""
+    """Compressed prefixes that a pool has room for; each has a page of nearly every row, and a place in all tables."""
     return min(pages // rows, MOST_PREFIXES)
 
 
@@ -62,7 +62,7 @@ class RankCapacity:
 
     @property
     def most_prefixes(self) -> int:
-        """Cached prefixes that it has room for."""
+        """Compressed prefixes that it has room for."""
         return most_prefixes(self.pages, self.rows)
 
 
@@ -131,7 +131,7 @@ class Schedule(ABC):
         return (n,)
 
     def probe(self, config: EvictionConfig, n: int) -> int:
-        """Token rows that accompany the step that reaches a position before the last one."""
+        """Extra tokens of the step that reaches a position before the last one."""
         return 0
 
     def conflict_with_stages(self, config: EvictionConfig, stages: Sequence[int]) -> str | None:
@@ -143,7 +143,7 @@ class Schedule(ABC):
         return None
 
     def most_extra_rows(self, params: Mapping[str, Any]) -> int:
-        """The most token rows that a step computes for a prompt beside the tokens that it reads.
+        """The most extra tokens that a step computes for a prompt, beside those that it reads.
 
         Args:
             params: of the policy.

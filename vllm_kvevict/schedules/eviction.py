@@ -127,7 +127,7 @@ class Eviction(ABC):
         """Go on once a layer has attended.
 
         Args:
-            rows: the request's token rows in the step.
+            rows: the request's query tokens in the step.
             window: queries of the window's tokens so far, [rows, Hq, d], where the policy reads them.
         """
 

@@ -138,7 +138,7 @@ class Admission:
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
         reserved_at: where in the workers' reserve its place begins; None if it needs none.
-        prefix: number of the cached prefix that it begins with, which is evicted already; None if it reads it itself.
+        prefix: number of the compressed prefix it begins with, which is evicted already; None if it reads it itself.
         segments: number of each segment that it begins with, which are not, and how many columns of it.
         cached: tokens in them.
     """

@@ -57,7 +57,7 @@ def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:
 
 
 def most_extra_rows(policy: str, params: Mapping[str, Any], defaults: str) -> int:
-    """The most token rows that a step computes for one prompt beside the tokens that it reads.
+    """The most extra tokens that a step computes for one prompt, beside those that it reads.
 
     Args:
         params: of the policy, those that differ from its defaults.

@@ -1,4 +1,4 @@
-"""What stands before a chunk of a prefix when the model repeats it (KVzip, Kim et al. 2025, section 3.2)."""
+"""What stands before a chunk that the model repeats (KVzip, Kim et al. 2025, section 3.2). Owns nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ HINT = 8
 """Tokens before a chunk that tell the model where to begin, as in the authors' implementation."""
 
 MOST_EXTRA_ROWS = 128
-"""The most token rows that a chunk may have beside its own."""
+"""The most tokens that a chunk may have beside its own."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RepeatPrompts:
 
     @property
     def overhead(self) -> int:
-        """The most token rows that any chunk has beside its own."""
+        """The most tokens that any chunk has beside its own."""
         return max(len(self.first), len(self.before) + HINT + len(self.after))
 
     def behind(self, prefix: Sequence[int]) -> "RepeatPrompts":
@@ -51,7 +51,7 @@ class RepeatPrompts:
         return self
 
     def rows(self, tokens: Sequence[int], lo: int, hi: int) -> list[int]:
-        """The token rows of a step that repeats a chunk; the chunk's own come last.
+        """The extra tokens of a step that repeats a chunk; the chunk's own come last.
 
         Args:
             tokens: of the prefix, at least ``hi``.

@@ -1,4 +1,4 @@
-"""What ranks say of an eviction, and what they are told: what to repeat, and what no rank can decide alone."""
+"""What ranks say of an eviction, and what they are told: extra tokens, and what none can decide alone. Owns nothing."""
 
 import json
 from collections.abc import Iterator, Sequence

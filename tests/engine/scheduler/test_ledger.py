@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.engine.support.servers import PAGE, Setup, Shape, make_request, make_scheduler
+from tests.engine.support.simulation import Simulation
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -304,3 +305,18 @@ def test_chunks_are_held_with_their_probe_and_promised_the_largest() -> None:
     assert (ledger.books.used, ledger.books.promised) == ([11 + 8], [0])
     ledger.on_report(0, "r", report(1, 700, [64, 64]))
     assert (ledger.books.used, ledger.books.promised) == ([4], [0])
+
+
+def test_frees_and_who_relies_on_them_travel_together() -> None:
+    """The second prompt fits only without the first: the step that admits it is the one that ends the first."""
+    options = {"policy": "snapkv", "budget": 1.0, "min_prompt": 0}
+    setup = Setup([(2, 2)], [4 * 20], max_model_len=640, prefix_caching=False, options=options)
+    simulation = Simulation(setup)
+    simulation.add(make_request("first", 500, 100))
+    simulation.step()
+    simulation.add(make_request("second", 500, 100))
+    assert not simulation.step().kv_connector_metadata.admissions
+    simulation.abort("first")
+    step = simulation.step()
+    (admission,) = step.kv_connector_metadata.admissions
+    assert admission.request_id == "second" and step.finished_req_ids == {"first"}

@@ -564,7 +564,7 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         slot = prefixes.open(Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefix=1))
         assert prefixes.holdings() == {1: 4}
         cache.storage[cache.loans[1].pages[0].item(), 3] += 1
-        with pytest.raises(RuntimeError, match="written to cached prefix 1") if check else nullcontext():
+        with pytest.raises(RuntimeError, match="written to compressed prefix 1") if check else nullcontext():
             prefixes.verify()
         cache.close([slot, donor])
         cache.loans.drop(1)
@@ -605,7 +605,7 @@ def test_a_write_to_one_of_many_prefixes_is_noticed(at_its_end: bool) -> None:
     """Before it is dropped, and within a round."""
     prefixes = many_prefixes(200, 40)
     prefixes.cache.storage[40 * 77, 3] += 1
-    with pytest.raises(RuntimeError, match="written to cached prefix 77"):
+    with pytest.raises(RuntimeError, match="written to compressed prefix 77"):
         if at_its_end:
             prefixes.cache.close([0])
             prefixes.drop([77])

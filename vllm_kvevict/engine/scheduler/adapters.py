@@ -1,4 +1,4 @@
-"""LoRA adapters of requests in flight: a server has places for ``--max-loras`` of them."""
+"""LoRA adapters of requests in flight. Owns who uses which: a server has places for ``--max-loras`` of them."""
 
 from collections import Counter
 

@@ -1,7 +1,7 @@
 """Admission: whether one more request may begin beside those in flight, by what all of them will hold.
 
-Arithmetic on counts alone: no scheduler, no workers, no requests of vLLM. The ledger asks it for every waiting
-request, and ``vllm-kvevict sizing`` for imagined ones.
+Owns nothing, and a question changes nothing: arithmetic on counts alone, without scheduler, workers or requests of
+vLLM. The ledger asks it for every waiting request, and ``vllm-kvevict sizing`` for imagined ones.
 """
 
 from collections.abc import Collection, Sequence

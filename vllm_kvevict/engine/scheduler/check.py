@@ -1,4 +1,4 @@
-"""Check mode: what the ledger knows is compared with what a rank really holds."""
+"""Check mode: what the ledger knows is compared with what a rank really holds. Owns nothing."""
 
 from collections.abc import Mapping
 

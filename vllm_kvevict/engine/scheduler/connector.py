@@ -1,4 +1,7 @@
-"""The scheduler's end of the transport: admissions and answers go down, reports and claims come up from all ranks."""
+"""The scheduler's end of the transport: admissions and answers go down, reports and claims come up from all ranks.
+
+Owns what some ranks have said of an eviction; it is told to the log and to metrics once all have.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Tells what each eviction kept: a debug line for people, a line of JSON for programs."""
+"""Tells what each eviction kept: a debug line for people, a line of JSON for programs. Owns their file."""
 
 import json
 import logging

@@ -5,7 +5,7 @@ eviction: 512 MiB for a prompt of 128k tokens of a Llama of 8B. Others hold as m
 Clients decide when that happens, and the KV cache has taken what memory was free. So a worker of a server that allows
 such policies takes as much as one prompt of ``max_model_len`` needs before vLLM measures what is left for the KV cache,
 and the scheduler lets no more in. A prompt that one step reads whole needs none: its queries are all there
-when a layer is scored.
+when a layer is scored. Owns who has which place: no two overlap, and none ends behind the reserve.
 """
 
 

@@ -1,4 +1,7 @@
-"""vLLM's schedulers with the page ledger in the block manager's place."""
+"""vLLM's schedulers with the page ledger in the block manager's place.
+
+Owns the step that is being scheduled: no chunk in it crosses an eviction position, and one request has extra tokens.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence

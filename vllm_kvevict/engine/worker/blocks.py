@@ -15,9 +15,9 @@ class BlockPages:
     """Pages by block, over one allocation that all groups of layers share.
 
     Attributes:
-        starts: of each run of pages in block 0: one for each place of a layer, or one in all where the places of a
+        starts: of each stretch of pages in block 0: one for each place of a layer, or one in all where the places of a
             block lie side by side.
-        length: pages of such a run; the next block's begins where it ends.
+        length: pages of such a stretch; the next block's begins where it ends.
     """
 
     starts: tuple[int, ...]

@@ -78,7 +78,7 @@ class CachedPrefixes:
         checksum = self.loans.checksum(number)
         # An uncompressed prefix is complete with the step that makes it.
         if checksum != self._checksums.setdefault(number, checksum):
-            raise RuntimeError(f"kv eviction check: somebody has written to cached prefix {number}")
+            raise RuntimeError(f"kv eviction check: somebody has written to compressed prefix {number}")
 
     def holdings(self) -> dict[int, int]:
         """Pages by number."""

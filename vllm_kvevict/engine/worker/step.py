@@ -186,7 +186,7 @@ class Step:
         return eviction
 
     def _token_rows(self, common: Any, names: Sequence[str]) -> tuple[dict[str, slice], ExtraRows | None]:
-        """Each request's token rows in the step, by its id, and the extra ones."""
+        """Each request's query tokens in the step, by its id, and the extra ones."""
         starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
         spans = {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts), strict=True)}
         extra = self.message.extra

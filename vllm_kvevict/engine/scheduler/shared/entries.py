@@ -1,7 +1,7 @@
 """What both kinds of shared KV have in common: entries by number, in the order of their use.
 
-Only counts, as in the ledger: the pages are the workers', which know an entry by its number. An entry that is in use
-does not go; what nobody uses goes when its pages are needed, the least recently used first.
+Each kind owns its entries, as counts alone: the pages are the workers', which know an entry by its number. An entry
+that is in use does not go; what nobody uses goes when its pages are needed, the least recently used first.
 """
 
 from collections.abc import Iterator
