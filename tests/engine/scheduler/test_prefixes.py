@@ -618,7 +618,7 @@ def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
     simulation.add(ask("d:0", document(0, 300), 10, 30))
     steps(simulation, 5)
     assert simulation.workers.cached.pop(1)
-    with pytest.raises(RuntimeError, match="rank 0 holds 0 pages of cached prefix 1, the ledger expects"):
+    with pytest.raises(RuntimeError, match="rank 0 holds 0 pages of compressed prefix 1, the ledger expects"):
         steps(simulation, 3)
 
 

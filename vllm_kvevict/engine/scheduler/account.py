@@ -58,7 +58,7 @@ class Account:
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         borrowed: pages of each rank that it borrows.
-        prefix: the cached prefix that it borrows pages of.
+        prefix: the compressed prefix that it borrows pages of.
         segment: the last of the segments that it borrows pages of.
         in_one_step: whether its first step reads all up to its eviction.
         waits_for_stages: whether pipeline stages decide together what it keeps.
@@ -313,7 +313,7 @@ class Account:
     # What it borrows.
 
     def borrow(self, prefix: Prefix) -> None:
-        """It borrows of a cached prefix."""
+        """It borrows of a compressed prefix."""
         self.prefix = prefix
 
     def own_prefix(self) -> Need:

@@ -164,7 +164,7 @@ class AdmissionControl:
         Args:
             running: whose answers it leaves room for.
             less_urgent: others in flight, which may be preempted: nothing is left for the rest of their answers.
-            pinned: pages of each rank in cached prefixes that could not be dropped while they are read; None for none.
+            pinned: pages of each rank in shared entries that could not be dropped while they are read; None for none.
             lasting: those that could not be dropped until answers end; None for as many.
         """
         others = [*running, *less_urgent]

@@ -46,7 +46,9 @@ def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: Sha
     """Compare what is cached with what a rank holds of it: pages by number."""
     for prefix in shared.compressed:
         if prefix.is_ready:
-            _compare(rank, f"cached prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index])
+            _compare(
+                rank, f"compressed prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index]
+            )
     for segment in shared.uncompressed.segments:
         pages = actual.get(segment.number, 0)
         # A step in flight may make it.

@@ -154,7 +154,7 @@ class PageLedger(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """Admit the request if it is new, then let it grow by ``num_new_tokens``; None when it must wait.
 
-        It begins with ``num_new_computed_tokens``, of a cached prefix, that :meth:`get_computed_blocks` found.
+        It begins with ``num_new_computed_tokens``, of shared KV, that :meth:`get_computed_blocks` found.
 
         waiting --admitted--> reading --eviction's step--> unreported --reports of all ranks--> decoding
            |  ^                  |                             |                                   |
@@ -169,7 +169,7 @@ class PageLedger(KVCacheManager):
                   unreported: what its last step before the reports may hold at most, with copies of what it
                               keeps if its pages stay with segments
                   decoding: exact, a page more in each row every page_size tokens
-                  in each state: pages borrowed from a cached prefix or from segments are not counted
+                  in each state: borrowed pages are not counted
         promised  reading: what is missing to the prefill's peak; else nothing
         """
         account = self.accounts.get(request.request_id)
@@ -254,7 +254,7 @@ class PageLedger(KVCacheManager):
         account = self.accounts.get(request_id)
         return account is not None and account.must_wait
 
-    # Cached prefixes.
+    # Shared KV.
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None

@@ -80,7 +80,7 @@ class Outbox:
         self._rest.freezes.setdefault(request_id, []).append((number, columns))
 
     def drop(self, number: int) -> None:
-        """A cached prefix or a segment is dropped before the step."""
+        """A compressed prefix or a segment is dropped before the step."""
         self._rest.drops.append(number)
 
     def blocks_become_pages(self, blocks: Iterable[int]) -> None:

@@ -84,7 +84,7 @@ class CompressedPrefixes(Entries[Prefix]):
             if prefix.held[rank] + own > capacity.pages:
                 logger.debug_once(
                     "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "
-                    "pool together with the cached prefix",
+                    "pool together with the compressed prefix",
                     request.request_id,
                 )
                 return None
@@ -130,7 +130,7 @@ class CompressedPrefixes(Entries[Prefix]):
         prefix.is_storing = True
         self._stored[prefix.number] = prefix
         self.outbox.store(name, prefix.number)
-        self._hold(prefix, copies)
+        self._count(prefix, copies)
 
     def _make_room_for(self, pages: Sequence[int]) -> bool:
         while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
@@ -152,7 +152,7 @@ class CompressedPrefixes(Entries[Prefix]):
         prefix.keep(rank, count, partial_pages)
         held = list(prefix.held)
         held[rank] = count.pages
-        self._hold(prefix, held)
+        self._count(prefix, held)
         if prefix.is_ready:
             del self._by_producer[prefix.producer]
 
@@ -161,7 +161,7 @@ class CompressedPrefixes(Entries[Prefix]):
         del self._by_producer[prefix.producer]
         self._remove(prefix)
 
-    def _hold(self, prefix: Prefix, pages: Sequence[int]) -> None:
+    def _count(self, prefix: Prefix, pages: Sequence[int]) -> None:
         """A prefix now holds so many pages of each rank."""
         more = [now - before for now, before in zip(pages, prefix.held, strict=True)]
         self._books.cache(more)
@@ -195,7 +195,7 @@ class CompressedPrefixes(Entries[Prefix]):
             return
         # Until its step is done the request has the pages; then the prefix does.
         unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
-        self._hold(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+        self._count(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
 
     def droppable(self, forgotten: bool = False) -> Iterator[Prefix]:
         """Prefixes that may be dropped: at first those that nobody borrows, then those that one request does.
@@ -249,7 +249,7 @@ class CompressedPrefixes(Entries[Prefix]):
 
     def _remove(self, prefix: Prefix) -> None:
         super()._remove(prefix)
-        self._hold(prefix, [0] * len(self.held))
+        self._count(prefix, [0] * len(self.held))
         self._borrowed.pop(prefix.number, None)
         self._forgotten.pop(prefix.number, None)
         if not prefix.is_forgotten:
