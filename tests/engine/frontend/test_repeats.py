@@ -338,7 +338,7 @@ def test_requests_of_such_a_policy_have_them(server, scope, renderers):
         assert (
             Options.parse({"policy": "snapkv", "min_prompt": 0, "policies": "all"})
             .plan(100, {**named, **noted})
-            .positions
+            .prompt
         )
     tokens = {"prompt_token_ids": [7] * 100}
     noted = process(renderer, tokens, **named, kv_prefix_len=50)

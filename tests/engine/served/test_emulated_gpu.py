@@ -108,7 +108,7 @@ def test_decodes_as_a_cuda_graph_replays_them(models, monkeypatch):
 
     def replaying(self, layer, query, key, value, kv_cache, state, output, *rest, **options):
         batch = state.batch
-        if batch.decodes and batch.entry_slots is None and not batch.by_layer and not state.prefills:
+        if batch.decodes and batch.entry_slots is None and not batch.by_layer and not state.evictions:
             tables = get_runtime().rank.cache.tables
             addresses.add((tables.row_starts.data_ptr(), tables.kv_len.data_ptr()))
             replayed.append(batch.num_tokens)

@@ -136,12 +136,12 @@ def test_a_process_is_killed(server, name):
     "server", [LONG, [*LONG, "--shutdown-timeout", "1"]], indirect=True, ids=["at-once", "later"]
 )
 def test_told_to_stop(server):
-    """Answers take longer than the second that the engine may have for them."""
+    """Answers take longer than the second that the engine may have for them; vLLM's front-end may just end a stream."""
     family = processes(server)
     with under_load(server) as heard:
         since = time.monotonic()
         server.process.terminate()
-        assert_over(server, family, heard, since, "abort", "error")
+        assert_over(server, family, heard, since, "abort", "error", "cut")
     assert server.process.returncode == 0
 
 

@@ -5,10 +5,10 @@ import re
 from collections import Counter
 
 import pytest
-from tests.engine.running import Ask, engine, run
 
 from tests.documents import ROOT
-from tests.engine.walks import Passed, files
+from tests.engine.support.running import Ask, engine, run
+from tests.engine.support.walks import Passed, files
 
 TEXT = (ROOT / "docs/ARCHITECTURE.md").read_text()
 OPTIONS = {
