@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvevict.schedules.reports import Report
 
 VOCAB = 512
 LOGS = Path(__file__).parents[1] / "out"
@@ -237,8 +240,9 @@ class Probe:
     def _watch_reports(self, ledger: Any) -> None:
         on_report = ledger.on_report
 
-        def watched(rank: int, request_id: str, report: Any) -> Any:
-            self.evictions.append((report.decision_seconds, report.compaction_seconds))
+        def watched(rank: int, request_id: str, report: "Report") -> Any:
+            if report.part is not None:
+                self.evictions.append((report.part.decision_seconds, report.part.compaction_seconds))
             return on_report(rank, request_id, report)
 
         ledger.on_report = watched

@@ -12,6 +12,7 @@ from benchmarks.harness.load import entry_bytes
 from benchmarks.harness.scenarios import KV_HEADS, LAYERS
 from benchmarks.harness.sides import Engine, Side, Workload
 from benchmarks.kvpress.opponent import Opponent
+from vllm_kvevict.schedules.reports import Report
 
 
 def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
@@ -25,9 +26,9 @@ def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
 
     ledger = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     on_report = ledger.on_report
-    reports: list[Any] = []
+    reports: list[Report] = []
 
-    def listen(rank: int, request_id: str, report: Any) -> Any:
+    def listen(rank: int, request_id: str, report: Report) -> Any:
         reports.append(report)
         return on_report(rank, request_id, report)
 
@@ -41,10 +42,11 @@ def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
         )
     finally:
         ledger.on_report = on_report
+    parts = [report.part for report in reports if report.part is not None]
     return {
         "ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "entries": sum(sum(row) for report in reports for row in report.kept),
-        "pages": sum(report.pages for report in reports),
+        "entries": sum(sum(row) for part in parts for row in part.kept),
+        "pages": sum(report.pages for report in reports if report.part is not None),
     }
 
 
