@@ -66,7 +66,6 @@ SET_FROM_OUTSIDE = {
     "engine.scheduler.shared.compressed": "prefix.held prefix.is_forgotten prefix.is_storing",
     "engine.scheduler.shared.segments": "segment.is_forgotten segment.lasting segment.parent.children segment.users",
     "engine.scheduler.shared.store": "producer.priority",
-    "schedules.eviction": "self.resident.eviction",
     "schedules.registry": "resident.eviction",
 }
 """Fields that a module sets in objects of others."""

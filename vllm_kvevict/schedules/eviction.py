@@ -51,6 +51,10 @@ class ResidentRequest:
         """When and how it is evicted."""
         return self.admission.plan
 
+    def end_eviction(self) -> None:
+        """Nothing of its eviction is left: that knows its request, so it would stay until Python looks for circles."""
+        self.eviction = None
+
     @property
     def starts_by_layer(self) -> bool:
         """Whether its next step is its first, and evicts it layer by layer."""
@@ -352,7 +356,7 @@ class Eviction(ABC):
         report = Report(admission.epoch, position, pages, residues.tolist(), part)
         evictor.reports[admission.request_id] = report
         if position == self.phase.end:
-            self.resident.eviction = None
+            self.resident.end_eviction()
 
     def _part(self, kept: list[list[int]]) -> PartOfEviction:
         """What was done on this rank since the last complete eviction."""

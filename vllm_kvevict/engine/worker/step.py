@@ -106,6 +106,7 @@ class Step:
         names = [name for name in dict.fromkeys(request_ids) if name in self.residents]
         closed = [self.residents.pop(name) for name in names]
         for resident in closed:
+            resident.end_eviction()
             self.rank.prefixes.forget(resident.admission.request_id)
         if closed:
             self.rank.cache.close([resident.request_slot for resident in closed])
