@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import json
 import re
-import sys
 
 import pytest
 import yaml
@@ -14,7 +13,7 @@ from vllm.benchmarks import latency, throughput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
-from tests.engine.support.serving import ROOT, command, forked_command
+from tests.engine.support.serving import ROOT, bare_command, forked_command
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import command_line, plugin
@@ -389,6 +388,6 @@ assert not any(name.startswith("vllm_kvevict") for name in sys.modules)
 args = EngineArgs(model={model!r}, additional_config={{"kv_eviction": {{"policy": "snapkv", "budget": 0.5}}}})
 print(args.create_engine_config().additional_config["kv_eviction"])
 """
-    ended = command(sys.executable, "-c", code)
+    ended = bare_command("-c", code)
     assert ended.returncode == 0, ended.stderr
     assert "'policy': 'snapkv', 'budget': 0.5" in ended.stdout.splitlines()[-1]

@@ -13,7 +13,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.engine.support import other_vllm, running
-from tests.engine.support.serving import ROOT, Server, command
+from tests.engine.support.serving import ROOT, Server, bare_command, command
 from vllm_kvevict import compatibility
 from vllm_kvevict.compatibility import refusal
 from vllm_kvevict.engine import versions
@@ -51,11 +51,11 @@ def model(models) -> str:
 
 
 def serve_help(version: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return command(sys.executable, "-c", COMMAND, version, "serve", "--help=KVEviction", *words)
+    return bare_command("-c", COMMAND, version, "serve", "--help=KVEviction", *words)
 
 
 def from_python(version: str, model: str, settings: str = "{}") -> subprocess.CompletedProcess[str]:
-    return command(sys.executable, "-c", FROM_PYTHON, version, model, settings)
+    return bare_command("-c", FROM_PYTHON, version, model, settings)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def unknown_vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return other_vllm.of_version(tmp_path_factory.mktemp("unknown"), UNKNOWN)
 
 
-def plain(model: str, words: list[str], env: dict[str, str]) -> list:
+def plain(model: str, env: dict[str, str]) -> list:
     """Version and tokens of a vLLM that is not asked to evict anything; its program comes from standard input."""
     ended = subprocess.run(
-        [sys.executable, "-", *words] if words else [sys.executable],
+        [sys.executable],
         input=PLAIN.replace("MODEL", model).replace("PROMPTS", str(PROMPTS)),
         cwd=ROOT,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **env},
@@ -168,22 +168,20 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "words", [[], ["serve", "--config", "SETTINGS", "--served-model-name=kv_eviction", "--config"]]
-)
-def test_plain_vllm_is_not_harmed(words, model, unknown_vllm, without_the_package, tmp_path):
-    """With and without words on the command line, as vLLM starts its processes. It has not inspected the model before,
-    which it does in a process that has none."""
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("dtype: float32\n")
-    words = [word.replace("SETTINGS", str(settings)) for word in words]
+def test_plain_vllm_is_not_harmed(model, unknown_vllm, without_the_package, tmp_path):
+    """Without a word on the command line. It has not inspected the model before, which it does in a process that has
+    none either."""
     env = {**unknown_vllm, "VLLM_CACHE_ROOT": str(tmp_path)}
-    assert plain(model, words, env) == [UNKNOWN, without_the_package]
+    assert plain(model, env) == [UNKNOWN, without_the_package]
 
 
 @pytest.mark.engine
 def test_a_plain_server_is_not_harmed(models, unknown_vllm, without_the_package, tmp_path):
-    flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    """Words that its processes find on the command line, and in a file, ask for nothing."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("dtype: float32\n")
+    flags = ["--config", str(settings), "--served-model-name=kv_eviction"]
+    flags += ["--enforce-eager", "--max-model-len", "512"]
     with Server(models("llama"), tmp_path / "log", *flags, env=unknown_vllm) as server:
         body = {
             "prompt": PROMPTS[1],
@@ -221,6 +219,8 @@ if __name__ == "__main__":
     places = vllm_kvevict.engine.versions.moves().make_arg_parser
     print("REPORT " + json.dumps([vllm.__version__, places, list(output[0].outputs[0].token_ids)]))
     llm.llm_engine.engine_core.shutdown()
+    from vllm_kvevict.__main__ import main
+    sys.exit(main(["doctor", sys.argv[1], "--kv-eviction", "lava"]))
 """.replace("CONFIG", str(CONFIG)).replace("PROMPT}", f"{PROMPTS[0]}}}")
 MODULE = '''"""vLLM {version}."""
 
@@ -233,9 +233,9 @@ MOVES = Moves(
 
 
 def evicting(model: str, env: dict[str, str]) -> list:
-    """Version, a place and tokens of a vLLM that evicts."""
+    """Version, a place and tokens of a vLLM that evicts, and of which `doctor` says that it does."""
     ended = command(sys.executable, "-c", EVICTING, model, VLLM_ENABLE_V1_MULTIPROCESSING="0", **env)
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    assert ended.returncode == 0 and "can be served" in ended.stdout, ended.stdout + ended.stderr[-5000:]
     (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
     return json.loads(line)
 
@@ -269,8 +269,6 @@ def test_another_version_is_one_module_more(models, tmp_path):
     assert found[:2] == [UNKNOWN, places["make_arg_parser"]]
     with running.engine(models("gemma2"), max_model_len=1024, additional_config=CONFIG) as llm:
         assert found[2] == tokens_of(llm)[0]
-    doctor = command(sys.executable, "-m", "vllm_kvevict", "doctor", model, "--kv-eviction", "lava", **both)
-    assert doctor.returncode == 0 and "can be served" in doctor.stdout, doctor.stdout + doctor.stderr
     # The control: without the module that vLLM is refused.
     refused = command(sys.executable, "-c", EVICTING, model, **env)
     assert refused.returncode != 0 and SENTENCE in refused.stderr
@@ -364,6 +362,6 @@ main(sys.argv[1:])
 def test_inspect_says_the_same(model, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("some text")
-    ended = command(sys.executable, "-c", INSPECT, model, "--prompt", str(prompt))
+    ended = bare_command("-c", INSPECT, model, "--prompt", str(prompt))
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].endswith(f"error: {SENTENCE}")

@@ -18,7 +18,7 @@ from benchmarks import demo
 from tests.documents import ROOT, blocks, commands
 from tests.engine.support.clients import eventually, words
 from tests.engine.support.forks import Forked, fork
-from tests.engine.support.serving import ENVIRONMENT, ForkedServer, command, forked_command
+from tests.engine.support.serving import ENVIRONMENT, ForkedServer, bare_command, command, forked_command
 
 README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
@@ -169,7 +169,7 @@ def test_a_chat_of_many_turns(server):
 
 @pytest.mark.engine
 def test_offline():
-    done = command(sys.executable, "examples/offline.py", NEEDLE)
+    done = bare_command("examples/offline.py", NEEDLE)
     assert done.returncode == 0, done.stderr
     assert re.search(r"evicted_tokens [1-9]", done.stdout), done.stdout
     assert {"full", "ada-snapkv", "lava"} == set(re.findall(r"^(\S+): \d+ prompt", done.stdout, re.M))
@@ -191,7 +191,7 @@ def test_readme_offline(tmp_path):
     script.write_text(block)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # In one process: that of the example before has the engine and its worker in processes of their own.
-    done = command(sys.executable, script, PYTHONPATH=path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done = bare_command(script, PYTHONPATH=path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert done.returncode == 0, done.stderr
 
 
