@@ -22,7 +22,7 @@ from tests.engine.support.clients import (
     text_of,
     words,
 )
-from tests.engine.support.serving import Server, log_evictions
+from tests.engine.support.serving import ForkedServer, log_evictions
 from vllm_kvevict.engine.config import REQUEST_FIELDS
 from vllm_kvevict.policies import available
 
@@ -47,7 +47,7 @@ def server(models, tmp_path_factory):
         "VLLM_LOG_STATS_INTERVAL": "1",
     }
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
+    with ForkedServer(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
         yield server
 
 
