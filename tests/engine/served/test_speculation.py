@@ -1,6 +1,6 @@
 """Drafts by ngram change no answer: they are verified, and what was stored of rejected ones is dropped again."""
 
-import multiprocessing
+import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.engine.support.forks import FORKS
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.running import VOCAB, Ask, engine, evicting_engine, num_preemptions, run
 from tests.engine.support.servers import Setup, make_request
@@ -90,17 +91,18 @@ def test_without_eviction_answers_are_vllms(model):
         assert [answer.tokens for answer in run(llm, asks)] == [answer.tokens for answer in stock]
 
 
-def answers_of_two_ranks(model):
+def answers_of_two_ranks(model, environment):
     """Of some of the requests, and the drafts."""
+    os.environ.update(environment)  # which the tests' engines need
     with evicting_engine(model, speculative_config=NGRAM, tensor_parallel_size=2, **SMALL_STEPS) as llm:
         return run(llm, ASKS[:4], logits=True), drafts(llm)
 
 
 @pytest.mark.engine
 def test_tensor_parallelism(model, expected):
-    """In a new process: Numba ends those that draft after they were forked from one that has drafted."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        answers, found = process.submit(answers_of_two_ranks, model).result(timeout=300)
+    """In another process: Numba ends those that draft after they were forked from one that has drafted."""
+    with ProcessPoolExecutor(1, FORKS) as process:
+        answers, found = process.submit(answers_of_two_ranks, model, dict(os.environ)).result(timeout=300)
     assert_equal(expected[:4], answers, ASKS[:4])
     assert all(found)
 
