@@ -15,18 +15,18 @@ from tests.engine.support.v2_runner import NewProcess
 TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
 BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "eviction": {**TAKE, "decode_reserve": 1}}
 ASKS = [
-    Ask(300, "full", max_tokens=12),
-    Ask(60, "full", max_tokens=18),
-    Ask(200, "ada-snapkv", 0.3, seed=1),
-    Ask(333, "take", max_tokens=12),
-    Ask(150, "lava", 0.3, seed=2),
-    Ask(250, "lava", 0.2, prefix_len=200, seed=3),
-    Ask(129, "take", seed=4),
+    Ask(300, "full", max_tokens=8),
+    Ask(60, "full", max_tokens=12),
+    Ask(200, "ada-snapkv", 0.3, max_tokens=9, seed=1),
+    Ask(333, "take", max_tokens=8),
+    Ask(150, "lava", 0.3, max_tokens=9, seed=2),
+    Ask(250, "lava", 0.2, prefix_len=200, max_tokens=9, seed=3),
+    Ask(129, "take", max_tokens=9, seed=4),
     Ask(180, "streaming-llm", 0.5, max_tokens=1),
-    Ask(140, "h2o", 0.4, seed=5),
+    Ask(140, "h2o", 0.4, max_tokens=9, seed=5),
 ]
 TIGHT = [
-    Ask(330, policy, budget, seed=i, max_tokens=50)
+    Ask(330, policy, budget, seed=i, max_tokens=34)
     for i, (policy, budget) in enumerate(
         [("take", None), ("ada-snapkv", 0.5), ("lava", 0.5), ("full", None), ("full", None), ("take", None)]
     )
