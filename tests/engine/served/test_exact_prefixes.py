@@ -191,20 +191,28 @@ def test_samples_of_one_prompt_read_it_once(model) -> None:
     assert said[True] == said[False] and len({tuple(sample) for sample in said[True]}) > 1
 
 
+PREEMPTED = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
+LONG = [
+    Question(length, policy, None if policy == "full" else 0.4, None, 100, seed, length)
+    for seed, policy in enumerate(("full", "ada-snapkv", "lava", "keydiff"))
+    for length in (430, 460)
+]
+
+
+@pytest.fixture(scope="module")
+def long_alone(model) -> list[list[int]]:
+    """What each long request says alone."""
+    with evicting_engine(model, **{**PREEMPTED, "num_gpu_blocks_override": None}) as llm:
+        return [run(llm, [ask], recorded=False)[0].tokens for ask in LONG]
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_preempted_requests_find_what_they_have_read(size: str, model) -> None:
+def test_preempted_requests_find_what_they_have_read(size: str, model, long_alone) -> None:
     """The pool holds one request as long as can be, and answers are far longer than admission expects."""
-    asks = []
-    for seed, policy in enumerate(("full", "ada-snapkv", "lava", "keydiff")):
-        budget = None if policy == "full" else 0.4
-        asks += [Question(length, policy, budget, None, 100, seed, length) for length in (430, 460)]
-    settings = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
-    with evicting_engine(model, **{**settings, "num_gpu_blocks_override": None}) as llm:
-        expected = [run(llm, [ask], recorded=False)[0].tokens for ask in asks]
-    with evicting_engine(model, **settings, **{size: 2}, enable_prefix_caching=True) as llm:
-        answers = run(llm, asks, recorded=False)
-        assert [answer.tokens for answer in answers] == expected
+    with evicting_engine(model, **PREEMPTED, **{size: 2}, enable_prefix_caching=True) as llm:
+        answers = run(llm, LONG, recorded=False)
+        assert [answer.tokens for answer in answers] == long_alone
         assert num_preemptions(llm) > 0 and metric(llm, "prefix_cache_hits") > 0
 
 
