@@ -36,15 +36,18 @@ def test_every_policy_and_group_size(models, group):
     model = models("llama", heads=4, kv_heads=4 // group)
     asks = [Ask(300, policy, 0.2, seed=i) for i, policy in enumerate(EVICTING)]
     asks += [Ask(200, policy, 0.3, prefix_len=150, seed=i) for i, policy in enumerate(EVICTING)]
-    # Edges around the window (32) and an absolute budget of 48 tokens.
+    # Edges around the window (32) and an absolute budget of 48 tokens; of the other groups, a prompt that is shorter
+    # than the window, and the first that is evicted.
+    edges = (1, 31, 32, 33, 47, 48, 49, 400) if group == 2 else (31, 49)
     asks += [
         Ask(length, policy, 48.0, max_tokens=4)
         for policy in EVICTING
         if policy != "compactor"
-        for length in (1, 31, 32, 33, 47, 48, 49, 400)
+        for length in edges
     ]
     # Its window has 64 tokens, beside 16 that stay as well.
-    asks += [Ask(length, "compactor", 96.0, max_tokens=4) for length in (1, 64, 80, 95, 96, 97, 400)]
+    edges = (1, 64, 80, 95, 96, 97, 400) if group == 2 else (64, 97)
+    asks += [Ask(length, "compactor", 96.0, max_tokens=4) for length in edges]
     asks.append(Ask(250, "full"))
     with evicting_engine(model) as llm:
         answers = run(llm, asks, logits=True)
