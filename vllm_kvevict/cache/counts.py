@@ -28,6 +28,13 @@ class PageCount:
         """Entries of a page."""
         return len(self.gains)
 
+    @property
+    def entries(self) -> int:
+        """Entries of all rows together, where the count is of rows that are held, and no bound on them."""
+        # rows - gains[k] last pages have room for k entries or more, so each is counted once per entry it has room for.
+        room = sum(self.rows - gain for gain in self.gains[1:])
+        return self.pages * self.page_size - room
+
     @classmethod
     def start(cls, rows: int, page_size: int) -> "PageCount":
         """The count of a request that stores nothing yet."""
@@ -50,6 +57,19 @@ class PageCount:
                 crossed += residues[page_size - more + 1]
             gains.append(crossed)
         return cls(pages, tokens, sum(residues), tuple(gains))
+
+    @classmethod
+    def most(cls, entries: int, tokens: int, rows: int, page_size: int) -> "PageCount":
+        """A bound: never below what ``rows`` rows hold which have so many entries together, wherever each ends.
+
+        A page is missing at most page_size - 1 entries, and only the last one of a row is missing any.
+
+        Args:
+            entries: of all rows together.
+            tokens: the request's token count at that moment.
+        """
+        pages = [(entries + rows * (more + page_size - 1)) // page_size for more in range(page_size)]
+        return cls(pages[0], tokens, rows, tuple(count - pages[0] for count in pages))
 
     def at(self, tokens: int) -> int:
         """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""
