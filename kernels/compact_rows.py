@@ -19,6 +19,7 @@ def _compact_rows(
     table_stride,
     kept,
     starts,
+    first,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -28,29 +29,34 @@ def _compact_rows(
     start = tl.load(starts + row)
     count = (tl.load(starts + row + 1) - start).to(tl.int32)
     kept += start
+    stay = tl.load(first + row) if first is not None else 0
     table += row.to(tl.int64) * table_stride
     dim = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     # The keys or the values.
     storage += tl.program_id(1) * PAGE_SIZE * HEAD_DIM + dim[None, :]
     # No other program touches these dims of the row, and this one goes through it in ascending blocks. Entry i
     # comes from kept[i] >= i, since kept ascends strictly. So what a block overwrites lies before its end, and all
-    # that later blocks read lies behind it; within the block, everything is read before anything is written.
+    # that later blocks read lies behind it; within the block, everything is read before anything is written. Entries
+    # that stay shift both alike.
     for begin in range(0, count, BLOCK):
         entry = begin + tl.arange(0, BLOCK)
         source = tl.load(kept + entry, mask=entry < count, other=0)
         moves = (entry < count) & (source != entry)  # the first entries often stay where they are
+        source, target = stay + source, stay + entry
         source_page = tl.load(table + source // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
-        page = tl.load(table + entry // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
+        page = tl.load(table + target // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
         mask = moves[:, None] & (dim < HEAD_DIM)[None, :]
         read = source_page * (2 * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
         data = tl.load(storage + read[:, None], mask=mask)
         tl.debug_barrier()
-        written = page * (2 * PAGE_SIZE * HEAD_DIM) + entry % PAGE_SIZE * HEAD_DIM
+        written = page * (2 * PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
         tl.store(storage + written[:, None], data, mask=mask)
 
 
-def compact_rows(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor) -> None:
-    """Move the kept entries of several rows to the front of each row's own pages, in place.
+def compact_rows(
+    storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor, first: Tensor | None = None
+) -> None:
+    """Move the kept entries of several rows to the front of each row, or behind entries that stay, in place.
 
     Nothing here waits for the device, and the values are not checked.
 
@@ -58,9 +64,12 @@ def compact_rows(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, s
         storage: [num_pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
             [page_size, head_dim], then the values, likewise.
         page_size: entries per page.
-        table: int32 [rows, columns], the pages of each row; rows may lie apart. No page may be in two rows.
+        table: int32 [rows, columns], the pages of each row; rows may lie apart. No page may be in two rows, apart from
+            those of which all entries stay.
         kept: int64 [total], the entries that each row keeps, strictly ascending within a row, row after row.
         starts: int64 [rows + 1]: row r keeps kept[starts[r] : starts[r + 1]], which may be nothing.
+        first: int64 [rows], entries at the front of each row that are neither read nor written; kept counts from
+            there. None: no row has any.
 
     Raises:
         ValueError: the pages of a row do not lie side by side in ``table``.
@@ -79,6 +88,7 @@ def compact_rows(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, s
         table.stride(0),
         kept,
         starts,
+        first,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK,
@@ -88,10 +98,13 @@ def compact_rows(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, s
     )
 
 
-def reference(storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor) -> None:
+def reference(
+    storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor, first: Tensor | None = None
+) -> None:
     """The same in plain torch, row by row; arguments as above."""
     pages = storage.view(storage.shape[0], 2, page_size, -1)
     for row, (start, stop) in enumerate(pairwise(starts.tolist())):
-        source, target = kept[start:stop], torch.arange(stop - start, device=kept.device)
+        stay = 0 if first is None else int(first[row])
+        source, target = stay + kept[start:stop], stay + torch.arange(stop - start, device=kept.device)
         entries = pages[table[row, source // page_size].long(), :, source % page_size]
         pages[table[row, target // page_size].long(), :, target % page_size] = entries

@@ -22,13 +22,16 @@ def _arguments(
     return storage, page_size, wide.to(device)[:, 2 : 2 + columns]
 
 
-def _check(storage: Tensor, page_size: int, table: Tensor, kept: list[Tensor]) -> None:
+def _check(
+    storage: Tensor, page_size: int, table: Tensor, kept: list[Tensor], first: Tensor | None = None
+) -> None:
     """Every element of the storage must be as the reference has it, also what no survivor was moved to."""
     expected = storage.clone()
     starts = torch.tensor([0, *(len(entries) for entries in kept)]).cumsum(0).to(storage.device)
     together = torch.cat(kept).to(storage.device)
-    reference(expected, page_size, table, together, starts)
-    compact_rows(storage, page_size, table, together, starts)
+    first = first if first is None else first.to(storage.device)
+    reference(expected, page_size, table, together, starts, first)
+    compact_rows(storage, page_size, table, together, starts, first)
     assert torch.equal(storage, expected)
 
 
@@ -58,6 +61,53 @@ def test_long_rows_whose_survivors_move_onto_each_other(shift, device):
     _check(*_arguments(2, 50, 32, 64, torch.bfloat16, device), [kept, _subset(1600, 1500, shift)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size, head_dim", [(16, 96), (32, 64)])
+def test_entries_at_the_front_of_rows_stay(dtype, page_size, head_dim, device):
+    """Rows whose survivors go to the middle of a page, to the first or the last place of one, or nowhere."""
+    length, first = 6 * page_size, torch.tensor([0, 1, page_size - 1, page_size, 3 * page_size + 5, 40, 0])
+    kept = [_subset(length - n, (length - n) // 2, n) for n in first.tolist()]
+    kept[-2:] = [torch.arange(0), torch.arange(length)]
+    _check(*_arguments(7, 6, page_size, head_dim, dtype, device), kept, first)
+
+
+@pytest.mark.parametrize("shift", [1, 31, 256, 257])
+def test_survivors_of_long_rows_move_onto_each_other_behind_what_stays(shift, device):
+    first = torch.tensor([45, 300])
+    kept = [torch.arange(shift, 1600 - 45), _subset(1300, 1200, shift)]
+    _check(*_arguments(2, 50, 32, 64, torch.bfloat16, device), kept, first)
+
+
+def test_without_entries_that_stay_nothing_differs(device):
+    storage, *others = _arguments(2, 6, 32, 64, torch.float32, device)
+    kept, starts = (
+        torch.cat([_subset(190, 70), _subset(190, 5)]).to(device),
+        torch.tensor([0, 70, 75]).to(device),
+    )
+    found = [storage.clone(), storage.clone()]
+    for copy, first in zip(found, (None, torch.zeros(2, dtype=torch.int64, device=device)), strict=True):
+        compact_rows(copy, *others, kept, starts, first)
+    assert torch.equal(*found) and not torch.equal(found[0], storage)
+
+
+def test_the_check_sees_a_kernel_that_ignores_what_stays(device, monkeypatch):
+    kernel = compact_rows
+    monkeypatch.setitem(_check.__globals__, "compact_rows", lambda *arguments: kernel(*arguments[:5]))
+    arguments, kept = _arguments(1, 6, 32, 64, torch.float32, device), [torch.arange(9, 50)]
+    with pytest.raises(AssertionError):
+        _check(*arguments, kept, torch.tensor([20]))
+
+
+def test_pages_that_two_rows_begin_with_are_not_touched(device):
+    """As where requests borrow them: all that they hold stays."""
+    storage, page_size, table = _arguments(3, 6, 32, 64, torch.float32, device)
+    table[:, :2] = table[0, :2].clone()
+    kept = [_subset(128 - n, 60, n) for n in (0, 1, 33)]
+    before = storage[table[0, :2].long()].clone()
+    _check(storage, page_size, table, kept, torch.tensor([64, 65, 97]))
+    assert torch.equal(storage[table[0, :2].long()], before)
+
+
 def test_no_rows(device):
     storage, _, table = _arguments(1, 2, 32, 64, torch.float32, device)
     before = storage.clone()
@@ -84,3 +134,6 @@ def launches() -> Iterator[Callable[[], object]]:
         yield partial(
             compact_rows, *_arguments(2, 3, page_size, head_dim, dtype, "cpu"), torch.arange(5), starts
         )
+    first = torch.tensor([40, 0])
+    arguments = _arguments(2, 3, 32, 128, torch.bfloat16, "cpu")
+    yield partial(compact_rows, *arguments, torch.arange(5), starts, first)
