@@ -39,6 +39,7 @@ from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.harness.options import add_counts, budget, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.devices import CUDA
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.kernels.window_attention import window_attention
@@ -129,7 +130,7 @@ class Prompt:
 
         def without_compaction() -> None:
             compact = self.cache.compact
-            self.cache.compact = lambda request_slot, layer, kept: 0  # type: ignore[method-assign]
+            self.cache.compact = lambda *arguments: 0  # type: ignore[method-assign]
             try:
                 self.evict(config)
             finally:
@@ -164,9 +165,11 @@ def check_eviction(config: EvictionConfig, tokens: int, layers: int, dtype: torc
     ]
     chosen: list[Tensor] = []
 
-    def recording(request_slot: int, layer: int, kept: Sequence[Tensor]) -> int:
+    def recording(
+        request_slot: int, layer: int, kept: Sequence[Tensor], first: IntArray | None = None
+    ) -> int:
         chosen.extend(positions.cpu() for positions in kept)
-        return compact(request_slot, layer, kept)
+        return compact(request_slot, layer, kept, first)
 
     cache.compact = recording  # type: ignore[method-assign]
     prompt.evict(config)

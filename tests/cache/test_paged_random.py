@@ -2,10 +2,15 @@
 
 import random
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_kvevict.cache import compaction
+from vllm_kvevict.cache.loans import Loans
 
 from .writers import Payload, WritableCache, dim_pairs, plain, token_pairs, transposed, writer
 
@@ -20,6 +25,7 @@ class Model:
     Attributes:
         firsts: columns of the parents of each shared entry, None where it is what an eviction left.
         lent: what each request has begun with or frozen: numbers, and columns of each, None for all.
+        columns: how many pages of each row a request borrows.
         outside: pages of the storage that were removed.
     """
 
@@ -39,6 +45,7 @@ class Model:
         self.shared: dict[int, list[list[int]]] = {}
         self.firsts: dict[int, int | None] = {}
         self.lent: dict[int, list[tuple[int, int | None]]] = {}
+        self.columns: dict[int, list[int]] = {}
 
     def open(self):
         slot = self.cache.open()
@@ -114,7 +121,48 @@ class Model:
         assert settled.pages == sum(-(-len(row) // PS) for row in rows)
         assert settled.residues.tolist() == [sum(len(row) % PS == m for row in rows) for m in range(PS)]
         assert borrows or self.cache.num_free >= free
+        self.forget_loans(slot)
+
+    def evict_behind(self, slot, first, counts, rng, layers):
+        """Keep so many random entries of each row behind its first ones, of so many layers at a time."""
+        rows, free, copied, before = self.rows[slot], self.cache.num_free, False, self.cache.held(slot)
+        kept = [
+            sorted(rng.sample(range(len(row) - n), m)) for row, n, m in zip(rows, first, counts, strict=True)
+        ]
+        borrowed = self.borrowed(slot)
+        for layer in range(0, L, layers):
+            part = range(layer * H, (layer + layers) * H)
+            index = [torch.tensor(kept[i], dtype=torch.int64) for i in part]
+            self.cache.compact(slot, layer, index, np.array([first[i] for i in part], np.int64))
+        for i, row in enumerate(rows):
+            rows[i] = row[: first[i]] + [row[first[i] + entry] for entry in kept[i]]
+        for layer in range(L):
+            part = range(layer * H, (layer + 1) * H)
+            if any(borrowed[i] * PS > first[i] for i in part):
+                copied = True
+                for i in part:
+                    borrowed[i] = min(borrowed[i], first[i] // PS)
+        if copied:
+            self.shorten(slot, borrowed)
+        else:
+            # Nothing was copied: what it holds less is free.
+            assert self.cache.num_free - free == before - self.cache.held(slot) >= 0
+        assert self.cache.settle(slot).kept.ravel().tolist() == [len(row) for row in rows]
+
+    def shorten(self, slot, borrowed):
+        """A request borrows so many pages of each row and no more."""
+        self.columns[slot], lent = borrowed, []
+        for number, columns in self.lent[slot]:
+            left = max(borrowed) - (self.firsts[number] or 0)
+            if left > 0:
+                lent.append((number, columns if columns is None else min(columns, left)))
+        self.lent[slot] = lent
+        if not lent:
+            self.forget_loans(slot)
+
+    def forget_loans(self, slot):
         self.lent.pop(slot, None)
+        self.columns.pop(slot, None)
 
     def truncate(self, dropped):
         """Forget the newest entries of some requests, so many of each of their rows."""
@@ -142,15 +190,11 @@ class Model:
         self.cache.close(slots)
         for slot in slots:
             del self.rows[slot]
-            self.lent.pop(slot, None)
+            self.forget_loans(slot)
 
     def borrowed(self, slot):
         """Pages of each row that a request borrows."""
-        parts = [
-            [len(row) // PS if columns is None else columns for row in self.shared[number]]
-            for number, columns in self.lent.get(slot, ())
-        ]
-        return [sum(row) for row in zip(*parts, strict=True)] if parts else [0] * (L * H)
+        return list(self.columns.get(slot, [0] * (L * H)))
 
     def share(self, need, act, *arguments):
         """Freeze or begin by ``act``, which needs so many pages; whether there were as many."""
@@ -192,6 +236,11 @@ class Model:
         """Only full pages are lent."""
         if any(columns or max(map(len, self.shared[number])) >= PS for number, columns in parts):
             self.lent.setdefault(slot, []).extend(parts)
+            borrowed = self.borrowed(slot)
+            for number, columns in parts:
+                for i, row in enumerate(self.shared[number]):
+                    borrowed[i] += len(row) // PS if columns is None else columns
+            self.columns[slot] = borrowed
 
     def drop(self, number):
         borrowers = [slot for slot, parts in self.lent.items() if number in dict(parts)]
@@ -206,7 +255,7 @@ class Model:
         self.cache.loans.drop(number)
         del self.shared[number], self.firsts[number]
         for slot in borrowers:
-            del self.lent[slot]
+            self.forget_loans(slot)
 
     def remove_pages(self, pages):
         self.cache.remove_pages(torch.tensor(pages, dtype=torch.int64))
@@ -216,6 +265,13 @@ class Model:
     def add_pages(self, pages):
         self.cache.add_pages(torch.tensor(pages, dtype=torch.int64))
         self.outside = [page for page in self.outside if page not in pages]
+
+    def check(self):
+        self.check_counts()
+        for slot in self.rows:
+            self.check_content(slot)
+        for number in self.shared:
+            self.check_shared(number)
 
     def check_content(self, slot):
         for i, row in enumerate(self.rows[slot]):
@@ -303,7 +359,8 @@ class CacheMachine(RuleBasedStateMachine):
         for slot in self.filled():
             parents = [model.firsts[number] for number, _ in model.lent.get(slot, ())]
             columns = min(map(len, model.rows[slot])) // PS - max(model.borrowed(slot))
-            if columns and None not in parents:
+            even = len(set(model.borrowed(slot))) == 1
+            if columns > 0 and even and None not in parents:
                 found[slot] = columns
         return found
 
@@ -344,6 +401,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.evict(slot, data.draw(st.lists(fraction, min_size=L * H, max_size=L * H)), rng)
 
     @precondition(lambda self: self.filled())
+    @rule(data=st.data(), rng=st.randoms(use_true_random=False), in_place=st.booleans())
+    def evict_behind(self, data, rng, in_place):
+        """What is borrowed may lie among what stays, or be chosen among."""
+        borrowers = [slot for slot in self.filled() if slot in self.model.lent]
+        slot = data.draw(
+            st.sampled_from(borrowers if borrowers and data.draw(st.booleans()) else self.filled())
+        )
+        rows = self.model.rows[slot]
+        least = [columns * PS if in_place else 0 for columns in self.model.borrowed(slot)]
+        first = [data.draw(st.integers(n, len(row))) for n, row in zip(least, rows, strict=True)]
+        if not in_place and sum(-(-len(row) // PS) for row in rows) > self.model.cache.num_free:
+            return
+        counts = [
+            data.draw(st.integers(0 if n else 1, len(row) - n)) for n, row in zip(first, rows, strict=True)
+        ]
+        self.model.evict_behind(slot, first, counts, rng, data.draw(st.sampled_from([1, L])))
+
+    @precondition(lambda self: self.filled())
     @rule(data=st.data())
     def truncate(self, data):
         slots = data.draw(st.lists(st.sampled_from(self.filled()), min_size=1, max_size=3, unique=True))
@@ -369,11 +444,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        self.model.check_counts()
-        for slot in self.model.rows:
-            self.model.check_content(slot)
-        for number in self.model.shared:
-            self.model.check_shared(number)
+        self.model.check()
 
     @precondition(lambda self: self.model.cache.num_free)
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
@@ -417,6 +488,15 @@ def test_soak():
             slot = rng.choice(slots)
             if model.rows[slot][0]:
                 model.evict(slot, [rng.random() ** 2 for _ in range(L * H)], rng)
+        elif slots and kind < 0.06:
+            slot = rng.choice(slots)
+            rows = model.rows[slot]
+            if rows[0]:
+                first = [rng.randint(0, len(row) - 1) for row in rows]
+                counts = [
+                    rng.randint(n == 0, (len(row) - n) // 2 + 1) for n, row in zip(first, rows, strict=True)
+                ]
+                model.evict_behind(slot, first, counts, rng, rng.choice([1, L]))
         elif slots and kind < 0.07:
             model.extend(slots, [rng.choice([1, 1, 17, 90]) for _ in slots])
         elif slots:
@@ -429,3 +509,71 @@ def test_soak():
     model.check_counts()
     assert model.cache.num_free == 300
     assert model.cache.lengths.total_entries == 0
+
+
+def with_borrowers():
+    """A model of three requests: one borrows what it read, one what an eviction left, one nothing."""
+    model, rng = Model(100, SLOTS, (transposed, plain)), random.Random(0)
+    for _ in range(3):
+        model.open()
+    model.extend([0, 1, 2], [130, 130, 75])
+    model.freeze(0, 2)
+    model.evict(1, [0.6] * 4, rng)
+    model.freeze(1, None)
+    model.check()
+    return model
+
+
+def evict_borrowers(model):
+    """Evict them behind what they borrow, and then in the midst of it."""
+    rng = random.Random(1)
+    for slot, first, counts in (
+        (0, [64, 70, 95, 127], [20, 0, 35, 1]),
+        (1, [64, 65, 70, 78], [3, 13, 0, 0]),
+        (2, [0, 1, 32, 40], [31, 0, 9, 0]),
+        (0, [64, 69, 31, 33], [1, 0, 3, 0]),
+        (1, [0, 32, 64, 66], [9, 3, 4, 5]),
+    ):
+        model.evict_behind(slot, first, counts, rng, layers=1 if slot else L)
+        model.check()
+        model.extend([slot], [40])
+        model.check()
+
+
+def test_what_stays_is_not_moved_and_stays_borrowed():
+    model = with_borrowers()
+    evict_borrowers(model)
+    assert model.columns == {0: [2, 2, 0, 1], 1: [0, 1, 2, 2]}
+
+
+move, pages_between = compaction._move, compaction.pages_between
+
+
+def ignores_what_stays(rows, slot, span, kept, first, after, triton):
+    move(rows, slot, span, kept, 0 * after, after - first, triton)
+
+
+def moves_the_first_ones(rows, slot, span, kept, first, after, triton):
+    move(rows, slot, span, [torch.arange(len(entries)) for entries in kept], first, after, triton)
+
+
+def moves_what_is_borrowed(rows, loans, slot, span, kept, first, after):
+    move(rows, slot, span, kept, first, after, False)
+
+
+BROKEN = [
+    (compaction, "_move", ignores_what_stays),
+    (compaction, "_move", moves_the_first_ones),
+    (compaction, "_copy", moves_what_is_borrowed),
+    (compaction, "pages_between", lambda table, first, stop: pages_between(table, first - (first > 0), stop)),
+    (compaction, "pages_between", lambda table, first, stop: pages_between(table, first, stop)[:-1]),
+    (Loans, "shorten", lambda *arguments: None),
+]
+
+
+@pytest.mark.parametrize("owner, name, broken", BROKEN)
+def test_the_model_sees_a_compaction_that_is_wrong(owner, name, broken, monkeypatch):
+    model = with_borrowers()
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises((AssertionError, RuntimeError)):
+        evict_borrowers(model)

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.kernels.compact_rows import compact_rows, reference
 
 
@@ -121,6 +123,31 @@ def test_pages_that_lie_apart_are_refused(device):
     empty = torch.zeros(3, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="side by side"):
         compact_rows(storage, 32, table[:, ::2], empty[:0], empty)
+
+
+@pytest.mark.parametrize("first", [None, [0, 1, 40, 64, 95, 31]])
+def test_the_cache_keeps_the_same_without_it(first, device):
+    caches, random = [], torch.Generator().manual_seed(0)
+    content = torch.randn(50, 2 * 32 * 8, generator=random).to(device)
+    stay = [0] * 6 if first is None else first
+    kept = [_subset(100 - n, (100 - n) // 3, n).to(device) for n in stay]
+    for triton in (False, True):
+        sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 1}
+        caches.append(PagedKVCache(content.clone(), **sizes, write=write, triton=triton))
+        slot = caches[-1].open()
+        caches[-1].extend([slot], [100])
+        caches[-1].storage.copy_(content)
+        caches[-1].compact(slot, 0, kept, None if first is None else np.array(first))
+        caches[-1].verify()
+    without, mine = caches
+    assert torch.equal(mine.tables.arena, without.tables.arena)
+    assert torch.equal(mine.tables.kv_len, without.tables.kv_len)
+    assert torch.equal(mine.storage, without.storage) and not torch.equal(mine.storage, content)
+
+
+def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    pages = storage.view(storage.shape[0], 2, 32, -1)
+    pages[slots // 32, 0, slots % 32], pages[slots // 32, 1, slots % 32] = keys, values
 
 
 def launches() -> Iterator[Callable[[], object]]:

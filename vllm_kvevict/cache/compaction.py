@@ -1,8 +1,9 @@
 """What an eviction does to rows: the entries that stay move to the front of each row, and pages behind them are freed.
 
-Owns nothing. A row's own pages are written in place, where everything is read before it is overwritten. Pages that a
-row borrows are only read: such a row gets new pages with copies of what it keeps, and borrows nothing any more. Page
-counts follow from lengths that the host knows, so nothing waits for the device.
+Some entries at the front of a row may be none of its business: those are neither read nor moved. Owns nothing. A row's
+own pages are written in place, where everything is read before it is overwritten. Pages that a row borrows are only
+read: where entries in them are chosen among, the row gets new pages with copies of what it keeps, and borrows no more
+than the pages before those. Page counts follow from lengths that the host knows, so nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ def compact(
     rows: Rows,
     loans: Loans,
     request_slot: int,
-    first: int,
+    row: int,
     kept: Sequence[torch.Tensor],
     heads: int,
     triton: bool,
+    first: IntArray | None = None,
 ) -> int:
-    """Keep only some entries of a request's rows from row ``first`` on, as of :meth:`PagedKVCache.compact`.
+    """Keep only some entries of a request's rows from row ``row`` on, as of :meth:`PagedKVCache.compact`.
 
     Args:
         heads: rows of a layer; what is copied is copied layer by layer, so that little is in flight.
@@ -34,57 +36,90 @@ def compact(
 
     Returns and raises: as there.
     """
-    before = rows.lengths.of(request_slot).ravel()[first : first + len(kept)]
-    after = np.array([entries.numel() for entries in kept], np.int64)
-    fits = after.shape == before.shape and len(kept) % heads == 0 and ((after > 0) & (after <= before)).all()
-    if not kept or not fits:
-        raise ValueError(f"cannot keep {after.tolist()} of {before.tolist()} entries per KV head")
-    copies, freed = bool(loans.columns[request_slot].any()), 0
-    if (after == before).all() and not copies:
+    before = rows.lengths.of(request_slot).ravel()[row : row + len(kept)]
+    stay, after = _lengths(before, kept, heads, first)
+    copies = loans.columns[request_slot, row : row + len(kept)] * rows.page_size > stay
+    if (after == before).all() and not copies.any():
         return 0
-    step = heads if copies else len(kept)
+    freed, step = 0, heads if copies.any() else len(kept)
     for start in range(0, len(kept), step):
-        part = slice(start, start + step)
-        entries, row = torch.cat(list(kept[part])), first + start
-        if copies:
-            _copy(rows, loans, request_slot, row, entries, after[part])
+        part, span = slice(start, start + step), slice(row + start, row + start + step)
+        if copies[part].any():
+            _copy(rows, loans, request_slot, span, kept[part], stay[part], after[part])
         else:
-            _move(rows, request_slot, row, entries, after[part], triton)
-        freed += rows.lengths.replace(request_slot, row, after[part])
-        kv_len = rows.tables.kv_len[request_slot, row : row + len(after[part])]
+            behind = None if first is None else first[part]
+            _move(rows, request_slot, span, kept[part], behind, after[part], triton)
+        freed += rows.lengths.replace(request_slot, span.start, after[part])
+        kv_len = rows.tables.kv_len[request_slot, span]
         kv_len.copy_(to_device(after[part].astype(np.int32), rows.device))
     return freed
 
 
+def _lengths(
+    before: IntArray, kept: Sequence[torch.Tensor], heads: int, first: IntArray | None
+) -> tuple[IntArray, IntArray]:
+    """How many entries of each row stay where they are, and how long it becomes. Raises as :func:`compact`."""
+    counts = np.array([entries.numel() for entries in kept], np.int64)
+    stay = np.zeros_like(counts) if first is None else first
+    fits = kept and len(kept) % heads == 0 and before.shape == counts.shape == stay.shape
+    if not fits or (stay < 0).any() or not ((stay + counts > 0) & (stay + counts <= before)).all():
+        where = "" if first is None else f" behind the first {first.tolist()}"
+        raise ValueError(f"cannot keep {counts.tolist()} of {before.tolist()} entries per KV head{where}")
+    return stay, stay + counts
+
+
 def _move(
-    rows: Rows, request_slot: int, first: int, kept: torch.Tensor, after: IntArray, triton: bool
+    rows: Rows,
+    request_slot: int,
+    span: slice,
+    kept: Sequence[torch.Tensor],
+    first: IntArray | None,
+    after: IntArray,
+    triton: bool,
 ) -> None:
-    """Move kept entries, after[r] of row first + r, within the rows' own pages, and free those behind them."""
-    span = slice(first, first + len(after))
-    table, counts = rows.tables.region(request_slot)[span], to_device(after, rows.device)
+    """Move kept entries within the rows' own pages, behind first[r] that stay, and free the pages behind after[r]."""
+    table, entries = rows.tables.region(request_slot)[span], torch.cat(list(kept))
+    counts = to_device(after if first is None else after - first, rows.device)
+    stay = None if first is None else to_device(first, rows.device)
     if triton:
         from vllm_kvevict.kernels.compact_rows import compact_rows
 
-        compact_rows(rows.storage, rows.page_size, table, kept, pad(counts.cumsum(0), (1, 0)))
+        starts = pad(counts.cumsum(0), (1, 0))
+        compact_rows(rows.storage, rows.page_size, table, entries, starts, stay)
     else:
-        row, entry = rows.first_entries(counts, len(kept))
-        rows.format.move(rows.storage, rows.places(table, row, kept), rows.places(table, row, entry))
+        row, entry = rows.first_entries(counts, len(entries))
+        if stay is not None:
+            entries, entry = entries + stay[row], entry + stay[row]
+        rows.format.move(rows.storage, rows.places(table, row, entries), rows.places(table, row, entry))
     before, stop = rows.pages_for(after), rows.pages_for(rows.lengths.of(request_slot).ravel()[span])
     if (before < stop).any():
         rows.pool.give(pages_between(table, before, stop))
 
 
 def _copy(
-    rows: Rows, loans: Loans, request_slot: int, first: int, kept: torch.Tensor, after: IntArray
+    rows: Rows,
+    loans: Loans,
+    request_slot: int,
+    span: slice,
+    kept: Sequence[torch.Tensor],
+    first: IntArray,
+    after: IntArray,
 ) -> None:
-    """Copy kept entries, after[r] of row first + r, to new pages, and free those that the rows own."""
-    span = slice(first, first + len(after))
-    table = rows.tables.region(request_slot)[span]
-    row, entry = rows.first_entries(to_device(after, rows.device), len(kept))
-    source = rows.places(table, row, kept)
-    row_of_page, column, taken = rows.take_for(after)
-    given = loans.owned_pages(request_slot, span)
-    table[row_of_page, column] = taken
+    """Copy kept entries to new pages, and free those that the rows own; full pages of entries that stay remain."""
+    table, borrowed = rows.tables.region(request_slot)[span], loans.columns[request_slot, span]
+    whole = first // rows.page_size
+    copied, stop = whole * rows.page_size, rows.pages_for(rows.lengths.of(request_slot).ravel()[span])
+    entries = torch.cat([
+        part
+        for start, stay, chosen in zip(copied.tolist(), first.tolist(), kept, strict=True)
+        for part in (torch.arange(start, stay, device=rows.device), chosen + stay)
+    ])  # fmt: skip
+    row, entry = rows.first_entries(to_device(after - copied, rows.device), len(entries))
+    source = rows.places(table, row, entries)
+    row_of_page, column, taken = rows.take_for(after - copied)
+    given = pages_between(table, np.maximum(borrowed, whole), stop)
+    table[row_of_page, column + to_device(whole, rows.device)[row_of_page]] = taken
+    entry += to_device(copied, rows.device)[row]
     rows.format.move(rows.storage, source, rows.places(table, row, entry))
     rows.pool.give(given)
-    loans.end(request_slot, span)
+    loans.shorten(request_slot, span, np.minimum(borrowed, whole))

@@ -105,7 +105,8 @@ class Loans:
         first, lengths = int(self.columns[request_slot].max()), rows.lengths.of(request_slot).ravel()
         if columns is not None:
             stop = first + columns
-            uneven = any(self[n].is_compressed for n, _ in self._loans.get(request_slot, ()))
+            uneven = int(self.columns[request_slot].min()) < first
+            uneven |= any(self[n].is_compressed for n, _ in self._loans.get(request_slot, ()))
             if number in self._entries or columns < 1 or stop * size > lengths.min() or uneven:
                 raise ValueError(f"columns {first} to {stop} of request slot {request_slot} cannot be frozen")
             lengths = np.full_like(lengths, stop * size)
@@ -147,11 +148,18 @@ class Loans:
         rows.lengths.replace(request_slot, 0, lengths)
         self._lend(request_slot, parts, full)
 
-    def end(self, request_slot: int, rows: slice = slice(None)) -> None:
-        """Some rows of a request borrow nothing any more: it has ended, or they have copies of all they keep."""
-        self.columns[request_slot, rows] = 0
-        if not self.columns[request_slot].any():
-            self._loans.pop(request_slot, None)
+    def end(self, request_slot: int) -> None:
+        """A request borrows nothing any more."""
+        self.shorten(request_slot, slice(None), np.zeros(self.rows.tables.num_rows, np.int64))
+
+    def shorten(self, request_slot: int, rows: slice, columns: IntArray) -> None:
+        """Some rows of a request borrow fewer pages, columns[r] each: it has copies of all else that they keep."""
+        self.columns[request_slot, rows] = columns
+        most, parts = int(self.columns[request_slot].max()), self._loans.pop(request_slot, [])
+        # Of its loans only those remain that some row goes on with, and as much of them.
+        rest = [(number, count, most - self[number].first) for number, count in parts]
+        if kept := [(n, count and min(count, left)) for n, count, left in rest if left > 0]:
+            self._loans[request_slot] = kept
 
     def drop(self, number: int) -> None:
         """End a shared entry and free its pages. What one request borrows of a compressed one becomes that request's.

@@ -259,17 +259,21 @@ class PagedKVCache:
         keys = self.format.keys.read(self.storage, pages, tokens)
         return keys, self.format.values.read(self.storage, pages, tokens)
 
-    def compact(self, request_slot: int, layer: int, kept: Sequence[torch.Tensor]) -> int:
+    def compact(
+        self, request_slot: int, layer: int, kept: Sequence[torch.Tensor], first: IntArray | None = None
+    ) -> int:
         """Keep only some entries of layers: move them to the front of each row's own pages and free the rest.
 
-        Where a request borrows its first pages, they are copied to new pages instead: those of the shared entries stay
-        as they are, and the layers borrow nothing any more.
+        Where entries of pages that a request borrows are chosen among, those pages stay as they are: their layer gets
+        new pages with copies, from the page of entry first[r] on, and borrows those before it only.
 
         Args:
             request_slot: an open request.
             layer: the first of the layers, all of which are full.
             kept: for each KV head, layer after layer, the entries to keep, int64, strictly ascending, at least one.
                 The values are not checked.
+            first: int64, for each of ``kept``, how many entries at the front of the row stay where they are. Then
+                kept[r] counts from entry first[r] on, and may be empty where first[r] > 0.
 
         Returns:
             Pages that the request uses less.
@@ -278,8 +282,8 @@ class PagedKVCache:
             ValueError: not one tensor per head of each layer, or a head keeps none or more than it holds.
             RuntimeError: the pool has too few free pages for copies of a layer; those before it are done.
         """
-        heads = self.num_kv_heads
-        return compact(self.rows, self.loans, request_slot, layer * heads, kept, heads, self.uses_triton)
+        heads, triton = self.num_kv_heads, self.uses_triton
+        return compact(self.rows, self.loans, request_slot, layer * heads, kept, heads, triton, first)
 
     def truncate(self, request_slots: Sequence[int], dropped: Sequence[int]) -> None:
         """Drop the newest tokens of requests: as many entries of each of their rows.
