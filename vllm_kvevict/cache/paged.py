@@ -15,6 +15,7 @@ from vllm_kvevict.cache.growth import append, by_tokens, drop_newest, newest, pa
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
+from vllm_kvevict.cache.reading import read_columns, read_last
 from vllm_kvevict.cache.rows import Rows
 from vllm_kvevict.cache.steps import Settled, Step, to_device
 from vllm_kvevict.cache.tables import PageTables
@@ -76,7 +77,6 @@ class PagedKVCache:
         self.rows = Rows(storage, self.format, self.pool, self.tables, self.lengths)
         self.loans = Loans(self.rows)
         self.uses_triton = triton
-        self._in_page = torch.arange(page_size, device=self.device)
         self._closed = list(range(max_requests - 1, -1, -1))
         self._is_open = np.zeros(max_requests, bool)
 
@@ -239,6 +239,17 @@ class PagedKVCache:
         """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
         return self._read(self.format.values, request_slot, layer, n, 0)
 
+    def read_last_keys(self, request_slot: int, layer: int, counts: IntArray) -> torch.Tensor:
+        """Each head's last counts[h] keys, int64 [H], as [H, max(counts), head_dim]: right-aligned, zeros before them.
+
+        Raises ValueError if a head holds fewer, or there is not one count for each.
+        """
+        return read_last(self.rows, self.format.keys, request_slot, self._of_layer(layer), counts)
+
+    def read_last_values(self, request_slot: int, layer: int, counts: IntArray) -> torch.Tensor:
+        """Each head's last values; arguments, result and errors as of :meth:`read_last_keys`."""
+        return read_last(self.rows, self.format.values, request_slot, self._of_layer(layer), counts)
+
     def read_keys_at(self, request_slot: int, layer: int, entries: torch.Tensor) -> torch.Tensor:
         """The keys at some entries of each head, [H, N, head_dim].
 
@@ -367,15 +378,15 @@ class PagedKVCache:
 
     def table(self, request_slot: int, layer: int) -> torch.Tensor:
         """A request's pages in one layer, int32 [H, columns]; behind a row's own pages it is arbitrary."""
-        return self.tables.region(request_slot)[layer * self.num_kv_heads : (layer + 1) * self.num_kv_heads]
+        return self.tables.region(request_slot)[self._of_layer(layer)]
 
     def _read(self, part: Part, request_slot: int, layer: int, n: int, first: int) -> torch.Tensor:
         if n > (shortest := self.lengths.shortest(request_slot, layer)):
             raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
-        skipped = first // self.page_size
-        pages = self.table(request_slot, layer)[:, skipped : -(-n // self.page_size), None]
-        entries = part.read(self.storage, pages, self._in_page).flatten(1, 2)
-        return entries[:, first - skipped * self.page_size : n - skipped * self.page_size]
+        return read_columns(self.rows, part, self.table(request_slot, layer), first, n)
+
+    def _of_layer(self, layer: int) -> slice:
+        return slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
 
     def _opened(self, request_slots: Sequence[int]) -> IntArray:
         which = np.asarray(request_slots, np.int64)

@@ -5,6 +5,7 @@ keeps what everybody relies on: a new page that its entries will not fill is zer
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +45,11 @@ class Rows:
     def device(self) -> torch.device:
         """Where storage and tables are."""
         return self.storage.device
+
+    @cached_property
+    def in_page(self) -> torch.Tensor:
+        """Places in a page, int64 [page_size]."""
+        return torch.arange(self.page_size, device=self.device)
 
     def places(self, table: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor) -> Places:
         """Where entries, int64 [N], of rows of ``table``, int64 [N], lie."""

@@ -1,0 +1,109 @@
+"""Each row's newest entries, also where rows are unequal, against the entries one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvevict.cache import reading
+
+from .writers import WritableCache, dim_pairs, plain, token_pairs, transposed, writer
+
+L, H, D, PS = 2, 3, 32, 32
+
+
+@pytest.fixture(params=[(plain, plain), (transposed, plain), (dim_pairs, token_pairs)])
+def cache(request):
+    storage = torch.full((100, 2 * PS * D), torch.nan)
+    sizes = {"num_layers": L, "num_kv_heads": H, "page_size": PS, "max_requests": 2}
+    return WritableCache(storage, **sizes, write=writer(PS, *request.param))
+
+
+def read(cache, lengths=None):
+    """A request of 110 tokens of which each head of layer 1 has kept so many entries; its slot."""
+    slot = cache.open()
+    for places in cache.entry_slots(cache.extend([slot], [110])):
+        keys = torch.randn(places.numel(), D)
+        cache.write(keys, -keys, places)
+    if lengths:
+        cache.compact(slot, 1, [torch.arange(n) + 110 - n for n in lengths])
+        # What lies behind the entries is not theirs.
+        for head, n in enumerate(lengths):
+            behind = torch.arange(n, -(-n // PS) * PS)
+            pages, tokens = cache.rows.places(cache.table(slot, 1), torch.full_like(behind, head), behind)
+            nothing = torch.full((len(behind), D), torch.nan)
+            cache.write(nothing, nothing, pages * PS + tokens)
+    return slot
+
+
+def expected(cache, slot, counts):
+    """Keys and values of layer 1, row by row."""
+    most, found = max(counts), torch.zeros(2, H, max(counts), D)
+    for head, (count, length) in enumerate(zip(counts, cache.lengths.of(slot)[1].tolist(), strict=True)):
+        entries = torch.arange(length - count, length)
+        keys_and_values = cache.gather(slot, 1, torch.full_like(entries, head), entries)
+        found[:, head, most - count :] = torch.stack(keys_and_values)
+    return found
+
+
+def differ(cache, slot, counts):
+    """Whether what is read differs from that."""
+    reads = cache.read_last_keys, cache.read_last_values
+    found = torch.stack([read(slot, 1, np.array(counts, np.int64)) for read in reads])
+    return not torch.equal(found, expected(cache, slot, counts))
+
+
+LENGTHS = [None, [50, 50, 50], [64, 64, 64], [33, 110, 70], [1, 64, 32]]
+COUNTS = [[0, 0, 0], [1, 1, 1], [1, 0, 1], [1, 33, 20], [0, 40, 32], [1, 50, 31]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_each_row_ends_with_its_last_entry(cache, lengths, counts):
+    assert not differ(cache, read(cache, lengths), counts)
+
+
+def test_eight_bit_floats():
+    """Which cannot do much more than be moved."""
+    write, storage = writer(PS), torch.zeros(30, 2 * PS * D).to(torch.float8_e4m3fn)
+    sizes = {"num_layers": 1, "num_kv_heads": 2, "page_size": PS, "max_requests": 1}
+    cache = WritableCache(storage, **sizes, write=write)
+    step = cache.extend([cache.open()], [50])
+    keys = torch.arange(100)[:, None].expand(100, D).to(torch.float8_e4m3fn)
+    cache.write(keys, keys, cache.entry_slots(step)[0])
+    found = cache.read_last_keys(0, 0, np.array([2, 4]))[..., 0].float()
+    wanted = torch.tensor([[0, 0, 96, 98], [93, 95, 97, 99]]).to(torch.float8_e4m3fn).float()
+    assert torch.equal(found[:, 2:], wanted[:, 2:]) and torch.equal(found[1], wanted[1])
+    assert not found[0, :2].any()
+
+
+@pytest.mark.parametrize("lengths", [None, [33, 110, 70]])
+def test_all_of_a_row(cache, lengths):
+    slot = read(cache, lengths)
+    assert not differ(cache, slot, cache.lengths.of(slot)[1].tolist())
+
+
+def test_equal_rows_are_read_page_by_page(cache, monkeypatch):
+    """And what is found by places is the same."""
+    slot = read(cache)
+    monkeypatch.setattr(cache.format.parts[0].__class__, "read", lambda *arguments: pytest.fail("by places"))
+    monkeypatch.setattr(reading, "read_columns", lambda *arguments: arguments[3:])
+    assert cache.read_last_keys(slot, 1, np.array([45] * H)) == (65, 110)
+    with pytest.raises(pytest.fail.Exception, match="by places"):
+        cache.read_last_keys(slot, 1, np.array([45, 45, 44]))
+
+
+@pytest.mark.parametrize("counts", [[111, 1, 1], [1, 1, 34], [-1, 1, 1], [1, 1], [[1, 1, 1]]])
+def test_what_rows_do_not_hold_is_refused(cache, counts):
+    slot = read(cache, [110, 110, 33])
+    for read_last in (cache.read_last_keys, cache.read_last_values):
+        with pytest.raises(ValueError, match=r"were asked of rows that hold \[110, 110, 33\]"):
+            read_last(slot, 1, np.array(counts, np.int64))
+
+
+def test_other_entries_are_noticed(cache, monkeypatch):
+    slot, read_last = read(cache, [33, 110, 70]), reading.read_last
+    read_from = "vllm_kvevict.cache.paged.read_last"
+    monkeypatch.setattr(read_from, lambda *arguments: read_last(*arguments).roll(1, 1))
+    assert differ(cache, slot, [1, 33, 20])
+    monkeypatch.setattr(read_from, lambda *arguments: read_last(*arguments).add(1e-6))
+    assert differ(cache, slot, [1, 33, 20])

@@ -1,0 +1,44 @@
+"""Reads entries of several rows at once, in the order in which they are stored.
+
+Owns nothing, and waits for nothing: lengths are known to the host. Equally many entries at the same places of all rows
+are read page by page, without a place for each of them.
+"""
+
+import torch
+
+from vllm_kvevict.cache.format import Part
+from vllm_kvevict.cache.lengths import IntArray
+from vllm_kvevict.cache.rows import Rows
+from vllm_kvevict.cache.steps import to_device
+
+
+def read_columns(rows: Rows, part: Part, table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Entries ``first`` to ``stop`` of each row of a page table, int32 [R, columns], as [R, stop - first, head_dim]."""
+    size = rows.page_size
+    skipped = first // size
+    pages = table[:, skipped : -(-stop // size), None]
+    entries = part.read(rows.storage, pages, rows.in_page).flatten(1, 2)
+    return entries[:, first - skipped * size : stop - skipped * size]
+
+
+def read_last(rows: Rows, part: Part, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:
+    """The last counts[r] entries, int64 [R], of some rows of a request, right-aligned, [R, max(counts), head_dim].
+
+    What is before them is zero. Raises ValueError if a row holds fewer, or there is not one count for each row.
+    """
+    lengths, table = rows.lengths.of(request_slot).ravel()[span], rows.tables.region(request_slot)[span]
+    if counts.shape != lengths.shape or (counts < 0).any() or (counts > lengths).any():
+        raise ValueError(
+            f"the last {counts.tolist()} entries were asked of rows that hold {lengths.tolist()}"
+        )
+    most = int(counts.max())
+    if (counts == most).all() and (lengths == lengths[0]).all():
+        return read_columns(rows, part, table, int(lengths[0]) - most, int(lengths[0]))
+    # Where a row has none of them, its first place is read.
+    begin = to_device(lengths - most, rows.device)[:, None]
+    entry = (begin + torch.arange(most, device=rows.device)).clamp_(min=0)
+    pages = table.gather(1, entry // rows.page_size)
+    entries = part.read(rows.storage, pages, entry % rows.page_size)
+    for row, missing in enumerate((most - counts).tolist()):
+        entries[row, :missing].zero_()  # several times faster than with a mask
+    return entries
