@@ -109,11 +109,9 @@ def _copy(
     table, borrowed = rows.tables.region(request_slot)[span], loans.columns[request_slot, span]
     whole = first // rows.page_size
     copied, stop = whole * rows.page_size, rows.pages_for(rows.lengths.of(request_slot).ravel()[span])
-    entries = torch.cat([
-        part
-        for start, stay, chosen in zip(copied.tolist(), first.tolist(), kept, strict=True)
-        for part in (torch.arange(start, stay, device=rows.device), chosen + stay)
-    ])  # fmt: skip
+    listed = zip(copied.tolist(), first.tolist(), kept, strict=True)
+    pairs = [(torch.arange(start, stay, device=rows.device), stay + chosen) for start, stay, chosen in listed]
+    entries = torch.cat([part for pair in pairs for part in pair])
     row, entry = rows.first_entries(to_device(after - copied, rows.device), len(entries))
     source = rows.places(table, row, entries)
     row_of_page, column, taken = rows.take_for(after - copied)
