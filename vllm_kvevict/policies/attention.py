@@ -84,7 +84,8 @@ def _fading(scores: Tensor, reach: int) -> Tensor:
     while distance < reach:
         # Twice as many distances each time: those of the result so far, and the same again behind them.
         further = result[..., :-distance] * DECAY**distance
-        result[..., distance:] = torch.maximum(result[..., distance:], further)
+        later = result[..., distance:]
+        torch.maximum(later, further, out=later)
         distance *= 2
     return result
 
