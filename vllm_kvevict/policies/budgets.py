@@ -111,8 +111,41 @@ def safeguard(counts: Sequence[int], b: int, alpha: float, rule: str = "interp")
     "paper" swaps the two weights, which is the algorithm as printed. Both are rounded by largest
     remainder to the exact total.
     """
-    uniform = round(alpha * MILLION)
-    if rule == "paper":
-        uniform = MILLION - uniform
+    uniform = _uniform_part(alpha, rule)
     numerators = [(MILLION - uniform) * count + uniform * b for count in counts]
     return split_exact(numerators, MILLION, len(counts) * b)
+
+
+def capped_safeguard(
+    counts: Sequence[int], caps: Sequence[int], total: int, alpha: float, rule: str = "interp"
+) -> list[int]:
+    """`safeguard` of heads that have different numbers of candidates, none of which gets more than it has.
+
+    counts[h]: how many of the layer's `total` best candidates belong to head h; caps[h]: how many it has. The shares
+    are those of `safeguard` with b = total/len(counts). Whoever would get more than its cap gets its cap, and the
+    others share the rest in the same proportions, until nobody would; then largest remainder, ties to the lower head.
+    Where no cap is reached it is what `safeguard` gives. total must be sum(counts), and so at most sum(caps).
+    """
+    uniform = _uniform_part(alpha, rule)
+    weights = [(MILLION - uniform) * count * len(counts) + uniform * total for count in counts]
+    shares, left, sharing = [0] * len(caps), total, list(range(len(caps)))
+    while left:
+        whole = sum(weights[h] for h in sharing)
+        full = [h for h in sharing if left * weights[h] >= caps[h] * whole]
+        if not full:
+            break
+        for h in full:
+            shares[h] = caps[h]
+            left -= caps[h]
+        sharing = [h for h in sharing if h not in full]
+    if left:
+        rounded = split_exact([left * weights[h] for h in sharing], whole, left)
+        for h, share in zip(sharing, rounded, strict=True):
+            shares[h] = share
+    return shares
+
+
+def _uniform_part(alpha: float, rule: str) -> int:
+    """How much of a head's share all heads get alike, in millionths."""
+    uniform = round(alpha * MILLION)
+    return MILLION - uniform if rule == "paper" else uniform

@@ -1,0 +1,94 @@
+"""Shares of heads that have different numbers of candidates: exact totals, caps, proportions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvevict.policies.budgets import capped_safeguard, safeguard, split_exact
+
+from . import reference_rows
+
+ALPHAS = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.integers(0, 10**6).map(lambda a: a / 10**6))
+RULES = st.sampled_from(["interp", "paper"])
+
+
+@st.composite
+def layers(draw, most: int = 60):
+    """(counts, caps): of heads of which some have few candidates, or none."""
+    caps = draw(st.lists(st.one_of(st.integers(0, most), st.integers(0, 3)), min_size=1, max_size=8))
+    return [draw(st.integers(0, cap)) for cap in caps], caps
+
+
+def check(shares: list[int], counts: list[int], caps: list[int], alpha: float, rule: str) -> None:
+    """Whatever the shares are, this is what must hold of them."""
+    total = sum(counts)
+    assert sum(shares) == total
+    assert all(0 <= share <= cap for share, cap in zip(shares, caps, strict=True))
+    assert shares == reference_rows.capped_shares(counts, caps, total, alpha, rule)
+
+
+@given(layers(), ALPHAS, RULES)
+def test_totals_are_exact_and_caps_kept(layer, alpha, rule):
+    counts, caps = layer
+    check(capped_safeguard(counts, caps, sum(counts), alpha, rule), counts, caps, alpha, rule)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), ALPHAS, RULES)
+def test_without_caps_that_bind_it_is_the_plain_rule(counts, alpha, rule):
+    counts[0] += -sum(counts) % len(counts)
+    total = sum(counts)
+    caps = [max(count, total) for count in counts]
+    plain = safeguard(counts, total // len(counts), alpha, rule)
+    assert capped_safeguard(counts, caps, total, alpha, rule) == plain
+
+
+@given(layers())
+def test_the_ends_of_the_scale(layer):
+    """With alpha=0 heads keep what they won; with 1 they get equal parts of what others leave."""
+    counts, caps = layer
+    assert capped_safeguard(counts, caps, sum(counts), 0.0) == counts
+    even = capped_safeguard(counts, caps, sum(counts), 1.0)
+    most = max(even)
+    assert all(share >= most - 1 or share == cap for share, cap in zip(even, caps, strict=True))
+
+
+def test_examples():
+    # 30 each, of which the first has 4: the others share 86 as 43 and 43.
+    assert capped_safeguard([4, 80, 6], [4, 90, 90], 90, 1.0) == [4, 43, 43]
+    # A second round: what the first leaves fills the second, too.
+    assert capped_safeguard([4, 30, 56], [4, 35, 90], 90, 1.0) == [4, 35, 51]
+    # An odd one goes to the lower head.
+    assert capped_safeguard([1, 30, 30], [1, 90, 90], 61, 1.0) == [1, 30, 30]
+    assert capped_safeguard([0, 30, 31], [0, 90, 90], 61, 1.0) == [0, 31, 30]
+    # In proportion to 0.8 f + 0.2 b with b = 20: 4, 36 and 20, the first capped at 2: 58 as 36 to 20.
+    assert capped_safeguard([0, 40, 20], [2, 90, 90], 60, 0.2) == [2, 37, 21]
+    assert capped_safeguard([], [], 0, 0.2) == []
+
+
+def cut_off(counts, caps, total, alpha, rule):
+    return [
+        min(x, cap) for x, cap in zip(split_exact([total] * len(caps), len(caps), total), caps, strict=True)
+    ]
+
+
+def first_come(counts, caps, total, alpha, rule):
+    """The right total within the caps, but handed to the first heads."""
+    shares = cut_off(counts, caps, total, alpha, rule)
+    for h, cap in enumerate(caps):
+        shares[h] += min(cap - shares[h], total - sum(shares))
+    return shares
+
+
+def plain(counts, caps, total, alpha, rule):
+    return safeguard(counts, total // len(counts), alpha, rule)
+
+
+@pytest.mark.parametrize("wrong", [cut_off, first_come, plain])
+def test_wrong_shares_are_seen(wrong):
+    layers = [([2, 20, 23], [2, 40, 40]), ([1, 5, 30], [3, 9, 50])]
+    for alpha in (0.5, 1.0):
+        for counts, caps in layers:
+            check(capped_safeguard(counts, caps, sum(counts), alpha), counts, caps, alpha, "interp")
+    with pytest.raises(AssertionError):
+        for counts, caps in layers:
+            check(wrong(counts, caps, sum(counts), 1.0, "interp"), counts, caps, 1.0, "interp")
