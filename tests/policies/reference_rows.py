@@ -1,9 +1,16 @@
-"""Slow second implementation for rows of different lengths, in fractions."""
+"""Slow second implementation for rows of different lengths: float64, fractions, one row after another.
 
-from collections.abc import Sequence
+What a row has besides its pinned entries is a list of its own here; there is no padding, and no alignment.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
-from . import reference
+from . import reference, reference_scores
+from .reference import Scores
+from .reference_scores import Scored, Tensors
 
 
 def level(weights: Sequence[Fraction], caps: Sequence[int], total: int) -> list[Fraction]:
@@ -32,3 +39,68 @@ def capped_shares(
         a = 1 - a
     ideal = [(1 - a) * f + a * Fraction(total, len(counts)) for f in counts]
     return reference.largest_remainder(level(ideal, caps, total), total)
+
+
+def best_first(rows: Scores) -> list[tuple[int, int]]:
+    """(index, head) of all candidates of a layer: by score, then further from the row's end, then head."""
+    order = [
+        (math.inf if math.isnan(s) else -s, i - len(row), h, i)
+        for h, row in enumerate(rows)
+        for i, s in enumerate(row)
+    ]
+    return [(i, h) for _, _, h, i in sorted(order)]
+
+
+def competing(rows: Scores, total: int, alpha: float, rule: str) -> list[int]:
+    """How many candidates each head keeps."""
+    order = best_first(rows)
+    caps = [len(row) for row in rows]
+    if rule != "guarantee":
+        best = [sum(head == h for _, head in order[:total]) for h in range(len(rows))]
+        return capped_shares(best, caps, total, alpha, rule)
+    sure = math.floor(Fraction(round(alpha * 10**6), 10**6) * Fraction(total, len(rows)))
+    counts = [min(sure, cap) for cap in caps]
+    seen = [0] * len(rows)
+    left = total - sum(counts)
+    for _, h in order:
+        seen[h] += 1
+        if seen[h] > sure and left:
+            counts[h] += 1
+            left -= 1
+    return counts
+
+
+def select(
+    policy: str, scores: Scores | None, lengths: list[int], pinned: list[int], budget: int, p: dict[str, Any]
+) -> list[list[int]]:
+    """What each row of a layer keeps, counted from its first entry. scores: of each row's own candidates."""
+    entries = [length - first for length, first in zip(lengths, pinned, strict=True)]
+    window = p.get("window", 0)
+    everything = [list(range(length)) for length in lengths]
+    adaptive = policy == "ada-snapkv"
+    if sum(entries) <= budget * len(entries) if adaptive else max(entries) <= budget:
+        return everything
+    if policy == "streaming-llm":
+        kept = [[i for i in range(e) if i < p["sinks"] or i >= e - (budget - p["sinks"])] for e in entries]
+    else:
+        sizes = [min(window, e) for e in entries]
+        if adaptive:
+            total = budget * len(entries) - sum(sizes)
+            counts = competing(scores, total, p["alpha"], p["ada_safeguard"])
+        else:
+            counts = [min(budget - size, len(row)) for size, row in zip(sizes, scores, strict=True)]
+        ranked = [[i for i, head in best_first(scores) if head == h] for h in range(len(entries))]
+        kept = [
+            [*sorted(order[:count]), *range(e - size, e)]
+            for order, count, e, size in zip(ranked, counts, entries, sizes, strict=True)
+        ]
+    return [[*range(first), *(first + i for i in own)] for first, own in zip(pinned, kept, strict=True)]
+
+
+SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
+    "streaming-llm": None,
+    "snapkv": reference_scores.snapkv,
+    "ada-snapkv": reference_scores.snapkv,
+    "knorm": reference_scores.knorm,
+    "keydiff": reference_scores.keydiff,
+}

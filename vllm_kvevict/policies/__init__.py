@@ -14,7 +14,7 @@ from .config import EvictionConfig
 from .decision import decide, score_layer, select
 from .heads import most_candidates
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .registry import available, needs, parameters
+from .registry import available, decoding_policies, needs, parameters
 from .rotary import Rotary
 from .shares import layer_budgets, provisional_budgets
 
@@ -27,6 +27,7 @@ __all__ = [
     "Rotary",
     "available",
     "decide",
+    "decoding_policies",
     "layer_budgets",
     "most_candidates",
     "needs",

@@ -14,5 +14,6 @@ register(
         source="Ada-KV Alg. 2",
         parameters=(*pyramidkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL),
         layer_budgets=pyramidkv.layer_budgets,
+        decodes=False,
     )
 )

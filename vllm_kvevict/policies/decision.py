@@ -7,6 +7,7 @@ import torch
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .registry import lookup
+from .rows import are_ragged, check_rows, score_rows
 
 
 def score_layer(
@@ -19,10 +20,14 @@ def score_layer(
     a KV head is replicated on several ranks this call is a collective.
 
     Nothing is read and scores are None where nothing is evicted (cfg.evicts(n) is False).
+    With inputs.lengths or inputs.pinned every row is scored as if it were alone, without what is pinned.
     Raises ValueError naming the tensor that is missing or has a wrong shape.
     """
     inputs.check()
     _check_layer(layer, num_layers, inputs.num_kv_heads, comm)
+    if are_ragged(inputs):
+        with torch.no_grad():
+            return score_rows(cfg, inputs, layer, num_layers, comm)
     if not cfg.evicts(inputs.num_tokens):
         return LayerScores(layer, num_layers, inputs.num_kv_heads, device=inputs.keys.device)
     with torch.no_grad():
@@ -36,21 +41,27 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
     any subset of the layers, in any order; others take all of them, or, where layers compete by weight
     (LAVa, CAKE), any whose `budget` is set. Under comm, each rank gets its own KV heads, and the call is a
     collective for policies that compare heads. Raises ValueError for scores that do not fit n.
+
+    Of rows with lengths of their own, indices count within the row: 0 is its first entry, pinned or not. Pinned ones
+    are kept, and the budget counts the others; n plays no part.
     """
     for x in layers:
         _check_layer(x.layer, x.num_layers, x.num_kv_heads, comm)
     if not layers:
         return []
+    if any(map(are_ragged, layers)):
+        check_rows(cfg, layers)
+        return lookup(cfg.policy).select(cfg, layers, n, comm)
     return lookup(cfg.policy if cfg.evicts(n) else "full").select(cfg, layers, n, comm)
 
 
 def decide(cfg: EvictionConfig, inputs: Sequence[LayerInputs]) -> Kept:
     """select(score_layer(...) of each layer): kept[layer][kv_head] of a whole model on one device."""
     lengths = {x.num_tokens for x in inputs}
-    if len(lengths) > 1:
+    if len(lengths) > 1 and not all(map(are_ragged, inputs)):
         raise ValueError(f"keys must have the same number of tokens in every layer, not {sorted(lengths)}")
     scores = [score_layer(cfg, x, layer, len(inputs)) for layer, x in enumerate(inputs)]
-    return select(cfg, scores, lengths.pop() if lengths else 0)
+    return select(cfg, scores, max(lengths, default=0))
 
 
 def _check_layer(layer: int, num_layers: int, num_kv_heads: int, comm: Comm | None) -> None:

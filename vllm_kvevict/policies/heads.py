@@ -10,6 +10,8 @@ from .budgets import MILLION, guaranteed_tokens, safeguard
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
 from .registry import lookup
+from .row_heads import best_of_rows
+from .rows import are_ragged
 from .select import best_of_layers, count_best, order_keys
 from .shares import shared_budgets
 from .sinks import num_sinks
@@ -17,11 +19,15 @@ from .sinks import num_sinks
 
 def best_of_each_head(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """As a policy's `select`: the sinks, the window and the best others of each head, as many as its layer may keep."""
+    if are_ragged(layers[0]):
+        return best_of_rows(cfg, layers, comm)
     return select_uniform(keep_sinks(cfg, layers, n), past_budgets(cfg, layers, n), n, cfg.window_for(n))
 
 
 def best_of_each_layer(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:
     """Likewise, with the layer's best others, whichever heads they belong to (`adaptive_counts`)."""
+    if are_ragged(layers[0]):
+        return best_of_rows(cfg, layers, comm)
     return select_adaptive(cfg, keep_sinks(cfg, layers, n), past_budgets(cfg, layers, n), n, comm)
 
 

@@ -45,6 +45,7 @@ register(
         best_of_each_head,
         (OPTIONAL_WINDOW,),
         always_kept=("window",),
+        decodes=True,
         url="https://arxiv.org/abs/2504.15364",
     )
 )

@@ -3,7 +3,8 @@
 s[h, i] = -||K[h, i]||_2, in fp32, of the key after RoPE (a rotation, which keeps the norm)
 
 window=32 last tokens stay (0: none in particular, they compete as all others do). The first skip_layers=0 layers of
-the model keep everything, on top of the budget of the others. No queries are read, so any attention kernel will do.
+the model keep everything, on top of the budget of the others; of an answer they keep no more than others do. No queries
+are read, so any attention kernel will do.
 """
 
 import torch
@@ -42,6 +43,7 @@ register(
         PARAMETERS,
         layer_budgets=layer_budgets,
         always_kept=("window",),
+        decodes=True,
         url="https://arxiv.org/abs/2406.11430",
     )
 )

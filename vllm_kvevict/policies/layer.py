@@ -23,6 +23,10 @@ class Comm(Protocol):
         """KV heads of a layer over all ranks."""
 
     @property
+    def replicas(self) -> int:
+        """How many ranks hold the same KV heads."""
+
+    @property
     def local_heads(self) -> slice:
         """Global indices of this rank's KV heads."""
 
@@ -58,6 +62,11 @@ class LayerInputs:
     repeated fp32 [Hkv, n]: the most attention that each token received when the model repeated the prompt, over the
     query heads that are here (`kvzip.repeat_attention`). kvzip takes it, and of keys only the shape unless it has a
     window: they may be on the meta device.
+    lengths, pinned int64 [Hkv], preferably on the CPU: for policies that evict answers while they are written
+    (`decoding_policies`), how many entries each KV head's row has, None for n, and how many of its first ones stay in
+    any case, None for 0. A row stands at the right end of keys, values and whatever else has a column for each token;
+    what lies before it is never read. Pinned entries neither compete nor count: to the others it is as if they were not
+    there. n is then the most that any row has, or more.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -76,6 +85,8 @@ class LayerInputs:
     rotary: tuple[Tensor, Tensor] | Rotary | None = None
     tile_sums: Tensor | None = None
     query_moments: Tensor | None = None
+    lengths: Tensor | None = None
+    pinned: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +146,9 @@ class LayerScores:
     float or a float64 tensor without dimensions, None for policies whose layer budgets do not depend on
     data. second: fp32 [Hkv, m], what a policy that chooses in two rounds ranks by in the second. device:
     where kept indices are made. budget: candidates per KV head that the layer may keep, for policies that
-    share a budget between layers, where it is decided outside (see `layer_budgets`).
+    share a budget between layers, where it is decided outside (see `layer_budgets`). lengths, pinned: as in
+    LayerInputs; both, or neither. With them row h has m_h = max(0, lengths[h] - pinned[h] - window) candidates, m is
+    the largest of these, and scores stand at the right end of their rows; before them, at no candidate, is -inf.
     """
 
     layer: int
@@ -146,3 +159,5 @@ class LayerScores:
     second: Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     budget: int | None = None
+    lengths: Tensor | None = None
+    pinned: Tensor | None = None

@@ -30,6 +30,7 @@ register(
         source="PyramidKV eq. 1-3",
         parameters=PARAMETERS,
         layer_budgets=layer_budgets,
+        decodes=False,
         url="https://arxiv.org/abs/2406.02069",
     )
 )

@@ -64,6 +64,9 @@ class Policy(Generic[Config]):
     check: Callable[[Mapping[str, ParamValue]], None] | None = None
     """Raises ValueError where parameters do not go together."""
     experimental: bool = False
+    decodes: bool = False
+    """Whether it can evict answers while they are written: whether its `score` may be called for each row of a layer
+    apart, and its `select` takes rows of different lengths, as `best_of_each_head` and `best_of_each_layer` do."""
 
     def __post_init__(self) -> None:
         for field in ("needs", "window_needs"):
@@ -90,6 +93,11 @@ def lookup(name: str) -> Policy:
 def available() -> tuple[str, ...]:
     """Names of all policies, in order of registration."""
     return tuple(_policies)
+
+
+def decoding_policies() -> tuple[str, ...]:
+    """Names of all policies that can evict answers while they are written, in order of registration."""
+    return tuple(name for name, policy in _policies.items() if policy.decodes)
 
 
 def needs(policy: str) -> frozenset[str]:

@@ -42,18 +42,18 @@ def order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tens
 
 
 def count_best(
-    layers: Sequence[Tensor], totals: Sequence[int], guaranteed: Sequence[int], comm: Comm | None
+    layers: Sequence[Tensor],
+    totals: Sequence[int],
+    guaranteed: Sequence[int | Sequence[int]],
+    comm: Comm | None,
 ) -> Tensor:
     """How many of the totals[i] best entries of layers[i] belong to each of its heads: int64 [layers, H].
 
-    layers: keys [H, m] each. guaranteed: every head first owns that many of its own best entries; the
-    remaining totals[i] - heads*guaranteed[i] go to the best of the others. Under comm the heads of all ranks
+    layers: keys [H, m] each. guaranteed: every head first owns that many of its own best entries, or each its own
+    number; what then remains of totals[i] goes to the best of the others. Under comm the heads of all ranks
     compete, without any score leaving its rank; the counts are those of this rank's heads.
     """
-    keys = [
-        k.masked_fill(k >= _cuts(k, [own] * len(k)), _FIRST) if own else k
-        for k, own in zip(layers, guaranteed, strict=True)
-    ]
+    keys = [_own_first(k, own) for k, own in zip(layers, guaranteed, strict=True)]
     if comm is not None:
         cuts = list(_cuts_over_ranks(torch.stack(keys).flatten(1), totals, comm))
     elif on_gpu(keys[0]):
@@ -61,6 +61,12 @@ def count_best(
     else:
         cuts = [_cut(k.flatten(), total) for k, total in zip(keys, totals, strict=True)]
     return torch.stack([(k >= cut).sum(1) for k, cut in zip(keys, cuts, strict=True)])
+
+
+def _own_first(keys: Tensor, guaranteed: int | Sequence[int]) -> Tensor:
+    """The keys, those that heads own in any case as the largest there are."""
+    counts = [guaranteed] * len(keys) if isinstance(guaranteed, int) else guaranteed
+    return keys.masked_fill(keys >= _cuts(keys, counts), _FIRST) if any(counts) else keys
 
 
 def best_of_layers(layers: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[list[Tensor]]:

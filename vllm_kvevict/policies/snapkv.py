@@ -39,6 +39,7 @@ POLICY = Policy(
     needs=(Q_WINDOW,),
     window_rows="mean",
     always_kept=("window",),
+    decodes=True,
     url="https://arxiv.org/abs/2404.14469",
 )
 register(POLICY)

@@ -38,6 +38,7 @@ register(
         parameters=PARAMETERS,
         needs=(*snapkv.POLICY.needs, VALUES),
         always_kept=("window", "sinks"),
+        decodes=False,
         url="https://arxiv.org/abs/2406.12335",
     )
 )
