@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from . import reference, reference_scores
 from .reference import Scores
 from .reference_scores import Scored, Tensors
+
+Array = np.ndarray
 
 
 def level(weights: Sequence[Fraction], caps: Sequence[int], total: int) -> list[Fraction]:
@@ -97,10 +101,44 @@ def select(
     return [[*range(first), *(first + i for i in own)] for first, own in zip(pinned, kept, strict=True)]
 
 
+def similarities(keys: Array, threshold: float) -> Array:
+    """C of rkv: cosines, without the diagonal and without the newest entry that each row finds alike."""
+    n = len(keys)
+    unit = [key / (math.sqrt(float(key @ key)) + 1e-8) for key in keys]
+    c = np.array([[0.0 if i == j else float(unit[i] @ unit[j]) for j in range(n)] for i in range(n)])
+    for i in range(n):
+        alike = [j for j in range(n) if c[i, j] > threshold]
+        c[i, max(alike, default=0)] = 0.0
+    return c
+
+
+def rkv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
+    """Attention less redundancy."""
+    m = t.n - window
+    scale = 1 / math.sqrt(t.k.shape[2]) if t.scale is None else t.scale
+    result = []
+    for head in range(t.heads):
+        rows = []
+        for r in range(window):
+            z = np.full(m, -np.inf)
+            for hq in t.group(head):
+                own = t.k[head, :m] @ t.q[hq, t.q.shape[1] - window + r] * scale
+                z = np.maximum(z, t.cap * np.tanh(own / t.cap) if t.cap else own)
+            rows.append((np.exp(z - z.max()) / np.exp(z - z.max()).sum()).tolist())
+        attention = reference_scores.pooled(reference_scores.reduced(rows, "mean"), "max", p["kernel"])
+        mean = similarities(t.k[head], p["threshold"]).mean(0)
+        shares = np.exp(mean - mean.max()) / np.exp(mean - mean.max()).sum()
+        result.append(
+            [p["mix"] * a - (1 - p["mix"]) * float(x) for a, x in zip(attention, shares[:m], strict=True)]
+        )
+    return Scored(result)
+
+
 SCORE: dict[str, Callable[[Tensors, int, int, dict[str, Any]], Scored] | None] = {
     "streaming-llm": None,
     "snapkv": reference_scores.snapkv,
     "ada-snapkv": reference_scores.snapkv,
     "knorm": reference_scores.knorm,
     "keydiff": reference_scores.keydiff,
+    "rkv": rkv,
 }

@@ -41,12 +41,14 @@ CHOICES = {
     "ada_safeguard": ["interp", "paper", "guarantee"],
     "tp_local": [0, 1],
     "skip_layers": [0, 2],
+    "mix": [0.0, 0.1, 1.0],
+    "threshold": [0.3, 0.5, 0.9],
 }
 
 
 def test_which_policies_evict_answers():
-    assert decoding_policies() == ("streaming-llm", "snapkv", "ada-snapkv", "knorm", "keydiff")
-    assert set(SCORE) == set(decoding_policies())
+    assert decoding_policies() == ("streaming-llm", "snapkv", "ada-snapkv", "knorm", "keydiff", "rkv")
+    assert set(SCORE) == set(decoding_policies()) and "rkv" not in available()
     assert {name for policy in decoding_policies() for name in parameters(policy)} == set(CHOICES)
 
 

@@ -29,6 +29,7 @@ ALONE = [
     config("snapkv", gqa="mean", rows="mean", pooling="avg"),
     config("knorm"),
     config("keydiff"),
+    config("rkv"),
 ]
 COMPETING = [
     config("ada-snapkv"),

@@ -10,6 +10,7 @@ from . import full, streaming_llm, snapkv, pyramidkv, ada_snapkv, ada_pyramid  #
 from . import lava, lava_uniform, lava_pyramid, lava_uniform_head, cake, vatp_snapkv  # noqa: F401
 from . import h2o, tova, knorm, keydiff, criticalkv, ada_criticalkv, defensivekv, layer_defensivekv  # noqa: F401
 from . import take, kvzip, compactor, expected_attention, dropkv  # noqa: F401
+from . import rkv  # noqa: F401
 from .config import EvictionConfig
 from .decision import decide, score_layer, select
 from .heads import most_candidates

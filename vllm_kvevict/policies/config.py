@@ -7,7 +7,7 @@ from typing import Any
 
 from .inputs import Q_WINDOW, Input, ModelPart
 from .params import ParamValue, to_float, to_int
-from .registry import Policy, available, lookup, parameters
+from .registry import Policy, available, decoding_policies, lookup, parameters
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -180,7 +180,7 @@ def _check_parameters(method: Policy, given: Mapping[str, Any], defaults: str) -
     valid = ", ".join(parameter.name for parameter in method.parameters) or "none"
     for name in given:
         if name not in values:
-            known = any(name in parameters(other) for other in available())
+            known = any(name in parameters(other) for other in (*available(), *decoding_policies()))
             problem = "does not apply to" if known else "is not a parameter of"
             raise ValueError(f"{name} {problem} policy {method.name} (valid parameters: {valid})")
     values |= _making_room(method, values, given)

@@ -67,6 +67,8 @@ class Policy(Generic[Config]):
     decodes: bool = False
     """Whether it can evict answers while they are written: whether its `score` may be called for each row of a layer
     apart, and its `select` takes rows of different lengths, as `best_of_each_head` and `best_of_each_layer` do."""
+    prompts: bool = True
+    """Whether it can evict prompts; False: made for answers alone."""
 
     def __post_init__(self) -> None:
         for field in ("needs", "window_needs"):
@@ -77,7 +79,7 @@ _policies: dict[str, Policy] = {}
 
 
 def register(policy: Policy) -> None:
-    """Make `policy` available under its name. Raises ValueError if the name is taken."""
+    """Make `policy` known under its name. Raises ValueError if the name is taken."""
     if policy.name in _policies:
         raise ValueError(f"policy {policy.name} is registered already")
     _policies[policy.name] = policy
@@ -91,8 +93,8 @@ def lookup(name: str) -> Policy:
 
 
 def available() -> tuple[str, ...]:
-    """Names of all policies, in order of registration."""
-    return tuple(_policies)
+    """Names of all policies for prompts, in order of registration."""
+    return tuple(name for name, policy in _policies.items() if policy.prompts)
 
 
 def decoding_policies() -> tuple[str, ...]:
