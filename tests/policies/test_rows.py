@@ -298,6 +298,8 @@ def test_layers_whose_attention_is_known_already():
     received = torch.rand(x.q_window.shape[0], x.num_tokens - 5)
     given = dataclasses.replace(x, q_window=None, window_recent=received)
     scores = score_layer(cfg, given, 0, 1).scores
+    elsewhere = score_layer(cfg, dataclasses.replace(given, keys=given.keys.to("meta")), 0, 1)
+    assert torch.equal(elsewhere.scores, scores) and elsewhere.device.type == "cpu"
     for head, count in enumerate([33, 33, 17]):
         mine = received.unflatten(0, (3, -1))[head][:, x.num_tokens - count :]
         one = dataclasses.replace(alone(x, head, count), q_window=None, window_recent=mine.contiguous())

@@ -95,7 +95,9 @@ def score_rows(
     """
     check_rows(cfg, [inputs])
     rows = Rows.of(inputs)
-    entries, device = rows.entries, inputs.keys.device
+    entries, fields = rows.entries, _fields_read(cfg, inputs)
+    # Keys may be on the meta device, where others stand in for them.
+    device = getattr(inputs, fields[-1].name).device if fields else inputs.keys.device
     lengths, pinned = torch.tensor(rows.lengths), torch.tensor(rows.pinned)
     result = LayerScores(layer, num_layers, len(entries), device=device, lengths=lengths, pinned=pinned)
     if comm is not None and comm.replicas > 1:
@@ -104,7 +106,8 @@ def score_rows(
     elif compete_over_ranks(cfg, comm) is None and not evicts_rows(cfg, entries):
         return result
     window = budget_and_window(cfg)[1]
-    fields = _fields_read(cfg, inputs, min(window, max(entries)))
+    for what in fields:
+        inputs.read(what, min(window, max(entries)))
 
     def score(heads: slice, count: int) -> Tensor | None:
         part = _part(inputs, fields, heads, count)
@@ -138,13 +141,10 @@ def _by_row(
     return found
 
 
-def _fields_read(cfg: EvictionConfig, inputs: LayerInputs, window: int) -> list[Input]:
-    """The inputs that the policy reads, of those that are given. Raises ValueError for one of a wrong shape."""
+def _fields_read(cfg: EvictionConfig, inputs: LayerInputs) -> list[Input]:
+    """The inputs that the policy reads, of those that are given; last what stands in for others."""
     rows = cfg.combines_rows_by
-    fields = [what for what in (*cfg.inputs, *([RECEIVED[rows]] if rows else [])) if inputs.has(what)]
-    for what in fields:
-        inputs.read(what, window)
-    return fields
+    return [what for what in (*cfg.inputs, *([RECEIVED[rows]] if rows else [])) if inputs.has(what)]
 
 
 def _part(inputs: LayerInputs, fields: Sequence[Input], heads: slice, count: int) -> LayerInputs:
