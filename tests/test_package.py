@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvevict.policies import available, parameters
-from vllm_kvevict.policies.__main__ import parameter_table, policy_table
+from vllm_kvevict.policies import parameters
+from vllm_kvevict.policies.__main__ import known, parameter_table, policy_table
 from vllm_kvevict.policies.params import MEANINGS
 from vllm_kvevict.policies.registry import lookup
 
@@ -109,8 +109,8 @@ def test_tables_come_from_the_registry():
 
 def test_policies_link_to_their_papers():
     # The form of the address only: nothing is fetched.
-    known = re.compile(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|openreview\.net/forum\?id=\w{10})")
-    assert {name for name in available() if not known.fullmatch(lookup(name).url)} == {"full"}
+    paper = re.compile(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|openreview\.net/forum\?id=\w{10})")
+    assert {name for name in known() if not paper.fullmatch(lookup(name).url)} == {"full"}
 
 
 def test_readme_is_short():
@@ -119,7 +119,7 @@ def test_readme_is_short():
 
 
 def test_every_parameter_is_explained():
-    assert set(MEANINGS) == {name for policy in available() for name in parameters(policy)}
+    assert set(MEANINGS) == {name for policy in known() for name in parameters(policy)}
 
 
 def test_ci_runs_the_readme_test_command():

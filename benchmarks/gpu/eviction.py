@@ -47,7 +47,7 @@ from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
 from vllm_kvevict.schedules.eviction import QueryRows, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
-from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.inputs import LayerStep, Sources
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import eviction_of, plan_of, schedule_for
 
@@ -103,7 +103,8 @@ class Prompt:
                 "policies that read the model's weights or positions are not measured here"
             )
 
-        self.evictor = Evictor(self.cache, 0, layers, None, none, CUDA.is_asynchronous, received, none)
+        sources = Sources(self.cache, none, none, received)
+        self.evictor = Evictor(self.cache, 0, layers, None, sources, CUDA.is_asynchronous)
         self.request_slot = self.cache.open()
         self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
 

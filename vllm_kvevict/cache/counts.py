@@ -58,6 +58,16 @@ class PageCount:
             gains.append(crossed)
         return cls(pages, tokens, sum(residues), tuple(gains))
 
+    def after_dropping(self, entries: int, tokens: int) -> "PageCount":
+        """The count once ``tokens`` tokens are stored and each row has dropped so many entries.
+
+        Those are not more than each has taken since ``self.tokens``.
+        """
+        rest = tokens - entries
+        pages = self.at(rest)
+        gains = (self.at(rest + more) - pages for more in range(self.page_size))
+        return PageCount(pages, tokens, self.rows, tuple(gains))
+
     @classmethod
     def most(cls, entries: int, tokens: int, rows: int, page_size: int) -> "PageCount":
         """A bound: never below what ``rows`` rows hold which have so many entries together, wherever each ends.

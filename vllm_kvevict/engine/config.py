@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine import read
+from vllm_kvevict.engine.decoding import (
+    ANSWER_FROM,
+    BUDGET,
+    DecodeOptions,
+    answer_from,
+)
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.engine.names import KEY as KEY
@@ -25,9 +31,10 @@ from vllm_kvevict.engine.parameters import (
 )
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
 from vllm_kvevict.policies import EvictionConfig, available
-from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.policies.answers import policy_for_answers
+from vllm_kvevict.policies.registry import decoding_policies, lookup
 from vllm_kvevict.schedules import inputs
-from vllm_kvevict.schedules.plan import Plan, needs_reserve
+from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
 from vllm_kvevict.schedules.registry import plan_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -36,7 +43,7 @@ LONG = 1 << 40  # tokens of a prompt that is longer than any window
 
 ENGINE_DEFAULTS = {name: option.default for name, option in ENGINE_OPTIONS.items()}
 
-REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len")
+REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", BUDGET, ANSWER_FROM)
 """Fields of ``vllm_xargs`` that a request may carry."""
 
 REPEAT_ROWS = "kv_repeat_rows"
@@ -72,6 +79,8 @@ class Options:
         policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
         policy_params: parameters of other policies than the default one, by name.
         max_window: the largest window that a request may set; None for :attr:`most_window`.
+        decode_budget: entries of an answer that each KV head keeps on average while it is written; 0: all.
+        decode_interval, decode_window, decode_policy: as of :class:`DecodeOptions`; None for the defaults.
         eviction_log: file to which the scheduler appends a line of JSON for each evicted request; None for no file.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
@@ -88,6 +97,10 @@ class Options:
     defaults: str = ENGINE_DEFAULTS["defaults"]
     policy_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_window: int | None = ENGINE_DEFAULTS["max_window"]
+    decode_budget: int = 0
+    decode_interval: int | None = ENGINE_DEFAULTS["decode_interval"]
+    decode_window: int | None = ENGINE_DEFAULTS["decode_window"]
+    decode_policy: str | None = ENGINE_DEFAULTS["decode_policy"]
     eviction_log: str | None = ENGINE_DEFAULTS["eviction_log"]
     check: bool = False
 
@@ -110,11 +123,13 @@ class Options:
                 f"--kv-eviction: unknown policy {policy!r} (choose from {', '.join(available())})"
             )
         budget = read.budget(raw.pop("budget", DEFAULT_BUDGET))
+        decode_budget = read.whole("--kv-decode-budget", raw.pop("decode_budget", 0), least=0)
         engine = _take_engine_options(raw)
         flag, named = "--kv-eviction-config", f"--kv-eviction {policy}"
         check_parameters(policy, budget, raw, engine["defaults"], flag, ENGINE_DEFAULTS, named)
-        options = cls(policy, budget, raw, **engine)
+        options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
+        options.decoding.check()
         return options
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +137,8 @@ class Options:
         engine = {name: getattr(self, name) for name in ENGINE_DEFAULTS}
         if not isinstance(self.policies, str):
             engine["policies"] = list(self.policies)
-        return {"policy": self.policy, "budget": self.budget, "check": self.check, **engine, **self.params}
+        ours = {"policy": self.policy, "budget": self.budget, "decode_budget": self.decode_budget}
+        return {**ours, "check": self.check, **engine, **self.params}
 
     def allows(self, policy: str) -> bool:
         """Whether a request may name a policy."""
@@ -135,7 +151,7 @@ class Options:
         """Refuse parameters of policies that there are not, have others, or are given elsewhere."""
         flag = "--kv-eviction-config.policy_params"
         for policy, params in self.policy_params.items():
-            if policy not in available():
+            if policy not in (*available(), *decoding_policies()):
                 raise KVEvictionError(
                     f"{flag}: unknown policy {policy!r} (choose from {', '.join(available())})"
                 )
@@ -144,7 +160,7 @@ class Options:
                     f"{flag} is for policies other than the server's own: set a parameter of {policy} with "
                     "--kv-eviction-config.NAME VALUE"
                 )
-            if not self.allows(policy):
+            if not self.allows(policy) and policy != self.decoding.policy:
                 raise KVEvictionError(
                     f"{flag}.{policy} has no effect, since requests may not choose {policy} on this server: name it in "
                     "--kv-eviction-config.policies"
@@ -154,6 +170,20 @@ class Options:
     def params_of(self, policy: str) -> Mapping[str, Any]:
         """The parameters that the server sets for a policy."""
         return self.params if policy == self.policy else self.policy_params.get(policy, {})
+
+    @functools.cached_property
+    def decoding(self) -> DecodeOptions:
+        """What is said of answers."""
+        policy = self.decode_policy or policy_for_answers(self.policy)
+        return DecodeOptions(
+            self.decode_budget,
+            self.decode_interval,
+            self.decode_window,
+            policy,
+            self.params_of(policy),
+            self.defaults,
+            self.page_size,
+        )
 
     @property
     def configs(self) -> list[EvictionConfig]:
@@ -252,11 +282,17 @@ class Options:
                 f"kv_prefix_len must not exceed the length of the prompt, {prompt_len} tokens, got {prefix_len}",
                 "kv_prefix_len",
             )
-        return self.plan_with(config, prompt_len if prefix_len is None else prefix_len)
+        fields = extra_args or {}
+        budget = self.decoding.budget_of(fields)
+        begins = answer_from(fields, prompt_len, prefix_len, budget)
+        answer = self.decoding.phase(budget, begins) if budget else None
+        return self.plan_with(config, begins if prefix_len is None else prefix_len, answer)
 
-    def plan_with(self, config: EvictionConfig, n: int) -> Plan:
-        """The plan of a prompt, or of a prefix, of n tokens under a configuration."""
-        return Plan(config) if n < self.min_prompt else plan_of(config, n)
+    def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
+        """The plan of a prompt, or of a prefix, of n tokens under a configuration, and of its answer."""
+        if n < self.min_prompt:
+            return Plan(config, () if answer is None else (answer,))
+        return plan_of(config, n, answer)
 
     def fields_in_scope(
         self,

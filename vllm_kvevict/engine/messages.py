@@ -23,6 +23,7 @@ class Handshake(KVConnectorHandshakeMetadata):
         version: of this package there.
         has_w_o: whether policies can read the output projections of its layers.
         has_rotary: whether they can undo their rotary embedding.
+        ring_parts: answers whose queries it can keep at once.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     version: str
     has_w_o: bool = True
     has_rotary: bool = True
+    ring_parts: int = 0
 
 
 @dataclass

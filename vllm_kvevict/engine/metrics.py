@@ -1,5 +1,6 @@
 """What operators see: Prometheus metrics, and one summary in the periodic log line."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,10 +12,11 @@ if TYPE_CHECKING:
     from vllm_kvevict.schedules.reports import EvictionRecord
 
 PREFIX = "vllm:kv_eviction_"
+PHASES = ("prefill", "decode")
+"""What was evicted: a prompt once it was read, or an answer while it was written. Labels of all that is told of it."""
 COUNTERS = {
     "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
     "freed_pages": "Pages that evictions freed, over all ranks; the prefix cache may keep them.",
-    "cache_drops": "Compressed prefixes that were dropped to make room.",
 }
 HISTOGRAMS = {
     "kept_ratio": ("Share of a request's KV entries kept by its eviction.", [i / 20 for i in range(1, 21)]),
@@ -47,13 +49,16 @@ class EvictionStats(KVConnectorStats):
 
     def on_eviction(self, eviction: "EvictionRecord") -> None:
         """Record a request that every rank has evicted."""
-        self._add("evicted_tokens", eviction.stored - eviction.kept)
-        self._add("freed_pages", eviction.freed_pages)
-        policies = self.data.setdefault("evictions", {})
-        policies[eviction.policy] = policies.get(eviction.policy, 0) + 1
-        self.data.setdefault("kept_ratio", []).append(eviction.kept / eviction.stored)
-        for name in ("decision_seconds", "compaction_seconds"):
-            self.data.setdefault(name, []).append(getattr(eviction, name))
+        told = {
+            "evicted_tokens": eviction.stored - eviction.kept,
+            "freed_pages": eviction.freed_pages,
+            "evictions": {eviction.policy: 1},
+            "kept_ratio": [eviction.kept / eviction.stored],
+            "decision_seconds": [eviction.decision_seconds],
+            "compaction_seconds": [eviction.compaction_seconds],
+        }
+        phases = self.data.setdefault("phases", {})
+        phases[eviction.phase] = _joined(phases.get(eviction.phase, {}), told)
 
     def on_gauges(
         self,
@@ -86,20 +91,22 @@ class EvictionStats(KVConnectorStats):
                 merged.data[name] = {**merged.data.get(name, {}), **value}
             elif name == "cached_entries":
                 merged.data[name] = value
-            elif name == "evictions":
+            elif name == "phases":
                 known = merged.data.get(name, {})
-                merged.data[name] = {p: known.get(p, 0) + value.get(p, 0) for p in {**known, **value}}
-            else:  # counters add up, lists of observations join
-                merged.data[name] = merged.data[name] + value if name in merged.data else value
+                phases = {phase: _joined(known.get(phase, {}), told) for phase, told in value.items()}
+                merged.data[name] = {**known, **phases}
+            else:
+                merged.data[name] = merged.data.get(name, 0) + value
         return merged
 
     def reduce(self) -> dict[str, int | float]:
-        ratios = self.data.get("kept_ratio", [])
+        phases = self.data.get("phases", {}).values()
+        ratios = [ratio for told in phases for ratio in told["kept_ratio"]]
         ranks = self.data.get("ranks", {}).values()
         summary: dict[str, int | float] = {"evictions": len(ratios)}
         if ratios:
             summary["mean kept ratio"] = round(sum(ratios) / len(ratios), 3)
-            summary["freed pages"] = self.data["freed_pages"]
+            summary["freed pages"] = sum(told["freed_pages"] for told in phases)
         summary["pages held"] = max((rank["physical_pages"] for rank in ranks), default=0)
         return summary
 
@@ -108,6 +115,17 @@ class EvictionStats(KVConnectorStats):
 
     def reset(self) -> None:
         self.data = {}
+
+
+def _joined(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What was told of evictions, with more of it: counts add up, lists of observations join."""
+    joined = dict(before)
+    for name, value in more.items():
+        if isinstance(value, dict):
+            joined[name] = _joined(before.get(name, {}), value)
+        else:
+            joined[name] = before[name] + value if name in before else value
+    return joined
 
 
 class EvictionPromMetrics(KVConnectorPromMetrics):
@@ -123,15 +141,19 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list]
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        self.counters = {name: self._counter(name, text, labelnames) for name, text in COUNTERS.items()}
-        self.evictions = self._counter("evictions", "Requests evicted, by policy.", [*labelnames, "policy"])
+        by_phase = [*labelnames, "phase"]
+        self.counters = {name: self._counter(name, text, by_phase) for name, text in COUNTERS.items()}
+        about = "Evictions, by policy; a request's answer may be evicted more than once."
+        self.evictions = self._counter("evictions", about, [*by_phase, "policy"])
+        about = "Compressed prefixes that were dropped to make room."
+        self.cache_drops = self._counter("cache_drops", about, labelnames)
         # The front-end counts them before it is known which engine a request goes to.
         about = "Chats that scope prefix keeps whole, by reason."
         self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
         self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
             name: self._histogram_cls(
-                name=PREFIX + name, documentation=text, buckets=buckets, labelnames=labelnames
+                name=PREFIX + name, documentation=text, buckets=buckets, labelnames=by_phase
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
@@ -140,11 +162,14 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self.gauges = {name: self._gauge(name, text, [*labelnames, "rank"]) for name, text in GAUGES.items()}
         # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
         for labels in per_engine.values():
-            for metric in (*self.counters.values(), *self.histograms.values(), self.cached_entries):
+            for metric in (self.cache_drops, self.cached_entries):
                 metric.labels(*labels)
+            for phase in PHASES:
+                for metric in (*self.counters.values(), *self.histograms.values()):
+                    metric.labels(*labels, phase)
             for policy in available():
                 if policy != "full":
-                    self.evictions.labels(*labels, policy)
+                    self.evictions.labels(*labels, "prefill", policy)
         for reason in KEPT_WHOLE:
             self.kept_whole.labels(self.model_name, reason)
         EvictionPromMetrics.of_process = self
@@ -160,18 +185,28 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, counter in self.counters.items():
-            counter.labels(*labels).inc(transfer_stats_data.get(name, 0))
+        for phase, told in transfer_stats_data.get("phases", {}).items():
+            self._observe_phase(told, [*labels, phase])
+        self.cache_drops.labels(*labels).inc(transfer_stats_data.get("cache_drops", 0))
         if "cached_entries" in transfer_stats_data:
             self.cached_entries.labels(*labels).set(transfer_stats_data["cached_entries"])
-        for policy, count in transfer_stats_data.get("evictions", {}).items():
-            self.evictions.labels(*labels, policy).inc(count)
-        for name, histogram in self.histograms.items():
-            for value in transfer_stats_data.get(name, ()):
-                histogram.labels(*labels).observe(value)
         for rank, values in transfer_stats_data.get("ranks", {}).items():
             for name, gauge in self.gauges.items():
                 gauge.labels(*labels, rank).set(values[name])
+
+    def _observe_phase(self, told: Mapping[str, Any], labels: list) -> None:
+        """Take over what was told of the evictions of one phase.
+
+        Args:
+            labels: with the phase.
+        """
+        for name, counter in self.counters.items():
+            counter.labels(*labels).inc(told[name])
+        for policy, count in told["evictions"].items():
+            self.evictions.labels(*labels, policy).inc(count)
+        for name, histogram in self.histograms.items():
+            for value in told[name]:
+                histogram.labels(*labels).observe(value)
 
 
 def count_kept_whole(reason: str) -> None:

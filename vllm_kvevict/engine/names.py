@@ -3,4 +3,4 @@
 KEY = "kv_eviction"
 """The key of our part of ``VllmConfig.additional_config``."""
 
-FLAGS = {"--kv-eviction", "--kv-budget", "--kv-eviction-config"}
+FLAGS = {"--kv-eviction", "--kv-budget", "--kv-decode-budget", "--kv-eviction-config"}

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.params import DEFAULTS, to_int
+from vllm_kvevict.policies.registry import decoding_policies
 
 ALL, UNRESERVED = "all", "unreserved"
 """What may stand for policies in a list of them: every one, and those that need no reserve."""
@@ -111,6 +112,13 @@ class Option:
     meaning: str
 
 
+def decode_policy(flag: str, value: Any) -> str | None:
+    """A policy that can evict answers, or none."""
+    if value is not None and value not in decoding_policies():
+        raise KVEvictionError(f"{flag} must be one of {', '.join(decoding_policies())}, got {value!r}")
+    return None if value is None else str(value)
+
+
 SCOPE = one_of("prompt", "prefix")
 """What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
 NOT_GIVEN = f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}"
@@ -130,6 +138,21 @@ ENGINE_OPTIONS = {
         None,
         whole_or_none,
         "largest window that a request may set; null: the largest of the policies that it may choose",
+    ),
+    "decode_interval": Option(
+        None,
+        whole_or_none,
+        "tokens between evictions of an answer; null: an eighth of its budget, at least 128",
+    ),
+    "decode_window": Option(
+        None,
+        whole_or_none,
+        "last tokens of an answer that always stay; their queries score the others; null: 16, with rkv 8",
+    ),
+    "decode_policy": Option(
+        None,
+        decode_policy,
+        "the policy that evicts answers; null: the server's own if it can, else ada-snapkv",
     ),
     "eviction_log": Option(None, path, "file that gets one line of JSON for each eviction"),
 }

@@ -5,18 +5,24 @@ import sys
 from collections.abc import Sequence
 
 from .params import MEANINGS, WINDOW, Parameter
-from .registry import available, lookup
+from .registry import available, decoding_policies, lookup
+
+
+def known() -> tuple[str, ...]:
+    """Policies for prompts, and behind them those for answers alone."""
+    return (*available(), *(name for name in decoding_policies() if not lookup(name).prompts))
 
 
 def policy_table() -> str:
-    """All policies in Markdown: what each keeps, where it comes from, its parameters with their defaults."""
-    rows = ["| policy | keeps | source | parameters |", "|---|---|---|---|"]
-    for name in available():
+    """All policies in Markdown: what each keeps, of what, where it comes from, its parameters with their defaults."""
+    rows = ["| policy | keeps | of | source | parameters |", "|---|---|---|---|---|"]
+    for name in known():
         policy = lookup(name)
+        evicted = " and ".join(["prompts"] * policy.prompts + ["answers"] * policy.decodes)
         mark = " (experimental)" if policy.experimental else ""
         settings = ", ".join(f"`{parameter.setting}`" for parameter in policy.parameters)
         source = f"[{policy.source}]({policy.url})" if policy.url else policy.source
-        rows.append(f"| `{name}`{mark} | {policy.summary} | {source} | {settings} |")
+        rows.append(f"| `{name}`{mark} | {policy.summary} | {evicted} | {source} | {settings} |")
     return "\n".join(rows)
 
 
@@ -24,9 +30,9 @@ def parameter_table() -> str:
     """All parameters in Markdown: accepted values, those that one request may give, and meaning."""
     rows = ["| parameter | values | per request | meaning |", "|---|---|---|---|"]
     # Where policies accept different values, as the first of them does.
-    known = {p.name: p for name in reversed(available()) for p in lookup(name).parameters}
+    first = {p.name: p for name in reversed(known()) for p in lookup(name).parameters}
     for name, meaning in MEANINGS.items():
-        rows.append(f"| `{name}` | {known[name].expects} | {by_request(known[name])} | {meaning} |")
+        rows.append(f"| `{name}` | {first[name].expects} | {by_request(first[name])} | {meaning} |")
     return "\n".join(rows)
 
 

@@ -229,6 +229,8 @@ MEANINGS = {
     "blend": "weight of the keys' leverage compared with the attention among neighbours",
     "n_future": "number of positions after the prompt over which future queries are averaged",
     "epsilon": "added to the expected attention before it is multiplied by the value's norm",
+    "mix": "weight of the attention compared with the redundancy",
+    "threshold": "cosine above which two keys say the same",
     "take_chunk": "tokens of a chunk; the prompt is evicted after each chunk",
     "take_probe": "number of last tokens of the prompt; their queries guide every eviction, and they always stay",
     "take_guide": "whose queries choose: those of the prompt's last tokens, or of each chunk (for comparison)",

@@ -200,10 +200,15 @@ class Schedule(ABC):
         below = self.kept_pages(phase, 0, rank, page_size, rank.num_layers - 1)
         return min(rank.rows * whole, rank.num_kv_heads * whole + below)
 
-    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
+    def kept_pages(
+        self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int, shared: int = 0
+    ) -> int:
         """The most pages that a rank's lowest ``num_layers`` layers hold ``more`` tokens after an eviction.
 
         Whatever the scores: of rows that compete any may win.
+
+        Args:
+            shared: further entries of each layer that its rows share in any way.
         """
         config, n = phase.config, phase.end
         heads, always = rank.num_kv_heads, config.window_for(n) + num_sinks(config, n)
@@ -213,10 +218,19 @@ class Schedule(ABC):
         for budget, layers in Counter(every[rank.first_layer :][:num_layers]).items():
             if config.heads_compete:
                 most = most_candidates(config, budget - always, n - always, heads, rank.num_model_kv_heads)
-                pages += layers * ragged_pages(most, heads, always + more, n + more, page_size)
+                longest = n + more + shared
+                pages += layers * ragged_pages(most + shared, heads, always + more, longest, page_size)
             else:
-                pages += layers * heads * pages_for(budget + more, page_size)
+                longest = budget + more + shared
+                pages += layers * ragged_pages(shared, heads, budget + more, longest, page_size)
         return pages
+
+    def kept_of_answer(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+        """What a rank's rows hold of an answer after an eviction: entries of each, and those that a layer's rows share.
+
+        Whatever the scores: of rows that compete any may win.
+        """
+        raise NotImplementedError(f"{type(self).__name__} evicts no answers")
 
     # Who waits.
 

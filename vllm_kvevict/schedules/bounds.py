@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.schedules.base import RankCapacity, pages_for
+from vllm_kvevict.schedules.base import RankCapacity, pages_for, ragged_pages
 from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import schedule_of
 
@@ -83,18 +83,71 @@ class MemoryBounds:
         """The most pages that a rank holds of a request from ``count`` on until it has so many tokens."""
         end = plan.grows_until(count.tokens, tokens)
         pages = count.at(end)
-        return pages if end == tokens else max(pages, self._most_after(plan, index, end, tokens, {}))
+        if end == tokens:
+            return pages
+        return max(pages, self._most_after(plan, index, end, tokens, {}, count))
 
-    def _most_after(self, plan: Plan, index: int, start: int, tokens: int, known: Known) -> int:
-        """The same from the eviction at ``start`` on, or from a prompt's first token."""
+    def _most_after(
+        self,
+        plan: Plan,
+        index: int,
+        start: int,
+        tokens: int,
+        known: Known,
+        before: PageCount | None = None,
+    ) -> int:
+        """The same from the eviction at ``start`` on, or from a prompt's first token.
+
+        Args:
+            before: what it held earlier, at least its prompt's eviction done.
+        """
         pages, position = 0, start
         while True:
+            phase = plan.phase_of(position)
+            if phase is not None and phase.pins:
+                # Its later evictions leave it as many entries again.
+                return max(pages, self._most_of_answer(plan, index, phase, tokens - position, before))
             end, counts = plan.grows_until(position, tokens), known.get(position)
+            before = before if counts is None else counts[index]
             held = self._kept(plan, index, position, end) if counts is None else _grown(counts[index], end)
             pages = max(pages, held)
             if end == tokens:
                 return pages
             position = end
+
+    def _most_of_answer(
+        self, plan: Plan, index: int, answer: Phase, more: int, before: PageCount | None
+    ) -> int:
+        """The most pages that a rank holds from an eviction of an answer until ``more`` tokens later.
+
+        Args:
+            before: what it held earlier, its prompt's eviction done; None if that is not known.
+        """
+        rank, more, stop = self.ranks[index], min(more, answer.interval), answer.begins
+        each, shared = schedule_of(answer).kept_of_answer(answer, rank)
+        if plan.prompt is not None:
+            schedule, tokens = schedule_of(plan.prompt), stop - plan.prompt.end + each + more
+            most = schedule.kept_pages(plan.prompt, tokens, rank, self.page_size, rank.num_layers, shared)
+        else:
+            always = stop + each + more
+            pages = ragged_pages(shared, rank.num_kv_heads, always, always + shared, self.page_size)
+            most = rank.num_layers * pages
+        if before is None or (plan.prompt is not None and before.tokens < plan.prompt.end):
+            return most
+        # What rows held does not say where they end once others win, so it may be the looser bound.
+        return min(most, self._grown_to(answer, before, rank, each + more, shared))
+
+    def _grown_to(self, answer: Phase, count: PageCount, rank: RankCapacity, each: int, shared: int) -> int:
+        """The most pages of a rank whose rows hold other entries of an answer than when they were counted.
+
+        Args:
+            each, shared: entries of the answer that each row holds then, and that the rows of a layer share.
+        """
+        more = each - answer.entries_at(count.tokens)
+        if not shared:
+            return count.at(count.tokens + max(0, more))
+        entries = count.entries + rank.rows * more + rank.num_layers * shared
+        return PageCount.most(entries, count.tokens, rank.rows, self.page_size).pages
 
     def _kept(self, plan: Plan, index: int, position: int, tokens: int) -> int:
         """The most pages at so many tokens, if it is evicted at a position and not since."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import Kept, LayerScores, cuts, score_layer, select, whole_model
 from vllm_kvevict.schedules.evictor import Evictor
 from vllm_kvevict.schedules.inputs import Collected, LayerStep, LayerTokens
@@ -28,6 +29,7 @@ from vllm_kvevict.schedules.reports import (
     PartOfEviction,
     Report,
 )
+from vllm_kvevict.schedules.ring import KeptQueries
 
 
 @dataclass
@@ -53,7 +55,9 @@ class ResidentRequest:
 
     def end_eviction(self) -> None:
         """Nothing of its eviction is left: that knows its request, so it would stay until Python looks for circles."""
-        self.eviction = None
+        eviction, self.eviction = self.eviction, None
+        if eviction is not None:
+            eviction.end()
 
     @property
     def starts_by_layer(self) -> bool:
@@ -121,6 +125,8 @@ class Eviction(ABC):
         """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
         self._position = 0
         """Of the eviction that was begun last."""
+        self._stored: list[list[int]] | None = None
+        """[layers][KV heads], entries before the last eviction, where these are not all tokens."""
         self._freed_pages = self._peak_pages = 0
         self._deciding = self._moving = 0.0
 
@@ -152,6 +158,22 @@ class Eviction(ABC):
         """
         return self.resident.request_slot
 
+    def kept_queries(self, rows: slice) -> KeptQueries | None:
+        """Queries of a step's rows that are kept in the ring, of a request as it was before the step."""
+        return None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the running step, whose tokens are counted, is followed by :meth:`after_step`."""
+        return False
+
+    def after_step(self) -> None:
+        """Go on once all layers have attended, where :attr:`is_due`."""
+        raise NotImplementedError(f"{type(self).__name__} is never due")
+
+    def end(self) -> None:  # noqa: B027
+        """Give back what was taken of the rank, if anything was."""
+
     def on_answer(self, answer: Answered) -> None:
         """Go on once the arbiter has answered what this rank claimed last."""
         raise NotImplementedError(f"{type(self).__name__} decides on each stage alone")
@@ -167,13 +189,12 @@ class Eviction(ABC):
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
         position = self.phase.next_eviction(before)
         # The window may straddle steps: its queries are kept as they come.
-        window = self.window(position)
-        first = window.start
+        first = self.window(position).start
         target = slice(max(before, first) - first, max(after, first) - first)
         evicts = after == position and self.evicts_after(position)
         if self.phase.begins and target.stop <= 0 and not evicts:
             return None
-        return QueryRows(rows, target, window.stop - first, evicts, extra)
+        return QueryRows(rows, target, self.window(position).stop - first, evicts, extra)
 
     def repeat_rows(self, extra: ExtraRows) -> QueryRows:
         """What a step that repeats a chunk of the prompt means for the eviction."""
@@ -302,17 +323,18 @@ class Eviction(ABC):
         admission = self.resident.admission
         self.evictor.claims[admission.request_id] = Claim(admission.epoch, said)
 
-    def compact(self, layer: int, kept: Sequence[Tensor]) -> None:
+    def compact(self, layer: int, kept: Sequence[Tensor], first: IntArray | None = None) -> None:
         """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do.
 
         Args:
             kept: of each row, layer by layer, the entries that stay: int64, ascending, counted within the row.
+            first: of each row, the entries at its front that stay where they are; ``kept`` counts those behind them.
         """
         evictor, resident = self.evictor, self.resident
         if evictor.observer is not None:
-            evictor.observer.on_compaction(resident.admission, resident.tokens, layer, kept)
+            evictor.observer.on_compaction(resident.admission, resident.tokens, layer, kept, first)
         started = time.perf_counter()
-        self._freed_pages += evictor.cache.compact(resident.request_slot, layer, kept)
+        self._freed_pages += evictor.cache.compact(resident.request_slot, layer, kept, first)
         self._moving += time.perf_counter() - started
 
     def open_scratch(self, entries: Tensor) -> int:
@@ -351,6 +373,8 @@ class Eviction(ABC):
         if evictor.observer is not None:
             evictor.observer.on_eviction(admission, position)
         pages, residues, kept = evictor.cache.settle(self.resident.request_slot)
+        # What is pinned of an answer's request may be borrowed, and stays so.
+        pages += evictor.cache.borrowed(self.resident.request_slot)
         is_complete = position in self.phase.evictions
         part = self._part(kept.tolist()) if is_complete else None
         report = Report(admission.epoch, position, pages, residues.tolist(), part)
@@ -369,6 +393,7 @@ class Eviction(ABC):
             kept=kept,
             decision_seconds=self._deciding,
             compaction_seconds=self._moving,
+            stored=self._stored,
         )
         self._freed_pages = self._peak_pages = 0
         self._deciding = self._moving = 0.0

@@ -3,17 +3,19 @@
 Owns the news for the scheduler until they are taken.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.parallel import TensorComm
-from vllm_kvevict.policies import LayerScores, Rotary
-from vllm_kvevict.schedules.inputs import Sources, WindowAttention
+from vllm_kvevict.policies import LayerScores
+from vllm_kvevict.schedules.inputs import Sources
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.reports import Claim, Report
+from vllm_kvevict.schedules.ring import QueryRing
 
 
 class Observer(Protocol):
@@ -22,11 +24,18 @@ class Observer(Protocol):
     def on_scores(self, admission: Admission, scores: LayerScores) -> None:
         """A layer was scored."""
 
-    def on_compaction(self, admission: Admission, tokens: int, layer: int, kept: Sequence[Tensor]) -> None:
+    def on_compaction(
+        self,
+        admission: Admission,
+        tokens: int,
+        layer: int,
+        kept: Sequence[Tensor],
+        first: IntArray | None,
+    ) -> None:
         """A layer of a request with so many tokens, or several from it on, is about to be compacted.
 
         Args:
-            kept: as of :meth:`Eviction.compact`.
+            kept, first: as of :meth:`Eviction.compact`.
         """
 
     def on_eviction(self, admission: Admission, tokens: int) -> None:
@@ -42,7 +51,9 @@ class Evictor:
         num_model_layers: layers of the whole model.
         comm: the tensor-parallel group, None where it has one member.
         is_asynchronous: whether the device runs behind the host.
-        output_projection, window_attention, rotary, reserve, kernel_windows: as of :class:`Sources`.
+        sources: of policies' inputs.
+        logits: scale and softcap of each of the rank's layers; a softcap of 0 is none.
+        ring: of answers' queries, None where no answer is evicted by queries.
     """
 
     def __init__(
@@ -51,19 +62,18 @@ class Evictor:
         first_layer: int,
         num_model_layers: int,
         comm: TensorComm | None,
-        output_projection: Callable[[int], Tensor],
+        sources: Sources,
         is_asynchronous: bool,
-        window_attention: WindowAttention | None,
-        rotary: Callable[[], Rotary],
-        reserve: Tensor | None = None,
-        kernel_windows: Collection[int] | None = None,
+        logits: Sequence[tuple[float, float]] = (),
+        ring: QueryRing | None = None,
     ):
         self.cache = cache
         self.first_layer = first_layer
         self.num_model_layers = num_model_layers
         self.comm = comm
         self.is_asynchronous = is_asynchronous
-        self.sources = Sources(cache, output_projection, rotary, window_attention, kernel_windows, reserve)
+        self.sources = sources
+        self.logits, self.ring = logits, ring
         self.observer: Observer | None = None
         self.reports: dict[str, Report] = {}
         self.claims: dict[str, Claim] = {}

@@ -5,10 +5,12 @@ Owns nothing: a plan has no state, and is equal in every process, since it follo
 
 import bisect
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules import inputs
 
@@ -33,6 +35,7 @@ class Phase:
         probe: tokens that a step which reaches a position before the last one computes as well, to choose by them.
         most_cached: the most tokens that the request may begin with which an earlier one has left uncompressed.
         leaves_cached: whether what is read until the first position is what others with the same tokens read.
+        pins: whether all that is stored when it begins stays, and evictions choose among later tokens alone.
     """
 
     config: EvictionConfig
@@ -42,11 +45,28 @@ class Phase:
     probe: int = 0
     most_cached: int = 0
     leaves_cached: bool = False
+    pins: bool = False
 
     @functools.cached_property
     def end(self) -> int:
         """Tokens after which it is evicted for the last time."""
         return self.positions[-1]
+
+    @property
+    def window(self) -> int:
+        """Of an answer: last tokens before an eviction that stay; their queries choose, where the policy reads any."""
+        assert self.config.budget is not None
+        return self.config.window_for(self.config.budget)
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Of an answer: whether queries are kept for its evictions."""
+        return Q_WINDOW in self.config.inputs
+
+    @property
+    def interval(self) -> int:
+        """Of an answer: tokens from one eviction to the next."""
+        return self.positions[1] - self.positions[0]
 
     @property
     def evictions(self) -> Sequence[int]:
@@ -57,9 +77,40 @@ class Phase:
         """The first position after ``tokens`` tokens, which are fewer than ``end``."""
         return self.positions[bisect.bisect_right(self.positions, tokens)]
 
+    def last_eviction(self, tokens: int) -> int | None:
+        """The last position up to ``tokens`` tokens, None if there is none."""
+        index = bisect.bisect_right(self.positions, tokens)
+        return self.positions[index - 1] if index else None
+
+    def entries_at(self, tokens: int) -> int:
+        """Entries of its own tokens that each row holds on average, of a phase that pins what came before."""
+        last, budget = self.last_eviction(tokens), self.config.budget
+        assert budget is not None
+        return tokens - self.begins if last is None else budget + tokens - last
+
     def extra_tokens(self, position: int) -> int:
         """Tokens that a step which ends at ``position`` computes as well, only to choose by them."""
         return self.probe if self.probe and position < self.end and position in self.positions else 0
+
+
+def answer_phase(config: EvictionConfig, interval: int, begins: int) -> Phase:
+    """The phase of an answer that is evicted again and again.
+
+    Args:
+        config: whose budget is D, the entries of the answer that each KV head keeps on average.
+        interval: tokens from one eviction to the next.
+        begins: tokens of the prompt.
+    """
+    assert config.budget is not None
+    return Phase(
+        config,
+        "decoding",
+        range(begins + config.budget + interval, sys.maxsize, interval),
+        begins=begins,
+        most_cached=begins,
+        leaves_cached=True,
+        pins=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +129,11 @@ class Plan:
     def prompt(self) -> Phase | None:
         """The phase in which its prompt, or a prefix of it, is evicted; None when that is kept whole."""
         return self.phases[0] if self.phases and not self.phases[0].begins else None
+
+    @functools.cached_property
+    def answer(self) -> Phase | None:
+        """The phase in which its answer is evicted again and again, beside a pinned prompt; None if that is kept."""
+        return self.phases[-1] if self.phases and self.phases[-1].pins else None
 
     def phase_at(self, tokens: int) -> Phase | None:
         """The phase of the next eviction after ``tokens`` tokens, None when there is none."""
@@ -125,7 +181,16 @@ class Plan:
         if not self.phases:
             return tokens
         first = self.phases[0]
+        if first.pins:
+            # What is borrowed is not moved, so nothing that may be evicted later is left while the request runs.
+            return min(tokens, first.begins)
         return min(tokens, first.positions[0]) if first.leaves_cached else 0
+
+    def leaves_at_end(self, tokens: int) -> int:
+        """Tokens that a request leaves uncompressed when it ends, of so many."""
+        first = self.phases[0] if self.phases else None
+        is_whole = first is None or (first.pins and tokens < first.positions[0])
+        return tokens if is_whole else self.leaves(tokens)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
+from vllm_kvevict.schedules.decoding import Decoding
 from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
 from vllm_kvevict.schedules.plan import Phase, Plan
@@ -39,12 +40,17 @@ def schedule_for(policy: str) -> Schedule:
 
 
 @functools.lru_cache(maxsize=128)
-def plan_of(config: EvictionConfig, n: int) -> Plan:
-    """The plan of a prompt, or of a prefix, of n tokens."""
+def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
+    """The plan of a prompt, or of a prefix, of n tokens.
+
+    Args:
+        answer: the phase in which the answer is evicted; None if it is kept.
+    """
+    later = () if answer is None else (answer,)
     if not config.evicts(n):
-        return Plan(config)
+        return Plan(config, later)
     name = lookup(config.policy).schedule
-    return Plan(config, _schedules[name].phases(config, name, n))
+    return Plan(config, (*_schedules[name].phases(config, name, n), *later))
 
 
 def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:
@@ -81,3 +87,4 @@ register("by weight", ByWeight())
 register("by score", ByScore())
 register("by repeat", ByRepeat())
 register("chunked", Chunked())
+register("decoding", Decoding())

@@ -68,6 +68,7 @@ class PartOfEviction:
         first_head: the rank's first KV head in the model.
         kept: [layers][KV heads] of the rank, entries kept.
         decision_seconds, compaction_seconds: spent on choosing and on moving.
+        stored: as kept, before an eviction of an answer; None for a prompt's, where these are all tokens of each row.
     """
 
     policy: str
@@ -78,6 +79,7 @@ class PartOfEviction:
     kept: Sequence[Sequence[int]]
     decision_seconds: float
     compaction_seconds: float
+    stored: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class EvictionRecord:
         held_pages: the most pages that the request held until then.
         heads: [layers][KV heads] of the model, entries kept.
         decision_seconds, compaction_seconds: spent on choosing and on moving, on the slowest rank.
+        phase: "prefill" for a prompt's, "decode" for one of its answer.
     """
 
     request: str
@@ -124,6 +127,7 @@ class EvictionRecord:
     heads: list[list[int]]
     decision_seconds: float
     compaction_seconds: float
+    phase: str = "prefill"
 
 
 def read_evictions(path: Path) -> Iterator[EvictionRecord]:
@@ -144,28 +148,37 @@ def read_evictions(path: Path) -> Iterator[EvictionRecord]:
 def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> EvictionRecord:
     """Make one eviction, after so many tokens, of what all ranks did, one part of each."""
     heads = kept_by_head(parts)
+    stored = sum(map(len, heads)) * tokens
+    if parts[0].stored is not None:
+        stored = sum(map(sum, _by_head([(part, part.stored or ()) for part in parts])))
     return EvictionRecord(
         request=request_id,
         tokens=tokens,
         policy=parts[0].policy,
         kept=sum(map(sum, heads)),
-        stored=sum(map(len, heads)) * tokens,
+        stored=stored,
         freed_pages=sum(part.freed_pages for part in parts),
         held_pages=sum(part.peak_pages for part in parts),
         heads=heads,
         decision_seconds=max(part.decision_seconds for part in parts),
         compaction_seconds=max(part.compaction_seconds for part in parts),
+        phase="prefill" if parts[0].stored is None else "decode",
     )
 
 
 def kept_by_head(parts: Sequence[PartOfEviction]) -> list[list[int]]:
-    """[layers][KV heads] of the model, entries kept.
+    """[layers][KV heads] of the model, entries kept."""
+    return _by_head([(part, part.kept) for part in parts])
+
+
+def _by_head(told: Sequence[tuple[PartOfEviction, Sequence[Sequence[int]]]]) -> list[list[int]]:
+    """[layers][KV heads] of the model, from what the ranks tell of theirs.
 
     Stages have layers of their own. Ranks of a stage have heads of the same layers; where they replicate a KV head
     they say the same of it, and it counts once.
     """
     layers: dict[int, dict[int, int]] = {}
-    for part in parts:
-        for layer, heads in enumerate(part.kept, part.first_layer):
+    for part, of_rank in told:
+        for layer, heads in enumerate(of_rank, part.first_layer):
             layers.setdefault(layer, {}).update(enumerate(heads, part.first_head))
     return [[heads[head] for head in sorted(heads)] for _, heads in sorted(layers.items())]

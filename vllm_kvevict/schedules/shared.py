@@ -92,7 +92,9 @@ class ByWeight(Schedule):
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True
 
-    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
+    def kept_pages(
+        self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int, shared: int = 0
+    ) -> int:
         """As of :meth:`Schedule.kept_pages`. Layers that were not scored yet may be left with nothing.
 
         What competing heads win grows less than their layer's budget does, so the worst is to share evenly. Where
@@ -106,8 +108,11 @@ class ByWeight(Schedule):
         rounding = num_layers if num_layers < rank.num_layers else 0
         budget = min(m, -(-(rank.num_model_layers * b + rounding) // num_layers))
         if config.heads_compete:
-            most = num_layers * most_candidates(config, budget, m, heads, rank.num_model_kv_heads)
-            return ragged_pages(most, num_layers * heads, window + more, n + more, page_size)
+            most = num_layers * (most_candidates(config, budget, m, heads, rank.num_model_kv_heads) + shared)
+            return ragged_pages(most, num_layers * heads, window + more, n + more + shared, page_size)
+        if shared:
+            most = num_layers * (heads * budget + shared)
+            return ragged_pages(most, num_layers * heads, window + more, n + more + shared, page_size)
         return heads * ragged_pages(num_layers * budget, num_layers, window + more, n + more, page_size)
 
     def decides_across_stages(self, num_stages: int) -> bool:
@@ -150,13 +155,15 @@ class ByScore(Schedule):
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True
 
-    def kept_pages(self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int) -> int:
+    def kept_pages(
+        self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int, shared: int = 0
+    ) -> int:
         """As of :meth:`Schedule.kept_pages`: this rank's rows may win all there is to win."""
         config, n, rows = phase.config, phase.end, num_layers * rank.num_kv_heads
         window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
-        shared = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m)
-        return ragged_pages(shared, rows, window + more, n + more, page_size)
+        won = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m) + num_layers * shared
+        return ragged_pages(won, rows, window + more, n + more + shared, page_size)
 
     def decides_across_stages(self, num_stages: int) -> bool:
         return num_stages > 1

@@ -265,7 +265,8 @@ def test_the_front_ends_own_field_is_not_offered_to_clients():
         check_names({"kv_repeats": 1})
     assert error.value.field_name == "kv_repeats"
     sentence = one_sentence(error)
-    assert sentence == "kv_repeats is unknown (valid: kv_eviction, kv_budget, kv_params, kv_prefix_len)"
+    fields = "kv_eviction, kv_budget, kv_params, kv_prefix_len, kv_decode_budget, kv_answer_from"
+    assert sentence == f"kv_repeats is unknown (valid: {fields})"
 
 
 def test_the_servers_budget_may_not_fit_the_requests_policy():

@@ -30,7 +30,7 @@ from vllm_kvevict.engine.config import (
     needs_reserve,
 )
 from vllm_kvevict.engine.frontend import command_line, plugin
-from vllm_kvevict.policies import available, parameters
+from vllm_kvevict.policies import available, decoding_policies, parameters
 from vllm_kvevict.policies.registry import lookup
 
 PROMPT = 300
@@ -139,7 +139,14 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
         st.sampled_from([{}, {"lava": {"kernel": 21}}, {"streaming-llm": {"sinks": 2}, "snapkv": {}}]),
         st.one_of(JUNK.filter(lambda value: value != {}), INTEGERS, st.just({"lava": {"kernel": 2}})),
     ),
-    "max_window": (st.integers(1, 100) | st.none(), at_least(1)[1].filter(lambda value: value is not None)),
+    **{
+        name: (st.integers(1, 100) | st.none(), at_least(1)[1].filter(lambda value: value is not None))
+        for name in ("max_window", "decode_interval", "decode_window")
+    },
+    "decode_policy": (
+        st.sampled_from(decoding_policies()) | st.none(),
+        st.one_of(JUNK.filter(lambda value: value is not None), INTEGERS, st.just("lava")),
+    ),
     "eviction_log": (
         st.sampled_from([None, "evictions.jsonl", "/no/such/folder/file"]),  # looked for at start-up only
         st.one_of(

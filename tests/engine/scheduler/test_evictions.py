@@ -38,9 +38,10 @@ def records():
 def test_an_eviction_is_counted(eviction):
     statistics = EvictionStats()
     statistics.on_eviction(eviction)
-    assert statistics.data["evicted_tokens"] == 4 * 500 - 400
-    assert statistics.data["kept_ratio"] == [0.2]
-    assert statistics.data["freed_pages"] == 8 * 24
+    told = statistics.data["phases"]["prefill"]
+    assert told["evicted_tokens"] == 4 * 500 - 400
+    assert told["kept_ratio"] == [0.2]
+    assert told["freed_pages"] == 8 * 24
 
 
 def test_the_line_for_people(eviction, records):
@@ -72,6 +73,7 @@ def test_the_lines_for_programs(eviction, tmp_path):
         "heads": [[90, 110], [120, 80]],
         "decision_seconds": 7,
         "compaction_seconds": 14,
+        "phase": "prefill",
     }
     assert json.loads(second)["request"] == 'a "name"\nof a client'
 

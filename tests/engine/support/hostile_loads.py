@@ -39,12 +39,13 @@ from tests.engine.support.servers import (
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import machine
 from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.requests import check_length
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.policies import available, parameters
-from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.policies.registry import decoding_policies, lookup
 
 SMALL = 50
 """Tokens of a request, its answer included, that nobody should have to wait for long."""
@@ -212,6 +213,33 @@ def with_layers(load: Load, seed: int) -> Load:
         load.setup, window=window, states=not window or choose.random() < 0.2, prefix_caching=False
     )
     return dataclasses.replace(load, setup=setup)
+
+
+def with_answers(load: Load, seed: int) -> Load:
+    """The same load on a server that evicts answers, some of them far longer than what is kept of them."""
+    choose = random.Random(f"answers {seed}")
+    policy, window = choose.choice(decoding_policies()), choose.choice((1, 4, 16))
+    least = max(LEAST_BUDGET, window + 1)
+    budget = least + choose.choice((0, 3, 20, 60))
+    options = {
+        **(load.setup.options or {}),
+        "decode_policy": policy,
+        "decode_budget": budget,
+        "decode_interval": max(choose.choice((1, 2, 7, 32, 50)), window),
+        "decode_window": window,
+    }
+    if policy != "rkv" and choose.random() < 0.3:
+        options["decode_interval"] = 1
+    setup = dataclasses.replace(load.setup, options=options, ring_parts=choose.choice((1, 3, 64)))
+    asks = []
+    for ask in load.asks:
+        extra, output = dict(ask.extra_args), ask.output
+        if choose.random() < 0.3:
+            extra["kv_decode_budget"] = choose.choice((0, least, least + 40))
+        if choose.random() < 0.5:
+            output = min(max(output, choose.choice((50, 200, 400))), setup.max_model_len - ask.prompt)
+        asks.append(dataclasses.replace(ask, extra_args=extra, output=max(1, output)))
+    return dataclasses.replace(load, setup=setup, asks=asks)
 
 
 def with_streams(load: Load, seed: int) -> Load:
@@ -615,6 +643,7 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 
 
 KINDS = {
+    "answers": with_answers,
     "streams": with_streams,
     "drafts": with_drafts,
     "pauses": with_pauses,
@@ -632,6 +661,7 @@ ABOUT = {
     "salts": "with both prefix caches, which salts divide",
     "adapters": "with more LoRA adapters than a step may use",
     "layers": "with windows or states beside the layers that are evicted",
+    "answers": "with answers that are evicted while they are written",
 }
 
 

@@ -1,7 +1,7 @@
 """The model as Hugging Face defines it, in fp32: what its attention sees, and what it says without evicted entries."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ def masked_logits(
     seen: torch.Tensor | None = None,
     window: int | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
+    later: Sequence[tuple[int, dict[int, list[list[int]]]]] = (),
+    watch: Callable[[int, torch.Tensor, torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
@@ -38,6 +40,8 @@ def masked_logits(
         seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
         window: of layers that have one, instead of the model's own.
         images: what a model that reads images is given beside the prompt's tokens.
+        later: further evictions, each as ``evicted_at`` and ``kept``.
+        watch: is given each layer's queries, keys ([heads, tokens, d]) and scale.
     """
     layers = evicted_layers(model)
 
@@ -53,10 +57,13 @@ def masked_logits(
             width = window or sliding_window + WIDER.get(module.config.model_type, 0)
             visible &= torch.ones(n, n, dtype=torch.bool).triu(1 - width)
         evicted = layers.index(module.layer_idx) if module.layer_idx in layers else None
-        for head, positions in enumerate(kept.get(evicted, ())):
-            gone = torch.ones(evicted_at, dtype=torch.bool)
-            gone[positions] = False
-            visible[head, evicted_at:, :evicted_at] &= ~gone
+        if watch is not None and evicted is not None:
+            watch(evicted, query[0], key[0], scaling)
+        for position, stays in ((evicted_at, kept), *later):
+            for head, positions in enumerate(stays.get(evicted, ())):
+                gone = torch.ones(position, dtype=torch.bool)
+                gone[positions] = False
+                visible[head, position:, :position] &= ~gone
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         weights = query @ key.transpose(2, 3) * scaling
         if softcap is not None:

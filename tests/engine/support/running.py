@@ -39,6 +39,7 @@ class Ask:
     seed: int = 0
     adapter: LoRARequest | None = field(default=None, kw_only=True)
     params: str | None = field(default=None, kw_only=True)
+    decode_budget: int | None = field(default=None, kw_only=True)
 
     @property
     def prompt(self) -> list[int]:
@@ -58,6 +59,8 @@ class Ask:
             fields["kv_prefix_len"] = self.prefix_len
         if self.params is not None:
             fields["kv_params"] = self.params
+        if self.decode_budget is not None:
+            fields["kv_decode_budget"] = self.decode_budget
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0,

@@ -74,6 +74,7 @@ class Setup:
         window: the sliding window of as many layers beside the evicted ones, which share their memory; 0 for none.
         states: whether there are as many layers besides that remember a state of each request.
         adapters: LoRA adapters that a step may use at most; 0 without LoRA.
+        ring_parts: answers whose queries the workers can keep at once.
         options: of ``additional_config["kv_eviction"]``; None builds vLLM's own scheduler, with as many blocks of
             ``PAGE`` tokens as the first rank's pool has pages for all its rows.
     """
@@ -97,6 +98,7 @@ class Setup:
     window: int = 0
     states: bool = False
     adapters: int = 0
+    ring_parts: int = 64
     options: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "ada-snapkv", "budget": 0.2})
 
     @property
@@ -236,7 +238,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         assert scheduler.connector is not None
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {
-                (rank, 0): Handshake(rank, capacity, __version__, setup.has_w_o)
+                (rank, 0): Handshake(rank, capacity, __version__, setup.has_w_o, ring_parts=setup.ring_parts)
                 for rank, capacity in enumerate(capacities(setup))
             }
         )

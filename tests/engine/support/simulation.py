@@ -68,6 +68,7 @@ class Resident:
     lent: list[np.ndarray] | None = None
     prefix: int | None = None
     segments: list[tuple[int, int]] = field(default_factory=list)
+    pinned: list[np.ndarray] | None = None
     prompt: list[int] = field(default_factory=list)
     resets: int = 0
 
@@ -93,6 +94,12 @@ class Resident:
     def repeats_prompt(self) -> bool:
         """Whether it is evicted once its prompt was repeated."""
         return self.plan.prompt is not None and schedule_of(self.plan.prompt).repeats_prompt
+
+    @property
+    def is_in_answer(self) -> bool:
+        """Whether its answer has come to a position at which it is evicted."""
+        answer = self.plan.answer
+        return answer is not None and self.tokens in answer.positions
 
     @property
     def is_at_end(self) -> bool:
@@ -355,20 +362,20 @@ class Workers:
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == position and resident.repeats_prompt:
+            if resident.tokens == position and resident.repeats_prompt and not resident.is_in_answer:
                 resident.waits = True
             elif resident.tokens == position:
                 leaving.append(resident)
                 is_probed = extra is not None and extra.request_id == name
                 assert (extra_tokens(resident, position) > 0) == is_probed
-            if resident.admission.by_layer:
+            if resident.admission.by_layer and not before:
                 assert (before, resident.tokens) == (0, position) and resident.is_at_end
                 resident.kept = self._choose(resident)
                 for rank, peak in enumerate(self._recycled_peak(resident)):
                     passing[rank] += peak - self.pages(resident.kv_len[rank])
         assert not freezes, f"{list(freezes)} have no pages in this step"
         for resident in leaving:
-            if resident.segments:
+            if resident.segments and not resident.is_in_answer:
                 # Copies of what it keeps are made before its own pages are freed.
                 resident.kept = self._choose(resident)
                 for rank, kept in enumerate(resident.kept):
@@ -381,7 +388,7 @@ class Workers:
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
         for resident in leaving:
-            if self.setup.pipeline and schedule(resident) in CROSS_STAGE:
+            if self.setup.pipeline and schedule(resident) in CROSS_STAGE and not resident.is_in_answer:
                 resident.waits = True
                 asked[resident.admission.request_id] = Question()
         leaving = [resident for resident in leaving if not resident.waits]
@@ -544,6 +551,8 @@ class Workers:
 
     def _choose(self, resident: Resident) -> list[np.ndarray]:
         """Row lengths of each rank, [layers, KV heads]."""
+        if resident.is_in_answer:
+            return self._choose_of_answer(resident)
         config, n = resident.plan.config, resident.plan.prompt.end
         assert n is not None
         if schedule(resident) != "chunked":
@@ -554,6 +563,51 @@ class Workers:
             budgets = [take.chunk_budget(config, n, layer, rank.num_model_layers, last) for layer in layers]
             parts.append(np.minimum(rows, np.array(budgets)[:, None]))
         return parts
+
+    def _choose_of_answer(self, resident: Resident) -> list[np.ndarray]:
+        """What is pinned and, of the answer, as many entries as its budget says on average: of any rows if they
+        compete."""
+        answer = resident.plan.answer
+        assert answer is not None and answer.config.budget is not None
+        if resident.pinned is None:
+            since = resident.tokens - answer.begins
+            resident.pinned = [rows - since for rows in resident.kv_len]
+        budget, window = answer.config.budget, answer.window
+        stored = [rows - pinned for rows, pinned in zip(resident.kv_len, resident.pinned, strict=True)]
+        if not answer.config.heads_compete:
+            kept = [np.full_like(rows, budget) for rows in stored]
+            assert all((own <= rows).all() for own, rows in zip(kept, stored, strict=True))
+        else:
+            kept = self._competing(resident, stored, budget, window)
+        return [pinned + own for pinned, own in zip(resident.pinned, kept, strict=True)]
+
+    def _competing(
+        self, resident: Resident, stored: Sequence[np.ndarray], budget: int, window: int
+    ) -> list[np.ndarray]:
+        """Entries that rows keep of an answer: in each layer heads, in any order, take all they may."""
+        kept = [np.full_like(rows, window) for rows in stored]
+        named = zlib.crc32(f"{resident.admission.request_id} {resident.resets}".encode())
+        for layer in range(self.ranks[0].num_model_layers):
+            ranks = [
+                rank
+                for rank, room in enumerate(self.ranks)
+                if room.first_layer <= layer < room.first_layer + room.num_layers
+            ]
+            heads = [
+                (rank, head)
+                for rank in ranks[:: self.setup.replicas]
+                for head in range(stored[rank].shape[1])
+            ]
+            random.Random(named + layer * (resident.tokens % 3)).shuffle(heads)
+            left = len(heads) * (budget - window)
+            for rank, head in heads:
+                row = layer - self.ranks[rank].first_layer
+                more = min(left, int(stored[rank][row, head]) - window)
+                left -= more
+                for replica in range(rank, rank + self.setup.replicas):
+                    kept[replica][row, head] += more
+            assert left == 0
+        return kept
 
     def _recycled_peak(self, resident: Resident) -> list[int]:
         """The most pages that each rank holds while its layers are evicted one after the other."""
@@ -588,7 +642,8 @@ class Workers:
         plan = resident.plan
         admission = resident.admission
         self.evictions.append((admission.request_id, admission.epoch, resident.tokens))
-        if resident.segments:
+        before_rows = [rows.tolist() for rows in resident.kv_len]
+        if resident.segments and not resident.is_in_answer:
             resident.segments, resident.lent = [], None
         reports = []
         for rank, part in enumerate(parts):
@@ -603,7 +658,15 @@ class Workers:
                     pages=pages,
                     residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
                     part=PartOfEviction(
-                        plan.config.label, before - pages, before, 0, 0, rows.tolist(), 0.0, 0.0
+                        plan.config.label,
+                        before - pages,
+                        before,
+                        0,
+                        0,
+                        rows.tolist(),
+                        0.0,
+                        0.0,
+                        before_rows[rank] if resident.is_in_answer else None,
                     )
                     if plan.phase_of(resident.tokens)
                     else None,

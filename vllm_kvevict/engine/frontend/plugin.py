@@ -30,7 +30,7 @@ logger = init_logger("vllm.kv_eviction")
 EVICTED_KIND = "full_attention"
 """vLLM's name for the layers whose KV is evicted."""
 
-FIELDS = ("kv_eviction", "kv_budget", "kv_eviction_config")
+FIELDS = ("kv_eviction", "kv_budget", "kv_decode_budget", "kv_eviction_config")
 
 
 @functools.cache
@@ -120,6 +120,8 @@ def requested_options(args: Any) -> Options | None:
         raw["policy"] = args.kv_eviction
     if args.kv_budget is not None:
         raw["budget"] = args.kv_budget
+    if args.kv_decode_budget is not None:
+        raw["decode_budget"] = args.kv_decode_budget
     return Options.parse(raw) if raw else None
 
 
@@ -127,7 +129,8 @@ def _check_config(config: Any) -> None:
     """Refuse a ``--kv-eviction-config`` that is no object, or holds what has a flag of its own."""
     if not isinstance(config, dict):
         raise KVEvictionError(f"--kv-eviction-config must be a JSON object, got {config!r}")
-    for name, flag in {"policy": "--kv-eviction", "budget": "--kv-budget"}.items():
+    flags = {"policy": "--kv-eviction", "budget": "--kv-budget", "decode_budget": "--kv-decode-budget"}
+    for name, flag in flags.items():
         if name in config:
             raise KVEvictionError(f"--kv-eviction-config.{name} is not valid: use {flag}")
 
@@ -295,6 +298,15 @@ def _add_flags(parser: Any) -> None:
         f"Default: {DEFAULT_BUDGET}.",
     )
     group.add_argument(
+        "--kv-decode-budget",
+        type=_decode_budget,
+        default=None,
+        metavar="N",
+        help="How much of each answer's KV to keep while it is written: tokens per KV head, on average over heads and "
+        "layers, beside what is kept of the prompt. An answer of any length then fits in that memory and an interval "
+        "(--kv-eviction-config.decode_interval). Default: 0, all of it.",
+    )
+    group.add_argument(
         "--kv-eviction-config",
         type=_json_object,
         action=_Merge,
@@ -338,6 +350,13 @@ def _budget(text: str) -> float:
         return read.budget(text)
     except KVEvictionError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--kv-budget ")) from None
+
+
+def _decode_budget(text: str) -> int:
+    try:
+        return read.whole("--kv-decode-budget", float(text), least=0)
+    except (KVEvictionError, ValueError):
+        raise argparse.ArgumentTypeError(f"must be a whole number of tokens, or 0, got {text!r}") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

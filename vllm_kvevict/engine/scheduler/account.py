@@ -93,6 +93,11 @@ class Account:
     _evicting: Phase | None = None
     """The phase of the eviction that was dispatched last."""
     _arbiter: Arbiter | None = None
+    _answer_evicted_at: int = 0
+    _estimated: set[int] = field(default_factory=set)
+    """Ranks whose counts are a bound since its answer was evicted last."""
+    _crowded: set[int] = field(default_factory=set)
+    """Ranks that may hold more of its answer than their share."""
 
     # What is known.
 
@@ -130,6 +135,10 @@ class Account:
         """Whether its prompt is evicted, or never is, and its counts are exact until the next eviction."""
         return not self._unreported and self.is_evicted_on(0)
 
+    def is_estimate(self, index: int) -> bool:
+        """Whether a rank's count is a bound, since an eviction of its answer is not reported; by the rank's index."""
+        return index in self._estimated
+
     def is_evicted_on(self, index: int) -> bool:
         """Whether that is so on a rank, by its index."""
         prompt, tokens = self.plan.prompt, self.counts[index].tokens
@@ -161,7 +170,15 @@ class Account:
     @property
     def is_lasting(self) -> bool:
         """Whether it uses to its end what it borrows of segments."""
-        return not self.plan.phases
+        return self.plan.prompt is None
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the workers keep queries of its answer: some that choose are stored at all."""
+        answer = self.plan.answer
+        if answer is None or not answer.keeps_queries:
+            return False
+        return self.last_token > answer.positions[0] - answer.window
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
@@ -241,6 +258,9 @@ class Account:
         phase = self.plan.phase_at(before)
         if phase is None or phase.next_eviction(before) > tokens:
             return False
+        if phase.pins:
+            self._evict_answer(phase, tokens, ranks)
+            return False
         self._evicting, self._arbiter = phase, None
         self._unreported = set(range(len(ranks)))
         self._to_repeat = schedule_of(phase).chunks(phase, longest) if tokens == phase.end else []
@@ -249,11 +269,37 @@ class Account:
             self.counts = self._bounds_until_reported(tokens, ranks)
         return phase is self.plan.prompt and tokens == phase.end
 
-    def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
-        """Counts that do not say where its rows end.
+    def _evict_answer(self, answer: Phase, tokens: int, ranks: Sequence[RankCapacity]) -> None:
+        """Count what it holds at most once the step is done; it goes on without waiting for the report of that."""
+        is_ragged = schedule_of(answer).is_ragged(answer.config)
+        for index, rank in enumerate(ranks):
+            if is_ragged and rank.num_kv_heads < rank.num_model_kv_heads:
+                self._crowded.add(index)
+            self._drop_of_answer(index, answer, answer.interval, tokens)
+        self._answer_evicted_at = tokens
 
-        Any row may need a page for its next token. Copies have room for some more tokens, so that their rows count as
-        if they had just begun a page.
+    def _drop_of_answer(self, index: int, answer: Phase, dropped: int, tokens: int) -> None:
+        """Count what a rank holds at most once an eviction of its answer at ``tokens`` tokens is done.
+
+        Args:
+            dropped: entries of each row, on average, that go since its count was taken.
+        """
+        count, is_bound = self.counts[index], index in self._estimated
+        is_ragged = schedule_of(answer).is_ragged(answer.config)
+        if is_ragged:
+            self._estimated.add(index)
+        if index in self._crowded:
+            return  # Until the report it counts as if it had dropped nothing.
+        if is_ragged and not is_bound:
+            entries = count.entries + count.rows * (tokens - dropped - count.tokens)
+            self.counts[index] = PageCount.most(entries, tokens, count.rows, count.page_size)
+        else:
+            self.counts[index] = count.after_dropping(dropped, tokens)
+
+    def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
+        """Counts that do not say where its rows end: any row may need a page for its next token.
+
+        Copies have room for some more tokens, so that their rows count as if they had just begun a page.
         """
         residues = [0] * self.counts[0].page_size
         counts = []
@@ -285,9 +331,24 @@ class Account:
         """A rank has evicted it and holds so much; what it needs now. Tokens may be ahead: steps in flight."""
         self.counts[index] = count
         self._unreported.discard(index)
-        held = list(self.held)
-        held[index] = count.at(self.tokens) - self.borrowed[index]
-        return self.need_with(held)
+        answer, evicted_at = self.plan.answer, self._answer_evicted_at
+        if answer is not None and count.tokens < evicted_at:
+            # Of its prompt, when steps in flight of a replay have evicted its answer as well.
+            self._estimated.discard(index)
+            left = answer.begins + answer.entries_at(evicted_at)
+            self._drop_of_answer(index, answer, evicted_at - left, evicted_at)
+        now = self.counts[index].at(self.tokens) - self.borrowed[index]
+        return self.need_with([*self.held[:index], now, *self.held[index + 1 :]])
+
+    def on_answer_report(self, index: int, count: PageCount) -> Need | None:
+        """A rank has evicted its answer and holds so much; what it needs now.
+
+        None if it was evicted again meanwhile: what it held in between says nothing any more.
+        """
+        if count.tokens < self._answer_evicted_at:
+            return None
+        self._estimated.discard(index)
+        return self.on_report(index, count)
 
     def on_complete_report(self, index: int, count: PageCount, most: int, borrowed: int) -> Need:
         """As :meth:`on_report`, of a complete eviction: the rest of a replay is promised by what is known now.

@@ -194,13 +194,18 @@ class AdmissionControl:
             if account.is_reading:
                 pages += now
             else:
+                count, soon = account.counts[index], account.tokens + steps
+                most = count.at(soon)
+                if account.plan.answer is not None:
+                    most = self.bounds.most_held(account.plan, index, count, soon)
                 # Whose prompt is being repeated holds more now than then.
-                pages += max(now, account.counts[index].at(account.tokens + steps) - account.borrowed[index])
+                pages += max(now, most - account.borrowed[index])
         return pages
 
     def expected_end(self, account: Account, patient: bool = False) -> int:
         """Tokens an account is expected to have at its end; as many as it may have if it was preempted too often."""
-        if patient or account.preemptions >= PATIENCE:
+        # However long an answer is that is evicted itself: it never holds more than until its second eviction.
+        if patient or account.preemptions >= PATIENCE or account.plan.answer is not None:
             reserve = account.max_tokens
         else:
             produced = max(account.tokens, account.prefill_len) - account.prompt_len

@@ -51,6 +51,7 @@ class SchedulerEnd:
         self.ledger.requests.learn(
             has_w_o=all(handshake.has_w_o for handshake in handshakes),
             has_rotary=all(handshake.has_rotary for handshake in handshakes),
+            ring_parts=min(handshake.ring_parts for handshake in handshakes),
         )
         logger.info(self._start_up_line())
         mark_started()

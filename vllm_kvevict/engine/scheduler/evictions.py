@@ -43,8 +43,10 @@ class EvictionLog:
 
 
 def _for_people(eviction: EvictionRecord) -> str:
+    # Of an answer, what its rows held before is what earlier evictions left.
+    before = eviction.tokens if eviction.phase == "prefill" else 0
     layers = "; ".join(
-        f"layer {layer}: {sum(heads)}/{len(heads) * eviction.tokens} ({' '.join(map(str, heads))})"
+        f"layer {layer}: {sum(heads)}{f'/{len(heads) * before}' if before else ''} ({' '.join(map(str, heads))})"
         for layer, heads in enumerate(eviction.heads)
     )
     return (

@@ -71,6 +71,13 @@ class Gate:
         spare = [pages + before - after for pages, before, after in zip(freed, now, then, strict=True)]
         return self._books.fits(account, account.need_at(num_new_tokens), spare)
 
+    def _lacks_part_of_ring(self, new: Account) -> bool:
+        """Whether a request's queries have to be kept while it answers, and all memory for that is in use."""
+        if not new.keeps_queries:
+            return False
+        keeping = sum(account.keeps_queries for account in self._requests.accounts.values())
+        return keeping >= self._requests.ring_parts
+
     def has_room_for(self, request: Request, new: Account) -> bool:
         """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
         place = None
@@ -78,6 +85,8 @@ class Gate:
             place = self._reserve.find(reserved)
             if place is None:
                 return False
+        if self._lacks_part_of_ring(new):
+            return False
         books, accounts = self._books, self._requests.accounts
         new.take_place(place, books.others.blocks_beside(request))
         pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), new)

@@ -312,6 +312,11 @@ class PageLedger(KVCacheManager):
             self.shared.compressed.drop_forgotten()
             return
         phase = account.plan.phase_of(report.tokens)
+        if phase is not None and phase.pins:
+            of_answer = account.on_answer_report(index, count)
+            if of_answer is not None:
+                self.books.hold(account, of_answer)
+            return
         if phase is None:
             need = account.on_report(index, count)
         else:

@@ -34,6 +34,7 @@ class Requests:
         in_flight: vLLM's requests, by id.
         kept: what each rank keeps of requests, by the positions of complete evictions; a replay keeps it again.
         has_w_o, has_rotary: whether the workers find output projections, and a rotary embedding that can be undone.
+        ring_parts: answers whose queries the workers can keep at once.
     """
 
     def __init__(self, options: Options, control: AdmissionControl, key_of: KeyOf, fewest_read: int):
@@ -43,13 +44,14 @@ class Requests:
         self.in_flight: dict[str, Request] = {}
         self.kept: dict[str, Known] = {}
         self.has_w_o = self.has_rotary = True
+        self.ring_parts = 0
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, Hashable | None] = {}
         self._until_read: dict[str, tuple[int, list[int]]] = {}
 
-    def learn(self, has_w_o: bool, has_rotary: bool) -> None:
-        """What all workers find in the model; see the attributes."""
-        self.has_w_o, self.has_rotary = has_w_o, has_rotary
+    def learn(self, has_w_o: bool, has_rotary: bool, ring_parts: int = 0) -> None:
+        """What all workers find in the model, and have room for; see the attributes."""
+        self.has_w_o, self.has_rotary, self.ring_parts = has_w_o, has_rotary, ring_parts
 
     @property
     def is_empty(self) -> bool:
@@ -64,13 +66,13 @@ class Requests:
         if plan is None:
             params = request.sampling_params
             plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
-            if plan.phases and (lacking := self._lacking(plan.config)):
+            if plan.prompt and (lacking := self._lacking(plan.config)):
                 logger.warning_once(
                     "KV eviction: kv_eviction=%s needs %s, which this model lacks, so such requests are kept whole",
                     plan.config.policy,
                     lacking,
                 )
-                plan = Plan(plan.config)
+                plan = Plan(plan.config, plan.phases[1:] if plan.prompt else plan.phases)
             self._plans[request.request_id] = plan
         return plan
 

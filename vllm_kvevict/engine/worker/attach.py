@@ -22,7 +22,7 @@ from vllm_kvevict.engine.devices import Device
 from vllm_kvevict.engine.errors import finds_none
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
-from vllm_kvevict.engine.worker.batch import Decodes
+from vllm_kvevict.engine.worker.batch import Batch, Decodes
 from vllm_kvevict.engine.worker.blocks import BlockPages
 from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
@@ -32,6 +32,8 @@ from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.inputs import Sources
+from vllm_kvevict.schedules.ring import KeptQueries, QueryRing, RingStep
 
 
 @dataclass
@@ -77,6 +79,21 @@ class Rank:
         yield
         self.cache.remove_pages(pages)
 
+    def ring_step(self, batch: Batch, kept: Sequence[KeptQueries], num_requests: int) -> RingStep | None:
+        """What a step's layers keep of queries; None if nothing, and no CUDA graph may be replayed."""
+        ring, decodes = self.evictor.ring, batch.decodes
+        if ring is None:
+            return None
+        if decodes is None or decodes.tokens is not None or not self.pages.uses_triton:
+            return ring.step(kept) if kept else None
+        # A graph writes what was captured: all of its rows, to places that are looked up.
+        return ring.replayable_step(kept, num_requests)
+
+    def keep_queries(self, layer: int, query: Tensor, step: RingStep) -> None:
+        """Keep a layer's queries; arguments as of :meth:`QueryRing.write`."""
+        assert self.evictor.ring is not None
+        self.evictor.ring.write(layer, query, step)
+
     def decode(
         self,
         layer: int,
@@ -104,6 +121,7 @@ def attach(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Tensor],
     reserve: Tensor | None,
+    ring: QueryRing | None,
 ) -> Rank:
     """Take over vLLM's KV memory as one pool of pages.
 
@@ -112,6 +130,7 @@ def attach(
         kv_cache_config: vLLM's layout of the KV memory.
         kv_caches: its views by layer name, all over one allocation; other layers' are among them.
         reserve: as of :class:`vllm_kvevict.schedules.inputs.Sources`.
+        ring: as of :class:`Evictor`.
 
     Raises:
         KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
@@ -121,24 +140,17 @@ def attach(
     _check_heads(vllm_config, layers)
     _check_layers(vllm_config, layers, mine)
     first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
+    logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
     storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
     block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
     pages = device.load(device.pages)(storage, options.page_size, vllm_config)
     cache = _cache(storage, layers, options, pages, max_requests, is_empty=block_pages is not None)
     projections, rotary = _parts_of(model, layers, vllm_config, options)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
-    evictor = Evictor(
-        cache,
-        mine.start,
-        stages[-1].stop,
-        _tensor_comm(vllm_config),
-        projections.of,
-        device.is_asynchronous,
-        pages.window_attention,
-        rotary.read,
-        reserve,
-        options.kernel_windows,
-    )
+    windows = pages.window_attention, options.kernel_windows
+    sources = Sources(cache, projections.of, rotary.read, *windows, reserve)
+    comm, is_behind = _tensor_comm(vllm_config), device.is_asynchronous
+    evictor = Evictor(cache, mine.start, stages[-1].stop, comm, sources, is_behind, logits, ring)
     uses_our_kernel = options.kernels and first.impl.sinks is None
     return Rank(
         {name: index for index, name in enumerate(by_name)},

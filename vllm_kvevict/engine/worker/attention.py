@@ -101,6 +101,8 @@ class RaggedImpl(AttentionImpl):
             self._serve(index, batch, query, key, value, output)
         for request in batch.by_layer:
             self._serve_by_layer(index, request, query, key, value, output)
+        if attn_metadata.ring is not None:
+            runtime.rank.keep_queries(index, query, attn_metadata.ring)
         if attn_metadata.evictions:
             runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
         return output

@@ -36,6 +36,7 @@ class WorkerEnd:
             __version__,
             runtime.rank.projections.available,
             runtime.rank.rotary.available,
+            0 if runtime.ring is None else runtime.ring.num_parts,
         )
 
     def end_step(self) -> WorkerMessages | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.policies import LayerScores
 from vllm_kvevict.schedules.evictor import Evictor
@@ -73,16 +74,24 @@ class Recorder:
             layers = self._scores.setdefault(_key(admission), {})
             layers[scores.layer - self.evictor.first_layer] = scores.scores.cpu().clone()
 
-    def on_compaction(self, admission: Admission, tokens: int, layer: int, kept: Sequence[Tensor]) -> None:
+    def on_compaction(
+        self,
+        admission: Admission,
+        tokens: int,
+        layer: int,
+        kept: Sequence[Tensor],
+        first: IntArray | None,
+    ) -> None:
+        kept = kept if first is None else _with_pinned(kept, first)
         heads = self.evictor.cache.num_kv_heads
         layers = self._stored.setdefault(_key(admission), {})
-        for first in range(0, len(kept), heads):
-            index = layer + first // heads
+        for row in range(0, len(kept), heads):
+            index = layer + row // heads
             before = layers.get(index) or _Stored(0, [torch.empty(0, dtype=torch.int64)] * heads)
             new = torch.arange(before.tokens, tokens)
             positions = [
                 torch.cat([held, new])[entries.cpu()]
-                for held, entries in zip(before.positions, kept[first : first + heads], strict=True)
+                for held, entries in zip(before.positions, kept[row : row + heads], strict=True)
             ]
             layers[index] = _Stored(tokens, positions)
 
@@ -102,6 +111,12 @@ class Recorder:
             )
         if admission.plan.next_eviction(tokens) is None:
             del self._stored[key]
+
+
+def _with_pinned(kept: Sequence[Tensor], first: IntArray) -> list[Tensor]:
+    """What rows keep, counted within the row, with the entries at their front that stay."""
+    pinned = first.ravel().tolist()
+    return [torch.cat([torch.arange(n), entries.cpu() + n]) for n, entries in zip(pinned, kept, strict=True)]
 
 
 def _key(admission: Admission) -> tuple[str, int]:

@@ -1,9 +1,18 @@
-"""The memory in which a rank sums prompts up while they are read; :mod:`vllm_kvevict.engine.scheduler.reserve`."""
+"""Memory that a rank takes at start-up, beside the KV cache: for sums over prompts, for last queries of answers.
+
+Who has which part of it: :mod:`vllm_kvevict.engine.scheduler.reserve`, :mod:`vllm_kvevict.schedules.ring`.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_pp_group
+from vllm.platforms import current_platform
+
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.memory import evicted_layers_of_stages
+from vllm_kvevict.schedules.ring import QueryRing
 
 
 def allocate(vllm_config: Any, size: int, device: torch.device) -> Tensor:
@@ -12,3 +21,24 @@ def allocate(vllm_config: Any, size: int, device: torch.device) -> Tensor:
     rows = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
     # A system gives a page of memory when it is written, and vLLM counts on a CPU what was given.
     return torch.empty(size, rows, dtype=torch.float32, device=device).fill_(0)
+
+
+def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> QueryRing | None:
+    """Memory for the queries of answers that are evicted by them; None if none are."""
+    answer = options.decoding.example
+    if answer is None or not answer.keeps_queries:
+        return None
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = len(evicted_layers_of_stages(vllm_config)[get_pp_group().rank_in_group])
+    each = answer.positions[0] - answer.begins
+    entry = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    # No less than the KV cache will have, which is not known yet.
+    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
+    answers_at_once = max(1, -(-kv_bytes // (entry * each)))
+    parts = min(vllm_config.scheduler_config.max_num_seqs, answers_at_once)
+    heads = model.get_num_attention_heads(parallel)
+    shape = layers, parts + 1, answer.window, heads, model.get_head_size()
+    return QueryRing(
+        torch.empty(shape, dtype=model.dtype, device=device).fill_(0),
+        vllm_config.scheduler_config.max_num_seqs,
+    )

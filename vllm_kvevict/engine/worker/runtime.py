@@ -18,10 +18,11 @@ from vllm_kvevict.engine.messages import RankMessage, StepMessage
 from vllm_kvevict.engine.worker.attach import Rank, attach
 from vllm_kvevict.engine.worker.batch import Batch, Decodes
 from vllm_kvevict.engine.worker.model_runners import batch_request_ids
-from vllm_kvevict.engine.worker.reserve import allocate
+from vllm_kvevict.engine.worker.reserve import allocate, allocate_ring
 from vllm_kvevict.engine.worker.step import Step, StepState, replayable
 from vllm_kvevict.schedules.eviction import ResidentRequest
 from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.ring import QueryRing
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,6 +39,7 @@ class Runtime:
         self.runner = worker.model_runner
         self.residents: dict[str, ResidentRequest] = {}
         self.reserve: Tensor | None = None
+        self.ring: QueryRing | None = None
         self.kv_cache_config: Any = None
         """vLLM's layout of the KV memory, known before :meth:`attach`."""
         self._rank: Rank | None = None
@@ -60,11 +62,19 @@ class Runtime:
                 ", ".join(policies),
             )
 
+        self.ring = allocate_ring(self.vllm_config, self.options, self.runner.device)
+        if self.ring is not None:
+            logger.info(
+                "KV eviction: %.1f MiB are reserved for the last queries of %d answers at once",
+                self.ring.memory.nbytes / 2**20,
+                self.ring.num_parts,
+            )
+
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
         """Take over vLLM's KV memory: its views by layer name. Raises as of :func:`attach`."""
         config, model = self.kv_cache_config, self.runner.model
         self._rank = attach(
-            self.vllm_config, self.options, self.device, model, config, kv_caches, self.reserve
+            self.vllm_config, self.options, self.device, model, config, kv_caches, self.reserve, self.ring
         )
 
     @property
@@ -112,6 +122,7 @@ class Runtime:
         if rank and rank.pages.uses_triton and rank.decode_attention and common.max_query_len == 1:
             none = Decodes(rank.decode_slots[:0], None)
             batch = replayable(rank, Batch(common.num_actual_tokens, None, [], none), common.num_reqs)
+            return StepState(batch, ring=rank.ring_step(batch, (), common.num_reqs))
         return StepState(batch)
 
     def after_attention(

@@ -19,6 +19,7 @@ from vllm_kvevict.schedules.eviction import Eviction, ExtraRows, QueryRows, Resi
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import eviction_of
 from vllm_kvevict.schedules.reports import ExtraTokens
+from vllm_kvevict.schedules.ring import KeptQueries, RingStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -31,10 +32,12 @@ class StepState:
     Attributes:
         batch: the step's; None where vLLM only pretends to serve requests.
         evictions: of requests whose rows they have to see, with these.
+        ring: queries of answers that they keep, None for none.
     """
 
     batch: Batch | None
     evictions: Sequence[tuple[Eviction, QueryRows]] = ()
+    ring: RingStep | None = None
 
 
 class Step:
@@ -56,6 +59,8 @@ class Step:
     ):
         self.rank, self.residents, self.message, self.scheduled = rank, residents, message, scheduled
         self._state: StepState | None = None
+        self._due: list[Eviction] = []
+        """Of answers, that go on once all layers have attended."""
 
     def begin(self, output: "SchedulerOutput") -> None:
         """Free what finished, was preempted or is dropped, and open what was admitted; before any page is taken.
@@ -136,6 +141,8 @@ class Step:
         if resident is None or phase is None:
             return False
         before, after = resident.tokens, resident.tokens + self.scheduled[name]
+        if phase.pins:
+            return False  # what is left to do comes after the layers
         return not phase.begins or after >= phase.next_eviction(before)
 
     def build(self, common: Any, names: Sequence[str]) -> StepState:
@@ -163,18 +170,37 @@ class Step:
         batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
             batch.by_layer.append(lay_out_by_layer(self.rank.cache, self.residents[name].request_slot, span))
-        return StepState(replayable(self.rank, batch, common.num_reqs), self._advance(spans, extra))
+        batch = replayable(self.rank, batch, common.num_reqs)
+        kept: list[KeptQueries] = []
+        evictions = self._advance(spans, extra, kept)
+        return StepState(batch, evictions, self.rank.ring_step(batch, kept, common.num_reqs))
 
-    def _advance(self, spans: dict[str, slice], extra: ExtraRows | None) -> list[tuple[Eviction, QueryRows]]:
-        """Count requests' rows as stored; those that their evictions have to see."""
+    def _advance(
+        self, spans: dict[str, slice], extra: ExtraRows | None, kept: list[KeptQueries]
+    ) -> list[tuple[Eviction, QueryRows]]:
+        """Count requests' rows as stored; those that their evictions have to see.
+
+        Args:
+            kept: gets the queries that the ring keeps.
+        """
         extra_of, seen = None if extra is None else extra.tokens.request_id, []
         for name, span in spans.items():
             resident = self.residents[name]
             eviction = eviction_of(self.rank.evictor, resident)
-            rows = None if eviction is None else eviction.rows(span, extra if extra_of == name else None)
+            if eviction is None:
+                resident.tokens += span.stop - span.start
+                continue
+            rows, queries = (
+                eviction.rows(span, extra if extra_of == name else None),
+                eviction.kept_queries(span),
+            )
             resident.tokens += span.stop - span.start
-            if eviction is not None and rows is not None:
+            if rows is not None:
                 seen.append((eviction, rows))
+            if queries is not None:
+                kept.append(queries)
+            if eviction.is_due:
+                self._due.append(eviction)
         if extra is not None and extra_of not in spans:
             eviction = self._eviction(extra.tokens)
             seen.append((eviction, eviction.repeat_rows(extra)))
@@ -216,8 +242,11 @@ class Step:
         return lay_out(cache, step, 0 if ours is None else ours.most_new_tokens, num_tokens, order)
 
     def end(self, number: int, is_checked: bool) -> RankMessage:
-        """What the rank, by its global number, tells the scheduler after the step."""
+        """What the rank, by its global number, tells the scheduler after the step; answers are evicted before."""
         self._state = None
+        for eviction in self._due:
+            eviction.after_step()
+        self._due = []
         self._store_prefixes()
         rank = self.rank
         reports, claims = rank.evictor.take_news()

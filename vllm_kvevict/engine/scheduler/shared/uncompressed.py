@@ -127,7 +127,9 @@ class UncompressedPrefixes:
         for index, rank in enumerate(self._books.ranks):
             pages = account.terms.peak[index] + rank.rows * in_chain
             if in_chain > columns and last:
-                pages = max(pages, account.counts[index].at(last) + rank.rows * (in_chain - columns))
+                bounds, count = self._requests.control.bounds, account.counts[index]
+                most = bounds.most_held(account.plan, index, count, last)
+                pages = max(pages, most + rank.rows * (in_chain - columns))
             if pages > rank.pages:
                 return False
         return True
@@ -307,7 +309,8 @@ class UncompressedPrefixes:
             account.follow(self.segments.cancel(untold.segments))
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
-            self._freeze(request, account, min(account.tokens, request.num_tokens - 1))
+            stored = min(account.tokens, request.num_tokens - 1)
+            self._freeze(request, account, account.plan.leaves_at_end(stored))
         self._give_back(account)
 
     def end_copying(self, account: Account) -> None:

@@ -1,0 +1,96 @@
+"""`--kv-decode-budget` and what goes with it: what is accepted, and what malformed ones are answered with."""
+
+import re
+
+import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_kvevict.engine  # noqa: F401
+from tests.engine.frontend.test_flags import parse
+from vllm_kvevict.engine.config import KVEvictionError, Options
+
+ON = {"policy": "snapkv", "decode_budget": 40}
+FLAG = "--kv-eviction-config"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"policy": "snapkv", "decode_budget": -1}, ["--kv-decode-budget", "at least 0", "-1"]),
+        ({"policy": "snapkv", "decode_budget": 0.5}, ["--kv-decode-budget", "0.5"]),
+        ({"policy": "snapkv", "decode_budget": True}, ["--kv-decode-budget", "True"]),
+        ({"policy": "snapkv", "decode_budget": "much"}, ["--kv-decode-budget", "'much'"]),
+        ({"policy": "snapkv", "decode_budget": 3}, ["--kv-decode-budget", "at least 4", "3"]),
+        ({"policy": "snapkv", "decode_budget": 16}, ["--kv-decode-budget", "window", "16"]),
+        ({**ON, "decode_window": 40}, ["--kv-decode-budget", "window=40"]),
+        ({**ON, "decode_window": -1}, [f"{FLAG}.decode_window", "-1"]),
+        ({**ON, "decode_window": "wide"}, [f"{FLAG}.decode_window", "'wide'"]),
+        ({**ON, "decode_interval": 0}, [f"{FLAG}.decode_interval", "at least 1", "0"]),
+        ({**ON, "decode_interval": 1.5}, [f"{FLAG}.decode_interval", "1.5"]),
+        ({**ON, "decode_policy": "h2o"}, [f"{FLAG}.decode_policy", "one of", "ada-snapkv", "'h2o'"]),
+        ({**ON, "decode_policy": "no"}, [f"{FLAG}.decode_policy", "streaming-llm", "'no'"]),
+        ({**ON, "decode_policy": ["snapkv"]}, [f"{FLAG}.decode_policy", "['snapkv']"]),
+        ({**ON, "decode_nonsense": 1}, [f"{FLAG}.decode_nonsense"]),
+        ({**ON, "kv_decode_budget": 1}, [f"{FLAG}.kv_decode_budget"]),
+    ],
+    ids=str,
+)
+def test_bad_options(raw, words) -> None:
+    with pytest.raises(KVEvictionError) as error:
+        Options.parse(raw)
+    sentence = str(error.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence and ". " not in sentence
+
+
+def test_defaults() -> None:
+    """The policy is the server's own if it can evict answers; the interval follows the budget, in whole pages."""
+    answers = Options.parse(ON).decoding
+    assert (answers.policy, answers.window_for(), answers.interval_for(40)) == ("snapkv", 16, 128)
+    assert [answers.interval_for(budget) for budget in (1024, 1032, 2048, 2056)] == [128, 160, 256, 288]
+    assert Options.parse({"policy": "h2o", "decode_budget": 40}).decoding.policy == "ada-snapkv"
+    assert Options.parse({**ON, "decode_interval": 7}).decoding.interval_for(4096) == 7
+    assert Options.parse({"policy": "snapkv"}).plan(100).answer is None
+    whole = Options.parse({"policy": "snapkv", "decode_budget": 40, "min_prompt": 200}).plan(100)
+    assert whole.prompt is None and whole.answer is not None and whole.answer.positions[0] == 100 + 40 + 128
+
+
+def test_a_request_needs_a_server_that_evicts_answers() -> None:
+    off, on = Options.parse({"policy": "snapkv"}), Options.parse(ON)
+    for fields in (
+        {"kv_decode_budget": 40},
+        {"kv_answer_from": 10},
+        {"kv_answer_from": 10, "kv_decode_budget": 0},
+    ):
+        with pytest.raises(KVEvictionError) as error:
+            off.plan(100, fields)
+        assert error.value.field_name == next(iter(fields)), fields
+    assert off.plan(100, {"kv_decode_budget": 0}).answer is None
+    assert on.plan(100, {"kv_decode_budget": 0}).answer is None
+    answer = on.plan(100, {"kv_decode_budget": 2048, "kv_answer_from": 60}).answer
+    assert answer is not None and (answer.begins, answer.positions[0]) == (60, 60 + 2048 + 256)
+    assert on.plan(100, {"kv_answer_from": 60}).prompt == on.plan(60).prompt
+
+
+def test_the_flag_says_what_it_does(capsys) -> None:
+    try:
+        with pytest.raises(SystemExit) as end:
+            parse("--help=KVEviction")
+    finally:
+        FlexibleArgumentParser._search_keyword = None
+    words = " ".join(re.sub(r"-\n +", "-", capsys.readouterr().out).split())
+    assert end.value.code == 0 and "--kv-decode-budget " in words
+    assert (
+        "How much of each answer's KV to keep while it is written" in words
+        and "Default: 0, all of it." in words
+    )
+
+
+@pytest.mark.parametrize("value", ["much", "0.5", "-1", "1e", "nan", "inf", ""])
+def test_a_bad_flag_is_answered_in_one_line(value: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--kv-eviction", "snapkv", f"--kv-decode-budget={value}")
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--kv-decode-budget" in last
+    assert parse("--kv-eviction", "snapkv", "--kv-decode-budget=2048").kv_decode_budget == 2048

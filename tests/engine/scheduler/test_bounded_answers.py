@@ -1,0 +1,188 @@
+"""The account of answers that are evicted: exact, or a bound, whatever is in flight and whoever is preempted."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.support.servers import PAGE, Setup, make_request
+from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.scheduler.account import Account
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in step": {},
+    "ahead": {"depth": 2, "asynchronous": True},
+    "three ahead": {"depth": 3, "asynchronous": True},
+    "stages ahead": {"shapes": [(2, 2), (2, 2)], "pipeline": True, "depth": 3, "asynchronous": True},
+    "tensor ranks": {"shapes": [(4, 1), (4, 1)], "depth": 2, "asynchronous": True},
+}
+
+
+def server(pages: int, way: str = "in step", **options: Any) -> Setup:
+    """A server with answers of 8 entries that are evicted with every token, unless options say more.
+
+    Args:
+        pages: of each row, as if a single request had all of them.
+    """
+    options = {
+        "policy": "full",
+        "min_prompt": 0,
+        "policies": "all",
+        "check": True,
+        "decode_budget": 8,
+        "decode_interval": 1,
+        "decode_window": 4,
+        **options,
+    }
+    settings = {"shapes": [(4, 2)], "max_num_batched_tokens": 64, **WAYS[way]}
+    rows = [layers * heads for layers, heads in settings["shapes"]]
+    return Setup(
+        pages=[pages * count for count in rows], max_model_len=32 * PAGE, options=options, **settings
+    )
+
+
+def run(simulation: Simulation) -> None:
+    """To the end, where nothing is held or known any more."""
+    simulation.run(20000)
+    ledger = simulation.ledger
+    assert not any(ledger.books.used) and not any(ledger.books.promised) and ledger.requests.is_empty
+
+
+FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kv_eviction": "snapkv", "kv_budget": 40},
+    {"kv_eviction": "ada-snapkv", "kv_budget": 50},
+    {"kv_eviction": "lava", "kv_budget": 50},
+    {"kv_eviction": "take", "kv_budget": 40},
+    {"kv_decode_budget": 0},
+    {"kv_decode_budget": 33},
+)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv"])
+@pytest.mark.parametrize("way", WAYS)
+def test_replays_with_steps_in_flight(way: str, policy: str) -> None:
+    """All are preempted again and again, so that steps in flight evict prompt and answer at once; counts of workers
+    and ledger are compared after each step, and nobody holds more than the ledger allows."""
+    for interval in (1, 7):
+        choose = random.Random(f"{way} {policy} {interval}")
+        options = {"decode_policy": policy, "decode_interval": interval}
+        simulation = Simulation(server(40, way, **options))
+        for index, fields in enumerate(FIELDS):
+            simulation.add(make_request(f"r{index}", choose.randrange(50, 120), 60, fields))
+        for _ in range(20):
+            for _ in range(choose.randrange(1, 12)):
+                if simulation.scheduler.has_requests():
+                    simulation.step()
+            simulation.reset(hard=True)
+        run(simulation)
+        assert simulation.outputs == {f"r{index}": 60 for index in range(len(FIELDS))}
+        assert sum(simulation.preemptions.values()) > 50
+
+
+@pytest.mark.parametrize("way", ["three ahead", "stages ahead"])
+def test_a_replay_whose_prompt_is_reported_after_its_answer_was_evicted(way: str) -> None:
+    """Three steps in flight read a prompt to its end, then to the first and to the second eviction of its answer."""
+    for policy in ("snapkv", "ada-snapkv"):
+        for steps in range(24, 36):
+            options = {"decode_policy": policy, "decode_interval": 7}
+            simulation = Simulation(server(40, way, **options))
+            # 54 entries of the prompt and 15 of the answer take a page more than 54 and 8.
+            simulation.add(make_request("r", 80, 60, {"kv_eviction": "snapkv", "kv_budget": 54}))
+            for _ in range(steps):
+                simulation.step()
+            simulation.reset(hard=True)
+            run(simulation)
+            assert simulation.outputs == {"r": 60} and simulation.preemptions == {"r": 1}
+
+
+def check_exact(prompt: int, interval: int, way: str) -> None:
+    """Whatever is in flight, the ledger knows what an answer of a uniform policy holds, to the page."""
+    budget, rows = 8, 8
+    simulation = Simulation(server(40, way, decode_policy="snapkv", decode_interval=interval))
+    simulation.add(make_request("r", prompt, 60))
+    while simulation.scheduler.has_requests():
+        simulation.step()
+        account = simulation.ledger.accounts.get("r")
+        if account is None or account.is_reading:
+            continue
+        answer = account.tokens - prompt
+        since = (answer - budget) % interval if answer >= budget + interval else answer - budget
+        # Until an eviction is reported its step still holds all.
+        may = {budget + since} | ({budget + interval} if answer >= budget + interval and not since else set())
+        assert account.held[0] in {rows * -(-(prompt + entries) // PAGE) for entries in may}
+    run(simulation)
+
+
+@pytest.mark.parametrize("way", ["in step", "ahead", "three ahead"])
+def test_counts_of_uniform_policies_are_exact_after_a_dispatch(way: str) -> None:
+    for prompt in range(81, 93, 2):
+        for interval in (1, 5):
+            check_exact(prompt, interval, way)
+
+
+def test_a_late_report_that_were_believed_is_noticed(monkeypatch) -> None:
+    """The control: what was held between two evictions says nothing once the second one is dispatched."""
+
+    def believing(self: Account, index: int, count: Any) -> Any:
+        self._estimated.discard(index)
+        return self.on_report(index, count)
+
+    monkeypatch.setattr(Account, "on_answer_report", believing)
+    with pytest.raises(AssertionError):
+        for prompt in range(81, 93, 2):
+            check_exact(prompt, 1, "three ahead")
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_eviction": "snapkv", "kv_budget": 40}], ids=["whole", "evicted"])
+@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv"])
+@pytest.mark.parametrize("size", [(8, 1), (33, 31)])
+def test_admission_promises_enough_on_one_rank(policy: str, size: tuple[int, int], fields: dict) -> None:
+    """Answers of any length begin only where they fit, so nobody is preempted, in pools of any size."""
+    budget, interval = size
+    most = 0
+    for seed in range(3):
+        choose = random.Random(f"{policy} {size} {seed}")
+        options = {"decode_policy": policy, "decode_budget": budget, "decode_interval": interval}
+        simulation = Simulation(server(32 + choose.randrange(16), **options), seed)
+        for index in range(8):
+            prompt, answer = choose.randrange(45, 200), choose.choice((5, 50, 200))
+            simulation.add(make_request(f"r{index}", prompt, answer, fields))
+        run(simulation)
+        assert not any(simulation.preemptions.values()), (seed, simulation.preemptions)
+        most = max(most, simulation.most_running)
+    assert most > 3
+
+
+def test_answers_end_where_memory_does_only_if_they_are_kept() -> None:
+    """The pool holds a prompt and little more: an answer that is evicted is as long as may be."""
+    for budget, length in ((8, 400), (0, 6 * PAGE - 100 + 1)):
+        setup = server(6, policy="snapkv", budget=0.1)
+        changes = {"max_model_len": 16 * PAGE, "max_num_batched_tokens": 16 * PAGE}
+        simulation = Simulation(dataclasses.replace(setup, **changes))
+        fields = {"kv_eviction": "full", "kv_decode_budget": budget}
+        simulation.add(make_request("r", 100, 400, fields))
+        run(simulation)
+        assert simulation.outputs == {"r": length} and simulation.preemptions == {"r": 0}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_more_answers_than_the_ring_has_parts(parts: int) -> None:
+    """Answers that end before their first eviction's window, that are kept, or whose policy reads keys need none."""
+    setup = server(60, decode_policy="ada-snapkv", decode_interval=20)
+    simulation = Simulation(dataclasses.replace(setup, ring_parts=parts))
+    fields = [{}, {}, {}, {"kv_decode_budget": 0}, {"kv_decode_budget": 0}]
+    for index, of_request in enumerate(fields):
+        simulation.add(make_request(f"long{index}", 40, 60, of_request))
+    for index in range(3):
+        simulation.add(make_request(f"short{index}", 40, 24))
+    keeping = together = 0
+    while simulation.scheduler.has_requests():
+        simulation.step()
+        accounts = simulation.ledger.accounts
+        keeping = max(keeping, sum(account.keeps_queries for account in accounts.values()))
+        together = max(together, len(accounts))
+    run(simulation)
+    assert keeping == parts and together > parts
+    assert set(simulation.outputs.values()) == {60, 24}

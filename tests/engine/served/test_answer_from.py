@@ -1,0 +1,87 @@
+"""Answers that exist are scored as they were written: `kv_answer_from` says where in a prompt they begin."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.support.answers import CLOSE, Rules
+from tests.engine.support.running import VOCAB, Ask, evicting_engine, run
+
+RULES = Rules(20, 12, 8)
+SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 100}
+ASKS = [
+    Ask(70, max_tokens=60),
+    Ask(150, "ada-snapkv", 0.3, max_tokens=60, seed=1),
+    Ask(120, "lava", 0.3, prefix_len=90, max_tokens=60, seed=2),
+    Ask(64, max_tokens=60, decode_budget=30, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(models):
+    options = RULES.options("ada-snapkv")
+    with evicting_engine(models("llama"), eviction=options, **SMALL) as llm:
+        yield llm
+
+
+def scores(llm, ask: Ask, answer: list[int], fields: dict[str, Any]) -> torch.Tensor:
+    """Log-probabilities of all tokens where each token of an answer is, [tokens, vocabulary]."""
+    extra = {**(ask.sampling(False).extra_args or {}), **fields}
+    sampling = SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=VOCAB, detokenize=False, extra_args=extra
+    )
+    prompt = {"prompt_token_ids": ask.prompt + answer}
+    (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+    rows = torch.full((len(answer), VOCAB), float("nan"))
+    for row, entries in zip(rows, output.prompt_logprobs[ask.length :], strict=True):
+        for token, entry in entries.items():
+            row[token] = entry.logprob
+    return rows.log_softmax(-1)
+
+
+@pytest.mark.engine
+def test_an_answer_is_scored_as_it_was_written(llm) -> None:
+    for ask, answer in zip(ASKS, run(llm, ASKS, logits=True), strict=True):
+        written = answer.logits.log_softmax(-1)
+        found = scores(llm, ask, answer.tokens, {"kv_answer_from": ask.length})
+        torch.testing.assert_close(found, written, **CLOSE)
+        # The control: a prompt that has it all, and one whose answer begins a token later, are cut elsewhere.
+        first = RULES.positions(ask)[0] - ask.length
+        for fields in ({}, {"kv_answer_from": ask.length + 1}, {"kv_decode_budget": 0}):
+            other = scores(llm, ask, answer.tokens, {**fields, "kv_prefix_len": ask.prefix_len or ask.length})
+            torch.testing.assert_close(other[:first], written[:first], **CLOSE)
+            assert not torch.allclose(other[first + 2 :], written[first + 2 :], **CLOSE), (ask, fields)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_answer_from": 0}, ["kv_answer_from", "0"]),
+        ({"kv_answer_from": 71}, ["kv_answer_from", "70 tokens", "71"]),
+        ({"kv_answer_from": -3}, ["kv_answer_from", "-3"]),
+        ({"kv_answer_from": 1.5}, ["kv_answer_from", "1.5"]),
+        ({"kv_answer_from": "all"}, ["kv_answer_from", "'all'"]),
+        ({"kv_answer_from": True}, ["kv_answer_from", "True"]),
+        ({"kv_answer_from": 40, "kv_prefix_len": 41}, ["kv_answer_from", "kv_prefix_len (41)", "40"]),
+        ({"kv_answer_from": 40, "kv_decode_budget": 0}, ["kv_answer_from", "kv_decode_budget is 0"]),
+        ({"kv_decode_budget": 3}, ["kv_decode_budget", "at least 4", "3"]),
+        ({"kv_decode_budget": 8}, ["kv_decode_budget", "window", "8"]),
+        ({"kv_decode_budget": 0.5}, ["kv_decode_budget", "0.5"]),
+        ({"kv_decode_budget": -1}, ["kv_decode_budget", "-1"]),
+        ({"kv_decode_budget": "20"}, ["kv_decode_budget", "'20'"]),
+        ({"kv_decode_budget": None}, ["kv_decode_budget", "None"]),
+    ],
+    ids=str,
+)
+def test_bad_fields(llm, fields: dict[str, Any], words: list[str]) -> None:
+    """In one sentence, and the engine goes on."""
+    sampling = SamplingParams(max_tokens=1, extra_args=fields)
+    with pytest.raises(VLLMValidationError) as error:
+        llm.generate([{"prompt_token_ids": ASKS[0].prompt}], sampling, use_tqdm=False)
+    sentence = str(error.value)
+    assert all(word in sentence for word in words) and "\n" not in sentence and ". " not in sentence
+    assert error.value.parameter == words[0]

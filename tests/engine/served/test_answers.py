@@ -1,0 +1,87 @@
+"""Answers that are evicted while they are written: against the plain model, at every position, whatever interrupts."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.support.answers import CLOSE, Rules
+from tests.engine.support.masked import masked_logits
+from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from vllm_kvevict.policies import EvictionConfig
+from vllm_kvevict.policies.registry import decoding_policies
+
+BUDGET, INTERVAL, WINDOW = 40, 24, 8
+RULES = Rules(BUDGET, INTERVAL, WINDOW)
+OPTIONS = RULES.options()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", decoding_policies())
+def test_each_policy(models, policy: str) -> None:
+    model = models("llama", heads=4, kv_heads=2)
+    asks = [
+        Ask(70, max_tokens=150),
+        Ask(300, "ada-snapkv", 0.2, max_tokens=120, seed=1),
+        Ask(200, "snapkv", 0.3, prefix_len=150, max_tokens=100, seed=2),
+        Ask(90, max_tokens=BUDGET + INTERVAL, seed=3),
+    ]
+    with evicting_engine(model, eviction={**OPTIONS, "decode_policy": policy}) as llm:
+        answers = run(llm, asks, logits=True)
+    for ask, answer in zip(asks, answers, strict=True):
+        RULES.check_totals(ask, answer)
+        RULES.check_logits(model, ask, answer)
+    unevicted = masked_logits(model, asks[0].prompt, answers[0].tokens, {}, asks[0].length)
+    assert not torch.allclose(answers[0].logits, unevicted, **CLOSE)
+    assert not answers[3].kept
+    params = {"window": WINDOW} if policy not in ("streaming-llm",) else {"sinks": 0}
+    RULES.check_choice(model, EvictionConfig(policy, budget=BUDGET, **params), asks[0], answers[0])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", [x for x in ("ada-snapkv", "rkv") if x in decoding_policies()])
+def test_preempted_around_a_position(models, policy: str) -> None:
+    model, ask = models("llama", heads=4, kv_heads=2), Ask(300, "ada-snapkv", 0.2, max_tokens=150)
+    first = BUDGET + INTERVAL
+    expected = None
+    with evicting_engine(model, eviction={**OPTIONS, "decode_policy": policy}) as llm:
+        step = llm.llm_engine.step
+        for preempt_at in (-1, first - 1, first, first + 1, first + INTERVAL + 3):
+            steps, before = itertools.count(), num_preemptions(llm)
+
+            def counting(steps=steps, at=preempt_at) -> Any:
+                if next(steps) == at:
+                    assert llm.reset_prefix_cache(reset_running_requests=True)
+                return step()
+
+            llm.llm_engine.step = counting
+            (answer,) = run(llm, [ask], recorded=False)
+            assert num_preemptions(llm) - before == int(preempt_at >= 0)
+            assert expected in (None, answer.tokens)
+            expected = answer.tokens
+
+
+@pytest.mark.engine
+def test_what_needs_no_eviction_is_as_without_it(models) -> None:
+    model = models("llama")
+    asks = [Ask(70, max_tokens=BUDGET + INTERVAL), Ask(300, "ada-snapkv", 0.2, max_tokens=50, seed=1)]
+    answers = []
+    for options in (OPTIONS, {"check": True}):
+        with evicting_engine(model, eviction=options) as llm:
+            answers.append([answer.tokens for answer in run(llm, asks)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.engine
+def test_an_answer_of_any_length_fits_a_small_pool(models) -> None:
+    """Three blocks hold 384 tokens of each row; the answer alone has 504."""
+    pool = {"num_gpu_blocks_override": 3, "max_model_len": 704, "max_num_batched_tokens": 704}
+    ask = Ask(200, max_tokens=504)
+    # Prompts of the greatest length fit only if they are evicted.
+    options = {**OPTIONS, "policy": "snapkv", "budget": 0.1}
+    with evicting_engine(models("llama"), eviction=options, **pool) as llm:
+        (answer,) = run(llm, [ask], recorded=False)
+        assert len(answer.tokens) == 504 and num_preemptions(llm) == 0
+        (kept,) = run(llm, [Ask(200, max_tokens=504, decode_budget=0)], recorded=False)
+    assert len(kept.tokens) < 384 - 200 + 2

@@ -1,0 +1,188 @@
+"""What is kept of an answer does not depend on ranks, chunks, batch mates, runners, drafts, or what else is served."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.support.answers import CLOSE, Rules, assert_same
+from tests.engine.support.hits_and_misses import metric
+from tests.engine.support.masked import masked_logits
+from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.v2_runner import NewProcess
+
+RULES = Rules(20, 12, 8)
+SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
+TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
+OPTIONS = RULES.options("ada-snapkv", **TAKE)
+ASKS = [
+    Ask(70, max_tokens=60),
+    Ask(150, "ada-snapkv", 0.3, max_tokens=60, seed=1),
+    Ask(120, "lava", 0.3, prefix_len=90, max_tokens=60, seed=2),
+    Ask(64, max_tokens=60, decode_budget=30, seed=3),
+    Ask(100, "snapkv", 0.4, max_tokens=48, decode_budget=0, seed=4),
+    Ask(110, "kvzip", 0.3, prefix_len=100, max_tokens=46, seed=5),
+    Ask(160, "take", max_tokens=46, seed=6),
+    Ask(75, max_tokens=RULES.budget + RULES.interval, seed=7),
+]
+PROMPT_POSITIONS = {6: (64, 128, 160)}
+"""Of requests whose prompts are evicted more than once."""
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama", heads=8, kv_heads=4, layers=4)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """All at once, in whole steps; the plain model says the same if it sees what was kept, and only then."""
+    with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
+        answers = run(llm, ASKS, logits=True)
+    for index, (ask, answer) in enumerate(zip(ASKS, answers, strict=True)):
+        RULES.check_totals(ask, answer)
+        RULES.check_logits(model, ask, answer, PROMPT_POSITIONS.get(index, ()))
+    assert [len(RULES.positions(ask)) for ask in ASKS] == [3, 3, 3, 2, 0, 2, 2, 0]
+    for ask, answer in ((ASKS[0], answers[0]), (ASKS[1], answers[1])):
+        prompts, _ = RULES.split(ask, answer)
+        blind = masked_logits(model, ask.prompt, answer.tokens, prompts[0] if prompts else {}, ask.length)
+        first = RULES.budget + RULES.interval
+        torch.testing.assert_close(answer.logits[:first], blind[:first], **CLOSE)
+        assert not torch.allclose(answer.logits[first + 1 :], blind[first + 1 :], **CLOSE)
+    return answers
+
+
+SERVERS: dict[str, dict[str, Any]] = {
+    "TP 2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128},
+    "PP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
+    "small steps": {"max_num_batched_tokens": 33, "max_num_seqs": 3},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", SERVERS)
+def test_servers(model, expected, name: str) -> None:
+    with evicting_engine(model, eviction=OPTIONS, **{**SMALL, **SERVERS[name]}) as llm:
+        answers = run(llm, ASKS)
+        assert num_preemptions(llm) == 0
+    assert_same(ASKS, expected, answers)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["streaming-llm", "keydiff"])
+def test_policies_on_ranks(model, policy: str) -> None:
+    """Of uniform policies, on ranks of both kinds."""
+    asks, kept = ASKS[:3], []
+    for sizes in ({}, {"tensor_parallel_size": 2}):
+        with evicting_engine(model, eviction=RULES.options(policy), **SMALL, **sizes) as llm:
+            kept.append(run(llm, asks))
+    assert_same(asks, *kept)
+    for ask, answer in zip(asks, kept[0], strict=True):
+        RULES.check_totals(ask, answer)
+
+
+@pytest.mark.engine
+def test_ranks_that_share_a_kv_head(models) -> None:
+    model, asks = models("llama", heads=4, kv_heads=1), [ASKS[0], ASKS[1]]
+    options, answers = RULES.options("ada-snapkv"), []
+    for ranks in (1, 2):
+        with evicting_engine(model, eviction=options, **SMALL, tensor_parallel_size=ranks) as llm:
+            answers.append(run(llm, asks))
+            assert metric(llm, "kv_eviction_evictions") == 7
+    assert_same(asks, *answers)
+
+
+@pytest.mark.engine
+def test_alone_and_preempted_in_small_steps(model, expected) -> None:
+    """Each alone, thrown out between its evictions and read again in pieces that end at every one of them."""
+    settings = {**SMALL, "max_num_batched_tokens": 33}
+    with evicting_engine(model, eviction=OPTIONS, **settings) as llm:
+        step = llm.llm_engine.step
+        for ask, one in zip(ASKS, expected, strict=True):
+            told, before = [0], num_preemptions(llm)
+
+            def counting(told=told):
+                told[0] += 1
+                if told[0] in (28, 52):
+                    assert llm.reset_prefix_cache(reset_running_requests=True)
+                return step()
+
+            llm.llm_engine.step = counting
+            (answer,) = run(llm, [ask])
+            llm.llm_engine.step = step
+            assert num_preemptions(llm) - before == (1 if told[0] < 52 else 2)
+            assert answer.tokens == one.tokens, ask
+            if evictions := RULES.positions(ask):
+                assert answer.kept[-1] == one.kept[-1]
+                assert len(answer.kept) > len(one.kept) or len(evictions) < 3
+
+
+@pytest.mark.engine
+def test_an_interval_of_one(model) -> None:
+    """Every token evicts; with a window as wide as an interval is not."""
+    rules = Rules(10, 1, 8)
+    asks = [Ask(40, max_tokens=16), Ask(80, "snapkv", 0.4, max_tokens=16, seed=1)]
+    for policy in ("ada-snapkv", "streaming-llm"):
+        with evicting_engine(model, eviction=rules.options(policy), **SMALL) as llm:
+            answers = run(llm, asks, logits=True)
+        for ask, answer in zip(asks, answers, strict=True):
+            assert len(rules.positions(ask)) == 5
+            rules.check_totals(ask, answer)
+            rules.check_logits(model, ask, answer)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.mark.engine
+def test_drafts(model, expected) -> None:
+    with evicting_engine(model, eviction=OPTIONS, **SMALL, speculative_config=NGRAM) as llm:
+        answers = run(llm, ASKS)
+        accepted = metric(llm, "spec_decode_num_accepted_tokens")
+        assert accepted > 20 and metric(llm, "spec_decode_num_draft_tokens") - accepted > 20
+    assert_same(ASKS, expected, answers)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gemma3_text", "granitemoehybrid"])
+def test_models_of_which_some_layers_are_evicted(models, architecture: str) -> None:
+    """Layers with a window, or a state, stay as they are; what the others keep is what the plain model sees."""
+    model = models(architecture)
+    asks = [dataclasses.replace(ask, adapter=None) for ask in ASKS[:2]]
+    with evicting_engine(model, eviction=RULES.options("ada-snapkv"), **SMALL) as llm:
+        answers = run(llm, asks, logits=True)
+    for ask, answer in zip(asks, answers, strict=True):
+        RULES.check_totals(ask, answer)
+        RULES.check_logits(model, ask, answer)
+
+
+@pytest.fixture(scope="module")
+def second(model, tmp_path_factory):
+    """By vLLM's V2 model runner, scheduled ahead, in the background."""
+    case = {"model": model, "eviction": OPTIONS, **SMALL, "ahead": True}
+    short = [dataclasses.replace(ask, max_tokens=46) for ask in ASKS[:1]]
+    process = NewProcess(
+        tmp_path_factory.mktemp("v2"),
+        [
+            {**case, "batches": [ASKS]},
+            {**case, "batches": [ASKS], "pipeline_parallel_size": 2, "max_num_batched_tokens": 64},
+            {**case, "batches": [short], "gpu": True, "max_num_batched_tokens": 64},
+        ],
+    )
+    yield process
+    process.stop()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("case", [0, 1], ids=["ahead", "PP 2, ahead"])
+def test_the_other_runner_ahead(second, expected, case: int) -> None:
+    (answers,), preemptions, _, _ = second.result()[case]
+    assert preemptions == 0
+    assert_same(ASKS, expected, answers)
+
+
+@pytest.mark.engine
+def test_pages_of_a_gpu_ahead(second, expected) -> None:
+    ((answer,),), *_ = second.result()[2]
+    assert answer.tokens == expected[0].tokens[:46] and answer.kept == expected[0].kept[:2]

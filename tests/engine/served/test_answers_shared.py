@@ -1,0 +1,198 @@
+"""Answers that are evicted beside shared KV, adapters, and on the pages of a GPU."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.served.test_lora import LORA, adapters  # noqa: F401
+from tests.engine.support.answers import CLOSE, Rules, assert_same
+from tests.engine.support.emulated import emulated_gpu
+from tests.engine.support.hits_and_misses import Question, metric
+from tests.engine.support.masked import masked_logits
+from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from vllm_kvevict.engine.worker.attention import RaggedImpl
+from vllm_kvevict.engine.worker.runtime import Runtime, get_runtime
+
+RULES = Rules(20, 12, 8)
+SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
+OPTIONS = RULES.options("ada-snapkv")
+CACHING = {"enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=["alone", "TP 2"])
+def test_two_answers_behind_one_compressed_prefix(model, sizes: dict[str, int]) -> None:
+    """What a borrower decodes is its own, and the prefix stays as it was for the next one."""
+    asks = [
+        Question(length, "ada-snapkv", 0.3, 100, 60, 0, i) for i, length in enumerate((120, 131, 101, 120))
+    ]
+    with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
+        expected = [run(llm, [ask], logits=True)[0] for ask in asks]
+    for ask, answer in zip(asks, expected, strict=True):
+        RULES.check_totals(ask, answer)
+        RULES.check_logits(model, ask, answer)
+    with evicting_engine(model, eviction=OPTIONS, **SMALL, **CACHING, **sizes) as llm:
+        for again in (False, True):
+            for ask, one, other in zip(asks, expected, run(llm, asks, logits=True), strict=True):
+                assert one.tokens == other.tokens, (ask, again)
+                torch.testing.assert_close(one.logits, other.logits, **CLOSE)
+        assert metric(llm, "kv_eviction_cached_entries") == 1
+        assert metric(llm, "prefix_cache_hits") == 7 * 100
+        assert num_preemptions(llm) == 0
+
+
+@pytest.mark.engine
+def test_answers_behind_uncompressed_prefixes(model) -> None:
+    """Who asks again finds the prompt, and of an evicted answer nothing; replays find no more than that either."""
+    kept, evicted = Ask(256, max_tokens=140, decode_budget=0), Ask(256, max_tokens=140)
+    short = dataclasses.replace(evicted, max_tokens=RULES.budget + RULES.interval)
+    with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
+        expected = [run(llm, [ask], logits=True)[0] for ask in (kept, evicted)]
+    RULES.check_logits(model, evicted, expected[1])
+    assert expected[0].tokens != expected[1].tokens
+
+    def found(llm, tokens: list[int]) -> int:
+        """Tokens that a request which is kept whole finds."""
+        before = metric(llm, "prefix_cache_hits")
+        ask = SimpleNamespace(request={"prompt_token_ids": tokens})
+        llm.generate([ask.request], Ask(1, max_tokens=1, decode_budget=0).sampling(False), use_tqdm=False)
+        return metric(llm, "prefix_cache_hits") - before
+
+    with evicting_engine(model, eviction=OPTIONS, **SMALL, **CACHING) as llm:
+        (answer,) = run(llm, [evicted], logits=True)
+        assert answer.tokens == expected[1].tokens
+        # 384 tokens are whole blocks: an answer that is kept leaves them, and one that is evicted its prompt's two.
+        assert found(llm, evicted.prompt + answer.tokens) == 256
+        (again,) = run(llm, [evicted], logits=True)
+        torch.testing.assert_close(again.logits, expected[1].logits, **CLOSE)
+        assert llm.reset_prefix_cache()
+        (answer,) = run(llm, [kept])
+        assert found(llm, kept.prompt + answer.tokens) == 384
+        # Of an answer that was never evicted others find all that is in whole blocks, and begin with the prompt alone.
+        step, steps = llm.llm_engine.step, [0]
+
+        def preempting():
+            steps[0] += 1
+            if steps[0] == 100:
+                scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+                (request,) = scheduler.running
+                scheduler.running.remove(request)
+                scheduler._preempt_request(request, 0.0)
+            return step()
+
+        llm.llm_engine.step = preempting
+        before = metric(llm, "prefix_cache_hits")
+        (replayed,) = run(llm, [evicted], logits=True)
+        llm.llm_engine.step = step
+        assert num_preemptions(llm) == 1 and metric(llm, "prefix_cache_hits") > before
+        assert replayed.tokens == expected[1].tokens
+        torch.testing.assert_close(replayed.logits, expected[1].logits, **CLOSE)
+        (answer,) = run(llm, [short])
+        assert answer.tokens == expected[1].tokens[: short.max_tokens] and not answer.kept
+
+
+@pytest.mark.engine
+def test_adapters(model, adapters) -> None:  # noqa: F811
+    """Each answer as a model gives and evicts it into whose weights the adapter was merged."""
+    choices = [None, *(adapter for adapter, _ in adapters)]
+    asks = [Ask(80 + 10 * i, max_tokens=50, adapter=adapter) for i, adapter in enumerate(choices)]
+    with evicting_engine(model, eviction=OPTIONS, **SMALL, **LORA) as llm:
+        answers = run(llm, asks, logits=True)
+    for ask, answer, merged in zip(asks, answers, (model, *(path for _, path in adapters)), strict=True):
+        RULES.check_totals(ask, answer)
+        RULES.check_logits(merged, ask, answer)
+
+
+@pytest.mark.engine
+def test_what_is_never_evicted_has_the_logits_of_a_server_without_the_flag(model) -> None:
+    """To the last bit, beside answers that are evicted."""
+    asks = [Ask(70, max_tokens=32), Ask(150, "ada-snapkv", 0.3, max_tokens=32, seed=1)]
+    asks += [Ask(60, max_tokens=50, decode_budget=0, seed=2)]
+    with evicting_engine(model, **SMALL) as llm:
+        plain = [dataclasses.replace(ask, decode_budget=None) for ask in asks]
+        expected = run(llm, plain, logits=True)
+    with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
+        answers = run(llm, asks, logits=True)
+        beside = run(llm, [*asks, Ask(70, max_tokens=60, seed=3)])
+    assert_same(asks, expected, answers)
+    assert_same(asks, expected, beside[:3])
+    assert all(torch.equal(one.logits, other.logits) for one, other in zip(expected, answers, strict=True))
+    assert beside[3].kept
+
+
+GPU = Rules(12, 6, 4)
+"""Few tokens, since kernels are interpreted."""
+
+
+@pytest.mark.engine
+def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> None:
+    """Decoding steps have what a graph captured; each writes its queries through the places that it looks up."""
+    model = models("llama", layers=2)
+    asks = [Ask(40, max_tokens=30), Ask(45, "ada-snapkv", 0.8, max_tokens=28, seed=1), Ask(33, max_tokens=19)]
+    captured: dict[int, Any] = {}
+    replayed, places, reads = [], set(), []
+    build, forward, asked = Runtime.build, RaggedImpl.forward, Runtime.reads_prompts
+
+    def building(runtime, common):
+        batch = common.num_reqs
+        if batch not in captured:
+            captured[batch] = runtime.build_dummy(
+                SimpleNamespace(num_reqs=batch, num_actual_tokens=batch, max_query_len=1)
+            )
+        reads.append((runtime._step.scheduled, asked(runtime)))
+        return build(runtime, common)
+
+    def replaying(self, layer, query, key, value, kv_cache, state, output, *rest, **options):
+        batch = state.batch
+        if batch.decodes and batch.entry_slots is None and not batch.by_layer and not state.evictions:
+            replayed.append(batch.num_tokens)
+            state = captured[batch.num_tokens]
+            assert state.ring is not None and state.ring.rows is None
+            places.add(get_runtime().rank.evictor.ring.places_of_graphs.data_ptr())
+        return forward(self, layer, query, key, value, kv_cache, state, output, *rest, **options)
+
+    monkeypatch.setattr(Runtime, "build", building)
+    monkeypatch.setattr(RaggedImpl, "forward", replaying)
+    settings = {"max_num_seqs": 2, "max_model_len": 256}
+    options = GPU.options("ada-snapkv")
+    with emulated_gpu(), evicting_engine(model, eviction=options, **settings) as llm:
+        answers = run(llm, asks, logits=True)
+    monkeypatch.undo()
+    for ask, answer in zip(asks, answers, strict=True):
+        GPU.check_totals(ask, answer)
+        GPU.check_logits(model, ask, answer)
+    assert {1, 2} <= set(replayed) and len(places) == 1
+    # No step that decodes alone leaves the graphs for the position of an answer.
+    decodes = [was for scheduled, was in reads if set(scheduled.values()) == {1}]
+    assert len(decodes) > 40 and not any(decodes)
+    with evicting_engine(model, eviction=options, **settings) as llm:
+        assert_same(asks, run(llm, asks), answers)
+    blind = masked_logits(model, asks[0].prompt, answers[0].tokens, {}, asks[0].length)
+    assert not torch.allclose(answers[0].logits, blind, **CLOSE)
+
+
+@pytest.mark.engine
+def test_a_chats_prefix_may_end_behind_the_answers_beginning(model) -> None:
+    """Where the server finds the prefix itself, too, the sentence comes before the engine."""
+    options = RULES.options("ada-snapkv", policy="snapkv", budget=0.3, scope="prefix")
+    chat = [{"role": "system", "content": "w9 " * 60}, {"role": "user", "content": "w10 w11"}]
+    with evicting_engine(model, eviction=options, **SMALL) as llm:
+        for first, words in ((10, "kv_prefix_len"), (None, None)):
+            fields = {} if first is None else {"kv_answer_from": first}
+            sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args=fields)
+            if words is None:
+                (output,) = llm.chat([chat], sampling, use_tqdm=False)
+                assert len(output.outputs[0].token_ids) == 4
+                continue
+            with pytest.raises(VLLMValidationError, match=words):
+                llm.chat([chat], sampling, use_tqdm=False)

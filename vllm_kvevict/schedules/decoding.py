@@ -1,0 +1,139 @@
+"""Again and again while an answer is written: what is left of the prompt stays, the answer's own entries compete.
+
+    tokens   0 --------- P ----------------- p_1 = P+D+I ------- p_2 = p_1+I ------- p_3 ...
+    a row    |  prompt   |  D+I entries      |  D, then D+I      |  D, then D+I      |  D ...
+             |  pinned   |  of the answer    evicted             evicted             evicted
+
+D is the budget of the answer and I the interval. Positions follow from the request's own tokens, so an answer does not
+depend on its neighbours, and a replay is evicted at the same ones. An eviction comes after its step's forward pass, all
+layers together, by queries that were kept as they came (``schedules/ring.py``).
+
+An eviction owns how much of each row is pinned, and its part of the ring. The schedule owns nothing.
+"""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvevict.cache.lengths import IntArray
+from vllm_kvevict.policies import Kept, LayerInputs, most_candidates, score_layer, select
+from vllm_kvevict.schedules.base import RankCapacity, Schedule
+from vllm_kvevict.schedules.eviction import Eviction, ExtraRows, QueryRows
+from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.plan import Phase
+from vllm_kvevict.schedules.ring import KeptQueries
+
+
+class DecodingEviction(Eviction):
+    """Of one answer."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._pinned: IntArray | None = None
+        """[layers, KV heads] of the rank: entries at the front of each row that stay."""
+        self._ring_part: int | None = None
+        """Of the ring."""
+
+    # While the answer grows.
+
+    def rows(self, rows: slice, extra: ExtraRows | None) -> QueryRows | None:
+        """Nothing follows a layer."""
+        return None
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        raise AssertionError("an answer is evicted after a step")
+
+    def kept_queries(self, rows: slice) -> KeptQueries | None:
+        """Those of a step's tokens, of a request as it was before the step, that the next eviction chooses by."""
+        if not self.phase.keeps_queries:
+            return None
+        before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
+        first = max(before, self.phase.next_eviction(before) - self.phase.window)
+        if first >= after:
+            return None
+        ring = self.evictor.ring
+        assert ring is not None
+        if self._ring_part is None:
+            self._ring_part = ring.take()
+        places = [ring.place(self._ring_part, token) for token in range(first, after)]
+        return KeptQueries(range(rows.stop - len(places), rows.stop), places)
+
+    def end(self) -> None:
+        if self._ring_part is not None:
+            assert self.evictor.ring is not None
+            self.evictor.ring.give_back(self._ring_part)
+            self._ring_part = None
+
+    # At a position.
+
+    @property
+    def is_due(self) -> bool:
+        return self.resident.tokens in self.phase.positions
+
+    def after_step(self) -> None:
+        """Choose in all layers, and move what stays of the answer behind what is pinned."""
+        self._note_peak()
+        started, moving = time.perf_counter(), self._moving
+        lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
+        if self._pinned is None:
+            self._pinned = lengths - (self.resident.tokens - self.phase.begins)
+        counts = lengths - self._pinned
+        kept = self._choose(counts)
+        self._stored = lengths.tolist()
+        # So few entries are moved of each layer that a call for each takes longer than to move them.
+        self.compact(0, list(itertools.chain.from_iterable(kept)), self._pinned.ravel())
+        self._deciding += time.perf_counter() - started - (self._moving - moving)
+        self._report(self.resident.tokens)
+
+    def _choose(self, counts: IntArray) -> Kept:
+        """Which of their last entries the rows keep, counted among these.
+
+        Args:
+            counts: [layers, KV heads], entries of the answer.
+        """
+        evictor, config = self.evictor, self.phase.config
+        scores = []
+        for layer, of_layer in enumerate(counts):
+            number = evictor.first_layer + layer
+            inputs = self._inputs(layer, of_layer)
+            scores.append(score_layer(config, inputs, number, evictor.num_model_layers, evictor.comm))
+        return select(config, scores, int(counts.max()), evictor.comm)
+
+    def _inputs(self, layer: int, counts: IntArray) -> LayerInputs:
+        evictor, slot = self.evictor, self.resident.request_slot
+        keys = evictor.cache.read_last_keys(slot, layer, counts)
+        scale, softcap = evictor.logits[layer]
+        return LayerInputs(
+            self._window(layer),
+            keys,
+            scale=scale,
+            logit_softcap=softcap or None,
+            lengths=torch.from_numpy(counts) if self.phase.config.heads_compete else None,
+        )
+
+    def _window(self, layer: int) -> Tensor | None:
+        """[Hq, w, d], where the policy reads them."""
+        if self._ring_part is None:
+            return None
+        assert self.evictor.ring is not None
+        window = self.phase.window
+        return self.evictor.ring.read(layer, self._ring_part, self.resident.tokens, window)
+
+
+class Decoding(Schedule):
+    """Of answers; the prompt has a schedule of its own, or is kept whole."""
+
+    eviction = DecodingEviction
+
+    def kept_of_answer(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+        config = phase.config
+        assert config.budget is not None
+        if not config.heads_compete:
+            return config.budget, 0
+        window = phase.window
+        free = config.budget - window
+        heads = rank.num_model_kv_heads
+        return window, most_candidates(config, free, heads * free, rank.num_kv_heads, heads)
