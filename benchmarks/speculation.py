@@ -150,7 +150,7 @@ def copying_model(max_len: int) -> Path:
     return make_variant(SCRATCH / f"copying-{max_len}", base, weights)
 
 
-def make_server(path: Path, scenario: Scenario, side: str, threads: int) -> Server:
+def make_server(path: Path, scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
     flags = [
         *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),

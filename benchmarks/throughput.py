@@ -7,18 +7,17 @@ requests in turns.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record
-from benchmarks.harness.load import Run
 from benchmarks.harness.measure import record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_options, budget, changed, require_room, whole
+from benchmarks.harness.runs import runs_table, span, typical
 from benchmarks.harness.scenarios import (
     KV_HEADS,
     LAYERS,
@@ -105,42 +104,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     return arguments, scenarios
 
 
-def runs_table(title: str, rounds: Sequence[Round]) -> Table:
-    """Medians of every turn over the rounds; counts from the least to the most."""
-    table = Table(title=title)
-    table.add_column("median of a run", no_wrap=True)
-    for column in ("seconds", "CPU s", "tokens/s", "at once", "preempted", "KV MiB", "live MiB", "evicting"):
-        table.add_column(column, justify="right")
-    for turn in rounds[0]:
-        runs = [one[turn] for one in rounds]
-        table.add_row(
-            turn,
-            _median(runs, lambda run: run.wall, ".2f"),
-            _median(runs, lambda run: run.cpu, ".2f"),
-            _median(runs, lambda run: run.tokens_per_second, ".1f"),
-            _span([run.peak_running for run in runs]),
-            _span([run.preemptions for run in runs]),
-            _median(runs, lambda run: run.physical_bytes / 2**20, ".1f"),
-            "-" if _is_stock(runs) else _median(runs, lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
-            "-" if _is_stock(runs) else _median(runs, lambda run: run.evict_share, ".1%"),
-        )
-    return table
-
-
-def _is_stock(runs: Sequence[Run]) -> bool:
-    """Whether the server knows nothing of eviction."""
-    return runs[0].logical_bytes is None
-
-
-def _median(runs: Sequence[Run], what: Callable[[Run], float], form: str) -> str:
-    return format(median(what(run) for run in runs), form)
-
-
-def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
 def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> Table:
     """One row for each value and side with eviction."""
     table = Table(title=f"--sweep {what}")
@@ -162,10 +125,10 @@ def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> 
             table.add_row(
                 value,
                 side,
-                *(_median(of, lambda run: run.tokens_per_second, ".1f") for of in (runs, stock)),
+                *(typical(of, lambda run: run.tokens_per_second, ".1f") for of in (runs, stock)),
                 str(reached[SPEED]),
                 str(reached[PER_CPU]),
-                *(_span([run.peak_running for run in of]) for of in (runs, stock)),
+                *(span([run.peak_running for run in of]) for of in (runs, stock)),
             )
     return table
 

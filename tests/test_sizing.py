@@ -61,6 +61,7 @@ def simulate(
     return simulation
 
 
+ANSWERS = {"decode_budget": 160, "decode_interval": 64}
 CASES = {
     "designed for": (4, 2048, 256, 2048, {"policy": "ada-snapkv", "budget": 0.2}),
     "even heads": (4, 2048, 256, 2048, {"policy": "snapkv", "budget": 0.2}),
@@ -72,6 +73,9 @@ CASES = {
     "layers compete": (4, 2048, 256, 1024, {"policy": "lava", "budget": 0.2}),
     "chunks": (2, 2048, 256, 512, {"policy": "take", "budget": 200, "take_chunk": 512}),
     "no eviction": (6, 2048, 256, 512, {"policy": "full"}),
+    "answers": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS, "decode_policy": "snapkv"}),
+    "answers of competing heads": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS}),
+    "prompts and answers": (2, 2048, 1024, 1024, {"policy": "snapkv", "budget": 0.2, **ANSWERS}),
 }
 
 
@@ -119,6 +123,24 @@ def test_bytes_and_limits_of_even_heads() -> None:
     assert none["at once"] == none["at end"] == 0
 
 
+def test_how_much_an_evicted_answer_takes() -> None:
+    """Between two evictions it has 160 to 224 entries in each row, beside the 512 of the prompt."""
+    machine, page = server(4, 512, 2048), PAGE * 4 * DIM
+    settings = {"policy": "full", **ANSWERS, "decode_policy": "snapkv"}
+    rows = LAYERS * HEADS
+    for output in (300, 3000, 30_000):
+        row = size(machine, settings, 512, output)
+        assert (row["answer"], row["end"]) == (224, rows * 23 * page)
+        assert row["at end"] == 4 * 16 // 23
+    short = size(machine, settings, 512, 225)
+    assert (short["answer"], short["end"]) == (224, rows * 23 * page)
+    assert size(machine, settings, 512, 100)["answer"] == 99
+    whole = size(machine, {"policy": "full"}, 512, 3000)
+    assert (whole["answer"], whole["at end"]) == (2999, 0)
+    competing = size(machine, {"policy": "full", **ANSWERS}, 512, 3000)
+    assert row["end"] < competing["end"] <= row["end"] + rows * page
+
+
 def write_model(folder: Path, **changes: Any) -> str:
     config = {
         "num_hidden_layers": LAYERS,
@@ -144,6 +166,20 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizing.main(["--model", str(tmp_path), "--memory", "64MiB", "--policy", "full", "--dtype", "float32"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("16,384 tokens fit without eviction") and not lines[3]
+
+
+def test_table_with_evicted_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", write_model(tmp_path), "--memory", "64MiB", "--prompt", "512", "--output", "4096"]
+    words += ["--decode-budget", "448"]
+    sizing.main([*words, "--policy", "full"])
+    lines = capsys.readouterr().out.splitlines()
+    # Queries of 16 tokens in 8 heads of 32 numbers in 4 layers; 576 tokens of 2,048 bytes each.
+    assert lines[1].startswith("Besides the KV memory each rank keeps 0.031 MiB of queries for each answer")
+    assert "room for 57 requests" in lines[1]
+    assert [line.split()[:3] for line in lines[3:5]] == [["full", "512", "4095"], ["full", "512", "576"]]
+    sizing.main([*words, "--budget", "1.0", "--config", '{"decode_policy": "knorm", "decode_interval": 64}'])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[2:4]] == [["full", "512", "4095"], ["1", "512", "512"]]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +223,7 @@ def test_what_is_set_aside_beside_the_kv_memory(
         ),
         ({}, ["--memory", "20"], "argument --memory: must be a size with its unit, such as 20GiB, got '20'"),
         ({}, ["--budget", "2.5"], "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
+        ({}, ["--decode-budget", "2"], "--decode-budget must be 0 (off) or at least 4, got 2"),
         ({}, ["--prompt", "0"], "--prompt must be at least 1, got 0"),
         ({}, ["--prompt", "40000"], "--prompt and --output exceed the 32768 tokens of --max-model-len"),
         ({}, ["--page-size", "96"], "--page-size 96 must divide --block-size 128"),

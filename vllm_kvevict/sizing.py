@@ -17,10 +17,16 @@ from vllm_kvevict.policies import available
 from vllm_kvevict.server import Server
 
 DTYPES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
-FLAGS = {"--kv-eviction-config": "--config", "--kv-eviction": "--policy", "--kv-budget": "--budget"}
+FLAGS = {
+    "--kv-eviction-config": "--config",
+    "--kv-eviction": "--policy",
+    "--kv-budget": "--budget",
+    "--kv-decode-budget": "--decode-budget",
+}
 COLUMNS = (
     "budget",
     "kept",
+    "answer",
     "reading",
     "evicted",
     "end",
@@ -36,12 +42,13 @@ DESCRIPTION = (
     "no server, and computes with the same functions as the server."
 )
 LEGEND = """
-kept: KV entries per KV head. reading, evicted, end: MiB that a request holds on its fullest rank: at most while its
-prompt is read, after its eviction, at its last token. at once: how many requests run when many arrive together; limit:
-what limits that number. at end: how many requests fit if all are at their last token; if that is less than at once,
-some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer by
-layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing else;
-they are cached with kv_prefix_len or scope prefix. Where heads compete, the numbers assume that all ranks keep as
+kept: KV entries per KV head of a prompt; answer: of its answer, at most. reading, evicted, end: MiB that a request
+holds on its fullest rank: at most while its prompt is read, after its eviction, at its last token, or, where
+--decode-budget bounds the answer, at most until then. at once: how many requests run when many arrive together; limit:
+what limits that number. at end: how many requests fit if all hold what they do at the end; if that is less than at
+once, some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer
+by layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing
+else; they are cached with kv_prefix_len or scope prefix. Where heads compete, the numbers assume that all ranks keep as
 much."""
 
 
@@ -117,6 +124,13 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
     parser.add_argument(
         "--config", type=json.loads, default={}, metavar="JSON", help="as for --kv-eviction-config"
     )
+    parser.add_argument(
+        "--decode-budget",
+        type=int,
+        default=0,
+        metavar="N",
+        help="as for --kv-decode-budget, on all lines but the first (default: 0, answers are kept)",
+    )
     for name, default in {"prompt": 8192, "output": 512, **SIZES}.items():
         flag = "--" + name.replace("_", "-")
         about = ABOUT.get(name, "as for vllm serve")
@@ -156,24 +170,33 @@ def report(args: argparse.Namespace) -> str:
     model |= {name: getattr(args, name) for name in SIZES}
     server = Server(**model, memory=args.memory, dtype_size=DTYPES[args.dtype])
     runs: list[dict[str, Any]] = [{"policy": "full"}]
+    settings = {**args.config, "policy": args.policy, "decode_budget": args.decode_budget}
     if args.policy != "full":
-        runs += [{**args.config, "policy": args.policy, "budget": budget} for budget in args.budget]
+        runs += [{**settings, "budget": budget} for budget in args.budget]
+    elif args.decode_budget:
+        runs.append(settings)
     from vllm_kvevict.engine import sizing
 
     rows = [sizing.size(server, settings, args.prompt, args.output) for settings in runs]
     cells = [
-        [f"{row[name] / 2**20:.1f}" if name in COLUMNS[2:5] else str(row[name]) for name in COLUMNS]
+        [f"{row[name] / 2**20:.1f}" if name in COLUMNS[3:6] else str(row[name]) for name in COLUMNS]
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
     table = ["  ".join(map(str.rjust, line, widths)) for line in (COLUMNS, *cells)]
     token, fit = server.entry * server.kv_heads * server.layers, sizing.blocks(server) * server.block_size
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"
-    reserve, policies = sizing.reserve(server, {**args.config, "policy": args.policy})
+    reserve, policies = sizing.reserve(server, settings)
     if policies:
         head += (
             f"\nBesides the KV memory each rank reserves {reserve / 2**20:.1f} MiB for requests with "
             f"{', '.join(policies)}"
+        )
+    queries, requests = sizing.queries_of_answers(server, settings)
+    if queries:
+        head += (
+            f"\nBesides the KV memory each rank keeps {queries / 2**20:.3f} MiB of queries for each answer, with room "
+            f"for {requests:,} requests, or for --max-num-seqs if that is less"
         )
     return "\n".join((head, *table, LEGEND))
 

@@ -22,11 +22,11 @@ class Bench:
     """A progress bar and the servers of one comparison at a time.
 
     Args:
-        threads: OpenMP threads of each rank.
+        threads: OpenMP threads of each rank, None: as vLLM places them.
         runs: how many runs the whole invocation has.
     """
 
-    def __init__(self, threads: int, runs: int):
+    def __init__(self, threads: int | None, runs: int):
         self.threads = threads
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Not on stdout: that is redirected while vLLM's client is at work.

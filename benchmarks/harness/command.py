@@ -3,12 +3,13 @@
 import argparse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench
-from benchmarks.harness.measure import record, record_name, save, warn_if_busy
+from benchmarks.harness.measure import RESULTS, record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_dtype, add_start_patience, whole
 
 
@@ -38,6 +39,8 @@ def parse(
     scenarios: Mapping[str, S],
     sizes: Mapping[str, str],
     argv: Sequence[str] | None,
+    threads: int | None = 1,
+    add: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> tuple[argparse.Namespace, dict[str, S]]:
     """Read a command line.
 
@@ -46,6 +49,8 @@ def parse(
         about: what its help begins with.
         scenarios: all that there are, by name.
         sizes: what of a scenario can be changed, with a help text for each.
+        threads: of each server unless the command line says otherwise; None: as vLLM places them.
+        add: adds options of the benchmark's own.
 
     Returns:
         The options, and the scenarios to run, by name.
@@ -59,10 +64,14 @@ def parse(
         parser.add_argument(flag, type=whole, metavar="N", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
     add_start_patience(parser)
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="OpenMP threads of each server")
+    placed = "vLLM's own placement" if threads is None else f"{threads}"
+    text = f"OpenMP threads of each server (default: {placed})"
+    parser.add_argument("--threads", type=whole, default=threads, metavar="N", help=text)
     parser.add_argument(
         "--name", help=f"name of the records, followed by the scenario's name (default: {name})"
     )
+    if add is not None:
+        add(parser)
     arguments = parser.parse_args(argv)
     unknown = [given for given in arguments.scenario if given not in scenarios]
     if unknown:
@@ -86,6 +95,7 @@ async def measure(
     runs: int,
     run_rounds: Callable[[Bench, str, S], Awaitable[list[R]]],
     summary: Callable[[str, S, list[R], Console], dict[str, Any]],
+    folder: Path = RESULTS,
 ) -> None:
     """Run scenarios; print and save each as soon as it is done.
 
@@ -94,6 +104,7 @@ async def measure(
         runs: of all sides in all rounds.
         run_rounds: runs all rounds of a scenario.
         summary: prints what it showed, and returns what its record says.
+        folder: for the records.
     """
     console = Console(width=WIDTH)
     load_average = warn_if_busy(console)
@@ -109,5 +120,5 @@ async def measure(
             own = (
                 f"{arguments.name}-{key}" if arguments.name else record_name(f"{name}-{key}", arguments.dtype)
             )
-            console.print(f"written to {save(own, record(name, content))}")
+            console.print(f"written to {save(own, record(name, content), folder)}")
         bench.say("done")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,13 @@ async def ask(
     prompt: Sequence[int],
     document_len: int | None,
     output_len: int,
+    fields: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Ask a question behind a document of so many tokens, which is evicted without the question in view.
 
     Args:
         document_len: None where all of the prompt is evicted, with the question in view.
+        fields: of ``vllm_xargs``, besides.
 
     Raises:
         ServerError: the answer is not complete.
@@ -51,8 +53,9 @@ async def ask(
     body: dict[str, Any] = {"model": server.model, "prompt": list(prompt), "max_tokens": output_len}
     body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    if document_len is not None:
-        body["vllm_xargs"] = {"kv_prefix_len": document_len}
+    prefix = {} if document_len is None else {"kv_prefix_len": document_len}
+    if given := {**prefix, **(fields or {})}:
+        body["vllm_xargs"] = given
     started, first = time.perf_counter(), 0.0
     usage: dict[str, Any] = {}
     tokens: list[int] = []

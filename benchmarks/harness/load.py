@@ -78,8 +78,9 @@ class Run:
         physical_bytes, logical_bytes: KV memory held when it was most, over all ranks, and the entries stored
             in it at that moment; stock vLLM does not tell the latter.
         preemptions: requests that lost their KV cache and had to be computed again.
-        evictions: requests evicted.
-        decision_seconds, compaction_seconds: sums over the evicted requests, of the slowest rank of each.
+        evictions: how many; a request's answer may be evicted more than once.
+        decision_seconds, compaction_seconds: sums over the evictions, of the slowest rank of each.
+        answer_evictions, answer_seconds: of these, evictions of answers, and the seconds of both kinds that they took.
     """
 
     wall: float
@@ -96,6 +97,8 @@ class Run:
     evictions: int
     decision_seconds: float
     compaction_seconds: float
+    answer_evictions: int = 0
+    answer_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -258,6 +261,8 @@ def summarise(
         evictions=after.evictions - before.evictions,
         decision_seconds=after.decision_seconds - before.decision_seconds,
         compaction_seconds=after.compaction_seconds - before.compaction_seconds,
+        answer_evictions=after.answer_evictions - before.answer_evictions,
+        answer_seconds=after.answer_seconds - before.answer_seconds,
     )
 
 

@@ -89,6 +89,12 @@ class Scenario:
         """Stock vLLM and the sides with eviction."""
         return [STOCK, *self.evicting]
 
+    def flags(self, side: str) -> list[str]:
+        """What a side's server is told that no other is."""
+        if side == STOCK:
+            return []
+        return ["--kv-eviction", self.policy, "--kv-budget", f"{self.evicting[side]:g}"]
+
     def kv_bytes(self) -> int:
         """KV memory of all ranks, with the one block that vLLM keeps for itself."""
         blocks = self.pool * -(-(self.input_len + self.output_len) // BLOCK) + 1
@@ -287,8 +293,8 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
     )
 
 
-def make_server(scenario: Scenario, side: str, threads: int) -> Server:
-    """The server of a side, not started yet; ``threads`` are OpenMP threads of each rank.
+def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
+    """The server of a side, not started yet; ``threads`` are OpenMP threads of each rank, None: as vLLM places them.
 
     Apart from the eviction all sides get the same, and vLLM's defaults otherwise.
     """
@@ -300,8 +306,7 @@ def make_server(scenario: Scenario, side: str, threads: int) -> Server:
     if scenario.ranks > 1:
         flags += ["--tensor-parallel-size", str(scenario.tensor)]
         flags += ["--pipeline-parallel-size", str(scenario.pipeline)]
-    if side != STOCK:
-        flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.evicting[side]:g}"]
+    flags += scenario.flags(side)
     log = SCRATCH / f"serve-{side.replace(' ', '-')}.log"
     env = cpu_environment(threads, scenario.ranks)
     return Server(model(max(4096, scenario.max_len)), log, flags, env)

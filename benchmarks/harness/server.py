@@ -45,6 +45,7 @@ class Snapshot:
         draft_tokens, accepted_drafts: counters, 0 without speculative decoding.
         evictions, freed_pages: counters, 0 without eviction.
         decision_seconds, compaction_seconds: sums over all evictions.
+        answer_evictions, answer_seconds: of these, evictions of answers, and the seconds of both kinds that they took.
         physical_pages, logical_entries: held over all ranks, an entry is one token in one layer and KV head; None
             without eviction.
         cached_pages, uncompressed_pages: of these, what compressed and uncompressed prefixes in the cache hold.
@@ -61,6 +62,8 @@ class Snapshot:
     freed_pages: int = 0
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
+    answer_evictions: int = 0
+    answer_seconds: float = 0.0
     physical_pages: int | None = None
     cached_pages: int = 0
     uncompressed_pages: int = 0
@@ -77,11 +80,14 @@ class Snapshot:
     def parse(cls, text: str) -> "Snapshot":
         """Read the text of ``/metrics``; series that differ in labels are added up."""
         totals: dict[str, float] = {}
+        of_answers: dict[str, float] = {}
         # The many buckets of histograms, which nobody needs here, would take most of the time.
         lines = [line for line in text.splitlines() if "_bucket{" not in line]
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+                if sample.labels.get("phase") == "decode":
+                    of_answers[sample.name] = of_answers.get(sample.name, 0.0) + sample.value
 
         def count(name: str) -> int:
             return int(totals.get(f"vllm:{name}", 0))
@@ -101,6 +107,11 @@ class Snapshot:
             freed_pages=count("kv_eviction_freed_pages_total"),
             decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
             compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
+            answer_evictions=int(of_answers.get("vllm:kv_eviction_evictions_total", 0)),
+            answer_seconds=sum(
+                of_answers.get(f"vllm:kv_eviction_{part}_seconds_sum", 0.0)
+                for part in ("decision", "compaction")
+            ),
             physical_pages=count_if_there("kv_eviction_physical_pages"),
             cached_pages=count("kv_eviction_cached_pages"),
             uncompressed_pages=count("kv_eviction_cached_uncompressed_pages"),
@@ -220,25 +231,26 @@ def end(process: subprocess.Popen) -> None:
         process.wait(10)
 
 
-def cpu_environment(threads: int, ranks: int) -> dict[str, str]:
-    """Environment of a measured server whose ranks have so many OpenMP threads each.
+def cpu_environment(threads: int | None, ranks: int) -> dict[str, str]:
+    """Environment of a measured server whose ranks have so many OpenMP threads each; None: as vLLM places them.
 
     Ranks are bound to the first cores if that leaves a core to the client and the other processes. Otherwise the
     system places all threads, so that no rank is held on a core that it has to share while another one is free.
     """
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_KVEVICT_CHECK": "0",
+    }
+    if threads is None:
+        return env
     cores = sorted(os.sched_getaffinity(0))
     bound = "nobind"
     if threads * ranks < len(cores):
         shares = [cores[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
         bound = "|".join(",".join(str(core) for core in share) for share in shares)
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_COLOR": "0",
-        "VLLM_KVEVICT_CHECK": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": bound,
-        "OMP_NUM_THREADS": str(threads),
-    }
+    return env | {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(threads)}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
+from benchmarks.harness import growing
 from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
+from benchmarks.harness.growing import WIDTH, Growth, growth_shown, watch
 from benchmarks.harness.kept import (
     Run,
     comparison_table,
@@ -94,7 +96,13 @@ def test_comparison():
 
 def test_arguments():
     assert parse_arguments([]).threads >= 1
-    for wrong in (["--budget", "7.5"], ["--budget", "0"], ["--requests", "0"], ["--policy", "full"]):
+    for wrong in (
+        ["--budget", "7.5"],
+        ["--budget", "0"],
+        ["--requests", "0"],
+        ["--policy", "full"],
+        ["--answer", "9999"],
+    ):
         with pytest.raises(SystemExit):
             parse_arguments(wrong)
     assert pool_bytes(2048, 256, "bfloat16") == (4 * 72 + 1) * 32 * 4 * 4 * 2 * 64 * 2
@@ -166,6 +174,56 @@ def test_answers_are_marked():
         rendered(answers_table("a model", columns, [Asked(case, replies)])) for replies in (wrong, right)
     ]
     assert [table.count("wrong") for table in shown] == [3, 2]
+
+
+GROWING = Growth("kept whole", 4.0, 640, [(0, 0), (1, 64), (320, 128), (640, 192)], 0)
+BOUNDED = Growth("bounded", 2.0, 640, [(1, 64), (320, 96), (640, 96)], 5)
+
+
+def test_the_plot_shows_what_an_answer_holds():
+    assert GROWING.columns(4) == [64, 64, 128, 192] and (GROWING.most, GROWING.last) == (192, 192)
+    text = rendered(growth_shown([GROWING, BOUNDED], 512, 2**20))
+    for part in (
+        "640 tokens to a prompt of 512",
+        "192.00",
+        "96.00",
+        "160.0",
+        "320.0",
+        "192.0 MiB",
+        "█ bounded",
+    ):
+        assert part in text
+    rows = [line.split("│")[1] for line in text.splitlines() if line.count("│") == 1]
+    # Both begin with a third of what is held at most; one stays at half of it.
+    assert [row.count("█") for row in rows] == [0] * 4 + [WIDTH // 2] + [WIDTH] * 3
+    assert rows[0].strip() == "░" and rows[-1].rstrip() == "█" * WIDTH
+
+
+def test_an_answer_is_watched(monkeypatch):
+    """The counters of a server that has answered before."""
+    seen = iter([(90, 0, 0), (91, 20, 1), (95, 24, 1), (100, 26, 1), (100, 0, 0)])
+    asked = []
+
+    class Answering:
+        url = "http://nowhere"
+
+        def check(self):
+            pass
+
+        async def snapshot(self):
+            tokens, pages, running = next(seen, (100, 0, 0))
+            return Snapshot(
+                running, output_tokens=tokens, physical_pages=pages, answer_evictions=tokens // 50
+            )
+
+    async def answer(client, server, prompt, document_len, output_len, fields):
+        asked.append((output_len, fields))
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(growing, "ask", answer)
+    found = asyncio.run(watch("a way", Answering(), [1, 2], 10, 7, 0.02, lambda now: None))
+    assert asked == [(10, {"kv_decode_budget": 7})]
+    assert found.held[:4] == [(0, 0), (1, 20), (5, 24), (10, 26)] and found.evictions == 1
 
 
 def test_without_the_real_model_the_demo_says_so(monkeypatch, capsys):

@@ -191,6 +191,10 @@ def test_ranks_are_bound_where_a_core_is_left(monkeypatch, cores, threads, ranks
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == (bound, str(threads))
 
 
+def test_vllm_places_threads_itself_where_none_are_asked_for():
+    assert not {"VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(cpu_environment(None, 1))
+
+
 def test_sigterm_lets_servers_be_ended(capsys):
     ended = []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import reasoning, report
 from benchmarks.harness.bench import as_record
 from benchmarks.harness.measure import full_name, record, record_name, save
 from benchmarks.harness.scenarios import SCENARIOS, STOCK, Scenario
@@ -48,6 +48,18 @@ def test_the_page_has_every_figure_and_every_plot(folder):
     assert "## Throughput over the full requests that the KV memory holds" in text
     assert "](throughput-sweep-pool.png)" in text and (folder / "throughput-sweep-pool.png").exists()
     assert "## Latency" not in text and "## Compared with kvpress" not in text
+
+
+def test_long_answers_are_among_the_scenarios(folder, at_level):
+    at_level("avx512")
+    long = reasoning.SCENARIOS["long"]
+    rounds = [{**one, "ada-snapkv, prefill": ours(0.5)} for one in rounds_of(long, 1.0)]
+    shown = reasoning.summary("long", long, rounds, Console(file=io.StringIO()))
+    save("reasoning-long", record("reasoning", {"threads": None, "scenarios": {"long": shown}}), folder)
+    text = report.write(folder).read_text()
+    load = "24 x (512 in, 4096 out), memory for 3, ada-snapkv, answers to 448, bfloat16, avx512"
+    assert f"| reasoning-long | {load} | ada-snapkv | 100.0 | 50.0 | 2 [2, 2] |" in text
+    assert "long: requests running at once | 4 | at least 12 | **missed** |" in text
 
 
 def test_missed_targets_stand_out(folder):

@@ -12,6 +12,7 @@ from benchmarks.harness import scenarios
 from benchmarks.harness.bench import as_record
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
+from benchmarks.harness.runs import runs_table
 from benchmarks.harness.scenarios import (
     BLOCK,
     DECODING,
@@ -32,7 +33,6 @@ from benchmarks.throughput import (
     SWEEP_BASE,
     SWEEPS,
     parse_arguments,
-    runs_table,
     show_scenario,
     sweep_table,
 )

@@ -44,10 +44,12 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     at_once = last_that(lambda running: crowd.shortage(running - 1) is None, 0, step)
     limit = crowd.shortage(at_once)
     alone = crowd.newcomer(0)
-    now, ends = ([count.at(tokens) for count in counts] for tokens in (prompt, prompt + output - 1))
+    now = [count.at(prompt) for count in counts]
+    ends = [bounds.most_held(plan, rank, count, prompt + output - 1) for rank, count in enumerate(counts)]
     page_bytes = server.entry * server.page_size
     return {
         "budget": "full" if plan.config.policy == "full" else f"{options.budget:g}",
+        "answer": entries_of_answer(plan, prompt, output),
         "kept": prompt if plan.prompt is None else plan.config.budget_for(prompt),
         "reading": page_bytes * max(alone.terms.peak),
         "evicted": page_bytes * max(now),
@@ -59,6 +61,14 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
     }
+
+
+def entries_of_answer(plan: Plan, prompt: int, output: int) -> int:
+    """The most entries of an answer that each KV head holds on average; its last token is not stored."""
+    last = prompt + output - 1
+    if plan.answer is None or plan.answer.last_eviction(last) is None:
+        return output - 1
+    return plan.answer.positions[0] - prompt
 
 
 def cached(plan: Plan, ranks: Sequence[RankCapacity], pages: Sequence[int]) -> int:
@@ -113,6 +123,21 @@ def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]
     )
     size = options.reserve_size(server.max_len, HeadDims(server.head_dim, query_heads // kv_heads))
     return 4 * size * most_layers(server) * query_heads, options.reserved_for
+
+
+def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that the fullest rank keeps of each answer's queries, and the most requests that it has room for.
+
+    A server whose ``--max-num-seqs`` is lower has room for so many.
+    """
+    answer = Options.parse({"page_size": server.page_size, **settings}).decoding.example
+    if answer is None or not answer.keeps_queries:
+        return 0, 0
+    query_heads = max(1, server.query_heads // server.tensor_parallel_size)
+    row = most_layers(server) * server.head_dim * server.dtype_size
+    longest = answer.positions[0] - answer.begins
+    requests = -(-server.memory // (2 * server.heads * row * longest))
+    return answer.window * query_heads * row, max(1, requests)
 
 
 def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:
