@@ -1,4 +1,4 @@
-"""How well a server answers with evicted caches: ask it (`run`, `fidelity`), then write down what came (`report`)."""
+"""How well a server answers with evicted caches: ask it (`run`, `fidelity`, `answers`), then write a `report`."""
 
 import argparse
 import asyncio
@@ -14,6 +14,9 @@ from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, suite_cases
 from vllm_kvevict.quality.checkpoint import CheckpointError
+from vllm_kvevict.quality.decoding_report import gather_decoding
+from vllm_kvevict.quality.decoding_run import DecodingJob, run_decoding
+from vllm_kvevict.quality.decoding_run import columns as decoding_columns
 from vllm_kvevict.quality.endpoint import EndpointError
 from vllm_kvevict.quality.fidelity import FLOOR
 from vllm_kvevict.quality.fidelity_report import gather_fidelity
@@ -96,6 +99,23 @@ def fidelity_command(arguments: argparse.Namespace) -> None:
         raise ResultsError(floor_error(found.floor.mean))
 
 
+def decoding_job(arguments: argparse.Namespace) -> DecodingJob:
+    """What the arguments of `answers` ask for."""
+    cases = read_prompts(arguments.prompts) if arguments.prompts else None
+    fixed = {"form": "chat", "min_prompt": 0}
+    columns = decoding_columns(arguments.policy, arguments.budgets)
+    return DecodingJob(**given(DecodingJob, arguments) | fixed | {"cases": cases, "columns": columns})
+
+
+def answers_command(arguments: argparse.Namespace) -> None:
+    """Score answers while they are evicted, and make sure that the full cache agrees with itself."""
+    new = asyncio.run(run_decoding(decoding_job(arguments), console))
+    _say(f"{new:,} new measures in {arguments.output}; next: vllm-kvevict quality report {arguments.output}")
+    found = gather_decoding(arguments.output)
+    if found and found.floor and found.floor.mean < FLOOR:
+        raise ResultsError(floor_error(found.floor.mean))
+
+
 def report_command(arguments: argparse.Namespace) -> None:
     """Write the report."""
     from vllm_kvevict.quality.report import write_report  # late: matplotlib takes a while
@@ -129,6 +149,7 @@ def checkpoint_command(arguments: argparse.Namespace) -> None:
 COMMANDS = {
     "run": run_command,
     "fidelity": fidelity_command,
+    "answers": answers_command,
     "report": report_command,
     "checkpoint": checkpoint_command,
 }

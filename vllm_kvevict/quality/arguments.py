@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.decoding_options import add_answers, check_answers
 from vllm_kvevict.quality.open_questions import TASKS as OPEN_TASKS
 from vllm_kvevict.quality.options import (
     add_columns,
@@ -32,8 +33,8 @@ OF_WORDS, OF_TEXT = ("lengths", "depths", "instruct"), ("tokens", "form", "diffi
 DEFAULT_BUDGET = 0.2
 DESCRIPTION = (
     "Measures how eviction changes the quality of a server's answers. run asks questions with known answers, fidelity "
-    "measures how far answers to any prompts change, and report writes tables and plots of both. checkpoint fetches a "
-    "small real model to measure with."
+    "measures how far answers to any prompts change, answers how far those change that are evicted while they are "
+    "written, and report writes tables and plots. checkpoint fetches a small real model to measure with."
 )
 
 
@@ -66,11 +67,12 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         "server as for run, with --dtype float32 for results that are to be published.",
     )
     _add_fidelity(scoring)
+    decoding = add_answers(commands)
     writing = commands.add_parser(
         "report",
         help="write tables, verdicts and plots",
         description="Writes FOLDER/summary.json, a Markdown report, and its plots in a folder with the report's name. "
-        "All figures come from FOLDER/results.jsonl and FOLDER/fidelity.jsonl.",
+        "All figures come from FOLDER/results.jsonl, FOLDER/fidelity.jsonl and FOLDER/decoding.jsonl.",
     )
     _add_report(writing)
     commands.add_parser(
@@ -86,6 +88,8 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         _check(asking, arguments)
     elif arguments.command == "fidelity":
         _check_fidelity(scoring, arguments)
+    elif arguments.command == "answers":
+        check_answers(decoding, arguments)
     return arguments
 
 

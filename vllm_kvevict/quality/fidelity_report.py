@@ -80,7 +80,7 @@ def fidelity_section(found: Measures) -> list[str]:
         "",
         f"{answers:,} answers of the full cache, {tokens:,} tokens; tasks: {', '.join(found.agreement.tasks)}.",
         "",
-        *_floor_lines(found),
+        *floor_lines(found),
     ]
     if whole:
         lines += [f"**{whole:,} prompts or prefixes were too short to be evicted and were kept whole.**", ""]
@@ -89,7 +89,8 @@ def fidelity_section(found: Measures) -> list[str]:
     return [*lines, *_task_lines(found)]
 
 
-def _floor_lines(found: Measures) -> list[str]:
+def floor_lines(found: Measures) -> list[str]:
+    """What the report says of the full cache against itself."""
     floor, own = found.floor, found.divergence.mean(Column(FULL))
     if floor is None or own is None:
         return ["The full cache was not scored against itself.", ""]

@@ -1,8 +1,9 @@
 """Let the full cache answer, and score its answers with each column, as far as that is not done yet."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -156,7 +157,18 @@ async def forced(
         top: tokens of each list, to which the answer's own one is added.
     """
     fields = {"kv_eviction": FULL} if evict_at is None else asked_fields(column) | {"kv_prefix_len": evict_at}
-    body = {"prompt": [*prompt, *answer], "max_tokens": 1, "prompt_logprobs": top, "vllm_xargs": fields}
+    return await scored(endpoint, prompt, answer, fields, top)
+
+
+async def scored(
+    endpoint: Endpoint, prompt: Sequence[int], answer: Sequence[int], fields: Mapping[str, Any], top: int
+) -> list[Choices]:
+    """The most likely tokens at each place of an answer, when a request with these fields reads it.
+
+    Raises:
+        EndpointError: the server does not tell.
+    """
+    body = {"prompt": [*prompt, *answer], "max_tokens": 1, "prompt_logprobs": top, "vllm_xargs": dict(fields)}
     rows = (await endpoint.complete(body)).get("prompt_logprobs")
     if not isinstance(rows, list) or len(rows) != len(prompt) + len(answer):
         raise EndpointError(

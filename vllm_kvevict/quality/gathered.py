@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvevict.quality.decoding_report import DecodingMeasures
 from vllm_kvevict.quality.fidelity_report import Measures
 from vllm_kvevict.quality.results import Column, Result, Settings
 from vllm_kvevict.quality.scores import Scores
@@ -24,7 +25,7 @@ class Report:
         needles: of samples with a given depth, None if there are none.
         budget: of the tables by task and of the maps, None if there are no budgets.
         kept: shares by column, [layers, KV heads].
-        fidelity: None if that was not measured.
+        fidelity, decoding: None if that was not measured.
     """
 
     title: str
@@ -37,3 +38,4 @@ class Report:
     budget: float | None
     kept: Mapping[Column, np.ndarray]
     fidelity: Measures | None
+    decoding: DecodingMeasures | None = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_kvevict.quality.cases import TEXT
+from vllm_kvevict.quality.decoding_report import decoding_section
 from vllm_kvevict.quality.fidelity_report import fidelity_section
 from vllm_kvevict.quality.findings import (
     CAN_DO,
@@ -55,6 +56,7 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
         [f"# {report.title}"],
         fidelity_section(report.fidelity) if report.fidelity else [],
         picture("KL over budget", pictures.get("divergence")),
+        decoding_section(report.decoding) if report.decoding else [],
         *(answers_sections(report, pictures) if report.results else ()),
         ["## Commands", "", *run_lines(report.runs)],
     ]

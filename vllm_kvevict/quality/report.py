@@ -12,6 +12,7 @@ import numpy as np
 from vllm_kvevict.machine import record
 from vllm_kvevict.quality import markdown, plots
 from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
+from vllm_kvevict.quality.decoding_report import gather_decoding, summarise_decoding
 from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity, summarise_fidelity
 from vllm_kvevict.quality.findings import check_claims, full_scores, pick, too_hard
 from vllm_kvevict.quality.gathered import Report
@@ -40,8 +41,8 @@ def write_report(
 
 def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -> Report:
     """Read a folder, and what the server wrote of its evictions if there is such a file."""
-    fidelity = gather_fidelity(folder)
-    settings, runs, results = read_answers(folder, fidelity)
+    fidelity, decoding = gather_fidelity(folder), gather_decoding(folder)
+    settings, runs, results = read_answers(folder, [one for one in (fidelity, decoding) if one])
     full = full_scores(results)
     counting = [result for result in results if result.task not in too_hard(full)]
     placed = [result for result in counting if result.depth is not None]
@@ -53,25 +54,26 @@ def gather(folder: Path, title: str, budget: float, eviction_log: Path | None) -
     if eviction_log and not kept:
         raise ResultsError(f"{eviction_log} does not mention the requests of {folder}")
     needles = Scores(placed) if placed else None
-    return Report(title, settings, runs, results, full, scores, needles, chosen, kept, fidelity)
+    return Report(title, settings, runs, results, full, scores, needles, chosen, kept, fidelity, decoding)
 
 
 def read_answers(
-    folder: Path, fidelity: Measures | None
+    folder: Path, others: Sequence[Measures]
 ) -> tuple[Settings, list[Mapping[str, Any]], list[Result]]:
-    """Settings, runs and results of a folder, which may have measures of fidelity only.
+    """Settings, runs and results of a folder, which may have other measures only.
 
     Raises:
         ResultsError: it has neither.
     """
     path = folder / RESULTS
-    if fidelity is not None and not path.exists():
-        return fidelity.settings, list(fidelity.runs), []
+    more = [run for one in others for run in one.runs]
+    if others and not path.exists():
+        return others[0].settings, more, []
     settings, runs = read_settings(folder, Settings)
     results = list(read(path, Result)) if path.exists() else []
-    if not results and fidelity is None:
+    if not results and not others:
         raise ResultsError(f"{folder} has no results yet")
-    return settings, [*runs, *(fidelity.runs if fidelity else ())], results
+    return settings, [*runs, *more], results
 
 
 def draw(report: Report, folder: Path) -> dict[str, Path]:
@@ -111,6 +113,8 @@ def summarise(report: Report) -> dict[str, Any]:
         summary["needles"] = [needle_summary(report.needles, column) for column in report.needles.columns]
     if report.fidelity is not None:
         summary["fidelity"] = summarise_fidelity(report.fidelity)
+    if report.decoding is not None:
+        summary["decoding"] = summarise_decoding(report.decoding)
     if report.kept:
         summary["kept"] = [
             {**asdict(column), "share": np.round(share, 5).tolist()} for column, share in report.kept.items()

@@ -1,0 +1,274 @@
+"""Answers that are scored while they are evicted: what counts, and runs against a server that only pretends."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+
+from tests.quality.fake_openai import FakeServer, words
+from vllm_kvevict.engine.decoding import DecodeOptions
+from vllm_kvevict.quality import __main__ as quality
+from vllm_kvevict.quality.decoding import (
+    DECODING,
+    WRITTEN,
+    Decoded,
+    Written,
+    first_changed,
+    interval_of,
+    places,
+    repeats_itself,
+    score,
+)
+from vllm_kvevict.quality.decoding_report import gather_decoding
+from vllm_kvevict.quality.decoding_tasks import recall, writing
+from vllm_kvevict.quality.results import FULL, Column, read
+
+FAST = ["--backoff", "0.01", "--tries", "2"]
+LENGTH, BUDGET, INTERVAL = 160, 32, 8
+FIRST = BUDGET + INTERVAL + 1
+
+
+def written(tokens=(5, 6, 7), counted=()) -> Written:
+    return Written("writing", None, None, 0, "x", 300, tuple(tokens), tuple(counted), 1, 0, "text")
+
+
+@pytest.mark.parametrize("budget", [16, 256, 1000, 1024, 2000, 4096])
+def test_the_interval_is_the_servers(budget):
+    options = DecodeOptions(budget, None, None, "snapkv", {}, "measured", 32)
+    assert interval_of(budget) == options.interval_for(budget)
+    assert interval_of(budget, 24) == DecodeOptions(budget, 24, None, "snapkv", {}, "m", 32).interval_for(
+        budget
+    )
+
+
+def test_tokens_count_that_are_chosen_behind_the_first_eviction():
+    """The server evicts when prompt and D + I tokens are stored; the last of them has chosen the next one already."""
+    options = DecodeOptions(256, None, None, "snapkv", {}, "measured", 32)
+    position = options.phase(256, 300).positions[0]
+    assert first_changed(256, interval_of(256)) == position - 300 + 1
+    answer, column = written(range(500)), Column("snapkv", 256, "answer")
+    assert list(places(answer, column, None)) == list(range(385, 500))
+    assert list(places(answer, Column(FULL), None)) == list(range(500))
+    assert list(places(written(range(500), (3, 384, 385, 499)), column, None)) == [385, 499]
+
+
+def test_answers_that_repeat_themselves():
+    row = list(range(16))
+    assert repeats_itself([*row, 90, *row, 91, *row])
+    assert not repeats_itself([*row, 90, *row, 91])
+    assert not repeats_itself([*row[:15], 90, *row[:15], 91, *row[:15], 92])
+    assert repeats_itself([7] * 18) and not repeats_itself([7] * 17)
+
+
+def test_agreement_is_of_the_most_likely_token_and_recall_of_the_answers_own():
+    full = [{5: -0.1, 8: -3.0}, {8: -0.2, 6: -2.0}, {7: -0.3, 8: -2.0}]
+    found = [{5: -0.4, 8: -2.0}, {8: -0.1, 6: -3.0}, {8: -0.2, 7: -2.5}]
+    made = score(written(), Column("snapkv", 4, "answer"), full, found, (0, 1, 2), 304, 1.0)
+    assert made.agrees == (True, True, False) and made.hits == (True, False, False)
+    assert made.differences == pytest.approx((-0.3, -1.0, -2.2)) and min(made.divergences) > 0
+    assert Decoded.parse(json.dumps(vars(made))) == made
+    same = score(written(), Column(FULL), full, full, (0, 1, 2), None, 1.0)
+    assert all(same.agrees) and same.divergences == (0.0, 0.0, 0.0)
+
+
+def test_what_is_recalled_was_said_before():
+    for index in range(5):
+        made = recall(3, index, 60)
+        assert len(made.values) == 4
+        begin = made.pieces[0].partition("\n\n")[0]
+        assert all(value in begin and begin.count(value) == 1 for value in made.values)
+        between = made.pieces[0].split("\n\n")[1]
+        assert len(between.split()) >= 60 and not any(value in between for value in made.values)
+    assert recall(3, 0, 60) == recall(3, 0, 60) != recall(4, 0, 60)
+    assert writing(3, 10) == writing(3, 20)[:10] != writing(4, 10)
+
+
+class FakeDecoder(FakeServer):
+    """Its answers depend on the seed, and it scores the better the more of an answer it keeps.
+
+    Args:
+        loss: of log-probability behind the first eviction.
+        repeats: seeds, modulo 8, whose answers repeat themselves.
+        decodes: whether it was started with --kv-decode-budget.
+        noise: what the full cache misses.
+    """
+
+    def __init__(self, loss=1.0, repeats=(), decodes=True, noise=0.0, **settings):
+        super().__init__(**settings)
+        self.loss, self.repeats, self.decodes, self.noise = loss, repeats, decodes, noise
+        self.ids: dict[str, int] = {}
+
+    def respond(self, path, body):
+        if path == "/tokenize":
+            said = words(body) if "messages" in body else body["prompt"].split()
+            return 200, {"tokens": [self.ids.setdefault(word, len(self.ids) + 10) for word in said]}
+        fields = body.get("vllm_xargs", {})
+        if fields.get("kv_decode_budget") and not self.decodes:
+            return 400, {"error": {"message": "kv_decode_budget needs a server with --kv-decode-budget"}}
+        if path == "/v1/completions" and ("logprobs" in body or "prompt_logprobs" in body):
+            with self._lock:
+                self.asked.append(body)
+            return 200, {"choices": [self.write(body) if "logprobs" in body else self.read(body, fields)]}
+        if fields.get("kv_decode_budget"):
+            return 200, {"choices": [{"text": "x"}], "usage": {}}
+        return super().respond(path, body)
+
+    def write(self, body):
+        again = body["seed"] % 8 in self.repeats
+        tokens = [
+            2000 + (i % 4 if again else i * (body["seed"] + 1) % 997) for i in range(body["max_tokens"])
+        ]
+        rows = [{f"token_id:{token}": -0.1, "token_id:1": -3.0} for token in tokens]
+        names = [f"token_id:{token}" for token in tokens]
+        return {"text": "text", "logprobs": {"tokens": names, "top_logprobs": rows}}
+
+    def read(self, body, fields):
+        budget = fields["kv_decode_budget"]
+        changed = fields["kv_answer_from"] + budget + INTERVAL + 1 if budget else len(body["prompt"])
+        rows = [None]
+        for place, token in enumerate(body["prompt"][1:], 1):
+            loss = self.loss if place >= changed else self.noise
+            rows.append(
+                {str(token): {"logprob": -0.1 - loss}, "1": {"logprob": -3.0 if loss < 0.5 else -0.7}}
+            )
+        return {"text": "", "prompt_logprobs": rows}
+
+
+def answers(server: FakeServer, folder, policy="snapkv", *more) -> int:
+    shape = ["--samples", "3", "--answer-tokens", LENGTH, "--budgets", BUDGET, "--interval", INTERVAL]
+    basis = ["answers", "--url", server.url, "--output", folder, "--policy", policy, *shape]
+    return quality.main([str(word) for word in (*basis, *FAST, *more)])
+
+
+def test_requests_and_measures(tmp_path):
+    with FakeDecoder() as server:
+        assert answers(server, tmp_path) == 0
+    wrote = [body for body in server.asked if "logprobs" in body]
+    assert len({body["seed"] for body in wrote}) == len(wrote) == 3
+    for body in wrote:
+        assert body["max_tokens"] == body["min_tokens"] == LENGTH and body["temperature"] == 0.8
+        assert body["vllm_xargs"] == {"kv_eviction": "full", "kv_decode_budget": 0}
+    read_ = [
+        body for body in server.asked if "prompt_logprobs" in body and body["vllm_xargs"]["kv_decode_budget"]
+    ]
+    told = {one.sample: one for one in read(tmp_path / WRITTEN, Written)}
+    lengths = Counter(
+        (len(body["prompt"]), body["vllm_xargs"]["kv_answer_from"], body["vllm_xargs"]["kv_decode_budget"])
+        for body in read_
+    )
+    assert lengths == Counter(
+        (one.prompt_tokens + len(one.tokens), one.prompt_tokens, BUDGET) for one in told.values()
+    )
+    found = list(read(tmp_path / DECODING, Decoded))
+    assert Counter((one.task, one.policy) for one in found) == {
+        (task, policy): 3 for task in ("writing", "recall") for policy in (FULL, "snapkv")
+    }
+    for one in found:
+        if one.task == "writing" and one.policy != FULL:
+            assert one.first == FIRST and len(one.agrees) == LENGTH - FIRST
+            assert one.evict_at == one.prompt_tokens + BUDGET + INTERVAL
+            assert not any(one.agrees) and min(one.divergences) > 0.1
+        elif one.policy == FULL:
+            assert all(one.agrees) and max(one.divergences) < 1e-6
+        if one.task == "recall":
+            said = told[one.sample].text.split()
+            assert len(one.hits) == 4 and one.answer_tokens > len(said) - 4
+
+
+def test_one_token_earlier_nothing_has_changed(tmp_path):
+    """A wrong interval is seen: with a longer one than ours, the first tokens that count have not changed."""
+    with FakeDecoder() as server:
+        assert answers(server, tmp_path, "snapkv", "--interval", INTERVAL - 1) == 0
+    found = [
+        one for one in read(tmp_path / DECODING, Decoded) if one.policy != FULL and one.task == "writing"
+    ]
+    assert {one.agrees[:2] for one in found} == {(True, False)}
+
+
+def test_servers_with_other_policies_score_the_same_answers(tmp_path):
+    with FakeDecoder(loss=2.0) as server:
+        assert answers(server, tmp_path, "streaming-llm") == 0
+    with FakeDecoder(loss=0.9) as other:
+        other.ids = server.ids
+        assert answers(other, tmp_path, "snapkv") == 0
+    assert not any("logprobs" in body for body in other.asked) and len(other.asked) == 6
+    assert quality.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Quality under eviction\n\n## Answers that are evicted while they are written\n")
+    assert "agreement 1.0000" in text and "3 answers of 160 to 160 tokens." in text
+    rows = [line for line in text.splitlines() if line.startswith(("| full", "| snapkv", "| streaming-llm"))]
+    assert [row.split("|")[1].strip() for row in rows] == ["full", "snapkv", "streaming-llm"] * 2
+    summary = json.loads((tmp_path / "summary.json").read_text())["results"]["decoding"]
+    by_name = {(one["task"], one["policy"]): one for one in summary["columns"]}
+    ours, baseline = by_name["writing", "snapkv"], by_name["writing", "streaming-llm"]
+    assert ours["share_of_baseline"]["mean"] == pytest.approx(
+        ours["divergence"]["mean"] / baseline["divergence"]["mean"], rel=1e-4
+    )
+    assert 0 < ours["share_of_baseline"]["high"] < 1 and baseline["share_of_baseline"] is None
+    assert (
+        by_name["recall", FULL]["recalled"]["mean"] == 1
+        and by_name["recall", "snapkv"]["recalled"]["mean"] == 0
+    )
+
+
+def test_it_goes_on_where_it_was_interrupted(tmp_path, capsys):
+    with FakeDecoder() as server:
+        assert answers(server, tmp_path) == 0
+        lines = (tmp_path / DECODING).read_bytes().splitlines(keepends=True)
+        (tmp_path / DECODING).write_bytes(b"".join(lines[:-2]) + lines[-2][:10])
+        (tmp_path / "references.jsonl").unlink()
+        before = len(server.asked)
+        assert answers(server, tmp_path) == 0
+        # Two measures, and what the full cache says of each of their answers.
+        assert len(server.asked) - before in (3, 4)
+        assert len(list(read(tmp_path / DECODING, Decoded))) == 12
+        assert answers(server, tmp_path, "snapkv", "--answer-tokens", "200") == 2
+    assert "answer_tokens: 160, now 200" in capsys.readouterr().err
+
+
+def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):
+    with FakeDecoder(repeats=(0,)) as server:
+        assert answers(server, tmp_path / "some", "snapkv", "--tasks", "writing") == 0
+    assert {one.left_out for one in read(tmp_path / "some" / WRITTEN, Written)} == {1}
+    with FakeDecoder(repeats=range(8)) as server:
+        assert answers(server, tmp_path / "all", "snapkv", "--tasks", "writing") == 2
+    assert "says 16 tokens 3 times in each of 8 answers" in capsys.readouterr().err
+
+
+def test_own_prompts(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one two three"}\n')
+    with FakeDecoder() as server:
+        assert answers(server, tmp_path / "out", "snapkv", "--prompts", tmp_path / "prompts.jsonl") == 0
+    (one,) = read(tmp_path / "out" / WRITTEN, Written)
+    assert (one.task, one.prompt_tokens) == ("prompts", 3)
+
+
+def test_a_full_cache_that_disagrees_with_itself_is_an_error(tmp_path, capsys):
+    with FakeDecoder(noise=4.0) as server:
+        assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 2
+    assert "the full cache agrees with itself on 0.000 of the tokens only" in capsys.readouterr().err
+    assert math.isclose(gather_decoding(tmp_path).floor.mean, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "message"),
+    [
+        ({"decodes": False}, [], "start its server with --kv-eviction full --kv-decode-budget D"),
+        ({"evicts": False}, [], "ignores kv_eviction"),
+        ({}, ["--budgets", "152"], "--answer-tokens must be above 161, not 160"),
+        ({}, ["--budgets", "120", "--tasks", "recall"], "before what counts"),
+    ],
+)
+def test_what_cannot_be_scored(settings, more, message, tmp_path, capsys):
+    with FakeDecoder(**settings) as server:
+        assert answers(server, tmp_path, "snapkv", *more) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "more", [["--budgets", "0"], ["--interval", "0"], ["--prompts", "x", "--tasks", "recall"]]
+)
+def test_wrong_arguments(more, tmp_path):
+    with pytest.raises(SystemExit):
+        answers(FakeServer(), tmp_path, "snapkv", *more)
