@@ -75,12 +75,19 @@ class Phase:
 
     def next_eviction(self, tokens: int) -> int:
         """The first position after ``tokens`` tokens, which are fewer than ``end``."""
-        return self.positions[bisect.bisect_right(self.positions, tokens)]
+        return self.positions[self._passed(tokens)]
 
     def last_eviction(self, tokens: int) -> int | None:
         """The last position up to ``tokens`` tokens, None if there is none."""
-        index = bisect.bisect_right(self.positions, tokens)
-        return self.positions[index - 1] if index else None
+        passed = self._passed(tokens)
+        return self.positions[passed - 1] if passed else None
+
+    def _passed(self, tokens: int) -> int:
+        """How many positions there are up to ``tokens`` tokens."""
+        positions = self.positions
+        if isinstance(positions, range):  # asked of every answer in every step, and this one has no end
+            return max(0, (tokens - positions.start) // positions.step + 1)
+        return bisect.bisect_right(positions, tokens)
 
     def entries_at(self, tokens: int) -> int:
         """Entries of its own tokens that each row holds on average, of a phase that pins what came before."""
