@@ -138,7 +138,8 @@ def test_a_renamed_metric_or_label_would_be_noticed(evicted):
 
 @pytest.mark.engine
 def test_the_eviction_shows_in_what_is_watched(evicted):
-    values = dict(re.findall(r"^(vllm:kv_eviction_\w+)\{[^}]*\} (\S+)$", evicted.page, re.M))
+    of_prompts = r'^(vllm:kv_eviction_\w+)\{[^}]*phase="prefill"[^}]*\} (\S+)$'
+    values = dict(re.findall(of_prompts, evicted.page, re.M))
     for name in ("evicted_tokens_total", "freed_pages_total", "kept_ratio_count", "decision_seconds_sum"):
         assert float(values[f"vllm:kv_eviction_{name}"]) > 0
 

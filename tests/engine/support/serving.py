@@ -165,7 +165,7 @@ class Server:
         return [json.loads(line) for line in _evictions_beside(self.log_path).read_text().splitlines()]
 
     def metrics(self) -> dict[str, float]:
-        """Our numbers at ``/metrics``: names without the prefix, with the labels that vary."""
+        """Our numbers at ``/metrics``, of both phases together: names without the prefix, with the labels that vary."""
         found = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if line.startswith("vllm:kv_eviction_"):
@@ -176,7 +176,8 @@ class Server:
                     for label in labels.rstrip("}").split(",")
                     if label.startswith(("policy=", "rank=", "reason=", "le="))
                 ]
-                found[name + ("{" + ",".join(kept) + "}" if kept else "")] = float(value)
+                key = name + ("{" + ",".join(kept) + "}" if kept else "")
+                found[key] = found.get(key, 0.0) + float(value)
         return found
 
 
