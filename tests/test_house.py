@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"parallel", "policies", "kernels"},
     "schedules": {"schedules", "cache", "parallel", "policies", "kernels"},
     "policy_list": set(),
-    "quality": {"quality", "schedules", "machine", "policy_list"},
+    "decode_interval": set(),
+    "quality": {"quality", "schedules", "machine", "policy_list", "decode_interval"},
     "inspect": {"inspect", "policies", "policy_list"},
 }
 """Parts of the project that each part may import; `engine` and the commands of `RUN_ENGINES` may import all."""

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_kvevict.decode_interval import default_interval
 from vllm_kvevict.engine import read
 from vllm_kvevict.engine.errors import KVEvictionError
+from vllm_kvevict.engine.parameters import known_config
 from vllm_kvevict.policies import EvictionConfig, parameters
 from vllm_kvevict.policies.answers import default_window
 from vllm_kvevict.schedules.plan import Phase, answer_phase
@@ -56,7 +58,7 @@ class DecodeOptions:
         for name, value in (("window", self.window_for()), ("sinks", 0), ("skip_layers", 0)):
             if name in known:
                 params[name] = value
-        return EvictionConfig(self.policy, budget=budget, defaults=self.defaults, **params)
+        return known_config(self.policy, budget, params, self.defaults)
 
     def window_for(self) -> int:
         """Last tokens of an answer that always stay."""
@@ -68,7 +70,7 @@ class DecodeOptions:
         """Tokens from one eviction to the next, at a budget."""
         if self.interval is not None:
             return self.interval
-        return -(-max(128, -(-budget // 8)) // self.page_size) * self.page_size
+        return default_interval(budget, self.page_size)
 
     def phase(self, budget: int, begins: int, name: str = BUDGET) -> Phase:
         """The phase of an answer behind a prompt of ``begins`` tokens.
@@ -85,7 +87,7 @@ class DecodeOptions:
         return answer_phase(config, self.interval_for(budget), begins)
 
     @property
-    def example(self) -> Phase | None:
+    def default_phase(self) -> Phase | None:
         """The phase of an answer whose request says nothing of it; None if it is kept."""
         return self.phase(self.budget, 1) if self.budget else None
 

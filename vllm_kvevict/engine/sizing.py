@@ -130,7 +130,7 @@ def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int
 
     A server whose ``--max-num-seqs`` is lower has room for so many.
     """
-    answer = Options.parse({"page_size": server.page_size, **settings}).decoding.example
+    answer = Options.parse({"page_size": server.page_size, **settings}).decoding.default_phase
     if answer is None or not answer.keeps_queries:
         return 0, 0
     query_heads = max(1, server.query_heads // server.tensor_parallel_size)

@@ -7,6 +7,7 @@ it wrote it. Only tokens behind the first of these count; before it nothing was 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_kvevict.decode_interval import default_interval
 from vllm_kvevict.quality.fidelity import Choices, Fidelity, FidelitySettings, divergence
 from vllm_kvevict.quality.results import Column, Measure, Record, Sample, Sampled
 
@@ -103,7 +104,7 @@ class Decoded(Fidelity):
 
 def interval_of(budget: float, asked: int | None = None) -> int:
     """Tokens from one eviction to the next, as a server has them by default."""
-    return asked or -(-max(128, int(budget) // 8) // PAGE) * PAGE
+    return asked or default_interval(int(budget), PAGE)
 
 
 def first_changed(budget: float, interval: int) -> int:

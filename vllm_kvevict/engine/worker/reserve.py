@@ -25,7 +25,7 @@ def allocate(vllm_config: Any, size: int, device: torch.device) -> Tensor:
 
 def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> QueryRing | None:
     """Memory for the queries of answers that are evicted by them; None if none are."""
-    answer = options.decoding.example
+    answer = options.decoding.default_phase
     if answer is None or not answer.keeps_queries:
         return None
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
