@@ -53,7 +53,7 @@ def step(writers: list[tuple[Writer, int]], attempt: int = 0) -> None:
 def check(writer: Writer) -> None:
     """At a position the window's queries come back, oldest first."""
     for layer in range(LAYERS):
-        found = writer.ring.read(layer, writer.part, writer.position, writer.window)
+        found = writer.ring.read(writer.part, writer.position, writer.window)[layer]
         window = range(writer.position - writer.window, writer.position)
         expected = torch.stack([query_of(writer.name, layer, token) for token in window], 1)
         assert found.shape == (HEADS, writer.window, DIM) and torch.equal(found, expected)
@@ -116,4 +116,4 @@ def test_what_is_kept_of_nobody_touches_no_request() -> None:
     shared.write(1, rows, type(shared.step([]))(None, places))
     written = ~shared.memory.isnan().flatten(3).any(3)
     assert written.nonzero().tolist() == [[1, 1, 2], [1, 2, 0]]
-    assert torch.equal(shared.read(1, 1, 7, 1), torch.ones(HEADS, 1, DIM))
+    assert torch.equal(shared.read(1, 7, 1)[1], torch.ones(HEADS, 1, DIM))

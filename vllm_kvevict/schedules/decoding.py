@@ -94,33 +94,32 @@ class DecodingEviction(Eviction):
         Args:
             counts: [layers, KV heads], entries of the answer.
         """
-        evictor, config = self.evictor, self.phase.config
+        evictor, config, windows = self.evictor, self.phase.config, self._windows()
         scores = []
         for layer, of_layer in enumerate(counts):
             number = evictor.first_layer + layer
-            inputs = self._inputs(layer, of_layer)
+            inputs = self._inputs(layer, of_layer, None if windows is None else windows[layer])
             scores.append(score_layer(config, inputs, number, evictor.num_model_layers, evictor.comm))
         return select(config, scores, int(counts.max()), evictor.comm)
 
-    def _inputs(self, layer: int, counts: IntArray) -> LayerInputs:
+    def _inputs(self, layer: int, counts: IntArray, window: Tensor | None) -> LayerInputs:
         evictor, slot = self.evictor, self.resident.request_slot
         keys = evictor.cache.read_last_keys(slot, layer, counts)
         scale, softcap = evictor.logits[layer]
         return LayerInputs(
-            self._window(layer),
+            window,
             keys,
             scale=scale,
             logit_softcap=softcap or None,
             lengths=torch.from_numpy(counts) if self.phase.config.heads_compete else None,
         )
 
-    def _window(self, layer: int) -> Tensor | None:
-        """[Hq, w, d], where the policy reads them."""
+    def _windows(self) -> Tensor | None:
+        """Queries of the window in all layers, [layers, Hq, w, d], where the policy reads them."""
         if self._ring_part is None:
             return None
         assert self.evictor.ring is not None
-        window = self.phase.window
-        return self.evictor.ring.read(layer, self._ring_part, self.resident.tokens, window)
+        return self.evictor.ring.read(self._ring_part, self.resident.tokens, self.phase.window)
 
 
 class Decoding(Schedule):

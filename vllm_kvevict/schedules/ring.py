@@ -101,12 +101,10 @@ class QueryRing:
         rows = query[: len(step.places)] if step.rows is None else query.index_select(0, step.rows)
         self.memory[layer].flatten(0, 1).index_copy_(0, step.places, rows)
 
-    def read(self, layer: int, part: int, stop: int, count: int) -> Tensor:
-        """Queries of the last ``count`` tokens before token ``stop``, [Hq, count, d], oldest first."""
-        places = _indices(
-            [self.place(part, token) for token in range(stop - count, stop)], self.memory.device
-        )
-        return self.memory[layer].flatten(0, 1).index_select(0, places).transpose(0, 1)
+    def read(self, part: int, stop: int, count: int) -> Tensor:
+        """Queries of the last ``count`` tokens before token ``stop``, [layers, Hq, count, d], oldest first."""
+        places = _indices([token % self.size for token in range(stop - count, stop)], self.memory.device)
+        return self.memory[:, part].index_select(1, places).transpose(1, 2)
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
