@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from .filling import append, entries
 from .writers import WritableCache, plain, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
@@ -21,21 +22,6 @@ def read(cache, tokens):
     slot = cache.open()
     append(cache, slot, tokens)
     return slot
-
-
-def append(cache, slot, tokens):
-    for places in cache.entry_slots(cache.extend([slot], [tokens])):
-        keys = torch.randn(places.numel(), D)
-        cache.write(keys, -keys, places)
-
-
-def entries(cache, slot):
-    """Keys and values of all rows."""
-    found = []
-    for row, count in enumerate(cache.lengths.of(slot).ravel().tolist()):
-        heads = torch.full((count,), row % H)
-        found.append(torch.stack(cache.gather(slot, row // H, heads, torch.arange(count))))
-    return found
 
 
 def some(count, of, seed=0):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from .filling import append, entries
 from .writers import WritableCache, plain, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
@@ -31,23 +32,6 @@ def read(cache, tokens, kept=()):
         cache.compact(slot, layer, [torch.arange(count) for count in rows])
     cache.settle(slot)
     return slot
-
-
-def append(cache, slot, tokens):
-    """Let a request store further tokens, by one or many."""
-    step = cache.extend([slot], [tokens])
-    for places in cache.entry_slots(step):
-        keys = torch.randn(places.numel(), D)
-        cache.write(keys, -keys, places)
-
-
-def entries(cache, slot):
-    """Keys and values of all rows."""
-    found = []
-    for row, count in enumerate(cache.lengths.of(slot).ravel().tolist()):
-        heads = torch.full((count,), row % H)
-        found.append(torch.stack(cache.gather(slot, row // H, heads, torch.arange(count))))
-    return found
 
 
 def own_pages(cache, slot):
