@@ -160,7 +160,9 @@ class Server:
         logging = self.log.with_suffix(".logging.json")
         logging.write_text(json.dumps(LOGGING))
         self._env["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=60)
+        # No connection is kept, since servers close those that are idle.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits)
         try:
             with self.log.open("w") as out:
                 self._process = subprocess.Popen(
