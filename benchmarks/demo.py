@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--answer",
         type=int,
-        default=4096,
+        default=1024,
         metavar="N",
         help=f"tokens of the long answer, at most {LONGEST_ANSWER:,} (default: %(default)s)",
     )
