@@ -190,10 +190,8 @@ class Step:
             if eviction is None:
                 resident.tokens += span.stop - span.start
                 continue
-            rows, queries = (
-                eviction.rows(span, extra if extra_of == name else None),
-                eviction.kept_queries(span),
-            )
+            rows = eviction.rows(span, extra if extra_of == name else None)
+            queries = eviction.kept_queries(span)
             resident.tokens += span.stop - span.start
             if rows is not None:
                 seen.append((eviction, rows))
