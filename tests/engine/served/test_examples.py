@@ -109,27 +109,44 @@ def test_demo(monkeypatch, capsys):
 
 ON_WORDS = ("--tasks", "single", "--samples", "1", "--lengths", "512")
 ON_TEXT = ("--tasks", "number", "--samples", "1")
+ON_ANSWERS = ("--tasks", "recall", "--samples", "1", "--answer-tokens", "400", "--budgets", "32")
+"""Not those that the model writes: the needle model repeats itself always."""
+
+
+def measure(url: str, folder: Path, lines: list[list[str]], policy: str) -> None:
+    """Run commands of the page in their order, each pair of a run and its report in a folder of its own."""
+    prompts, page = folder / "prompts.jsonl", folder / "report.md"
+    prompts.write_text("\n".join(blocks(MEASURING, "json")))
+    places = {"http://localhost:8000/v1": f"{url}/v1", "report.md": str(page), "prompts.jsonl": str(prompts)}
+    runs = 0
+    for line in lines:
+        runs += line[2] != "report"
+        small = {"run": ON_TEXT if "--family" in line else ON_WORDS, "answers": ON_ANSWERS}
+        done = run_ours(line, {**places, "out": str(folder / f"out{runs}")}, *small.get(line[2], ()))
+        assert done.returncode == 0, done.stderr
+        if line[2] == "report":
+            assert policy in page.read_text()
+            page.unlink()
 
 
 @pytest.mark.engine
 def test_measuring_quality(server, tmp_path):
-    """All commands of the page in their order, each pair of a run and its report in a folder of its own."""
-    prompts, page = tmp_path / "prompts.jsonl", tmp_path / "report.md"
-    prompts.write_text("\n".join(blocks(MEASURING, "json")))
-    asked = [line[2] for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
-    assert asked == ["fidelity", "report", "run", "run", "run", "report"]
-    places = {"http://localhost:8000/v1": f"{server.url}/v1", "report.md": str(page)}
-    places["prompts.jsonl"] = str(prompts)
-    runs = 0
-    for line in commands(MEASURING):
-        if line[:2] == ["vllm-kvevict", "quality"]:
-            runs += line[2] != "report"
-            small = (ON_TEXT if "--family" in line else ON_WORDS) if line[2] == "run" else ()
-            done = run_ours(line, {**places, "out": str(tmp_path / f"out{runs}")}, *small)
-            assert done.returncode == 0, done.stderr
-            if line[2] == "report":
-                assert "ada-snapkv" in page.read_text()
-                page.unlink()
+    """All commands of the page but those about answers."""
+    asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
+    words = [line[2] for line in asked]
+    assert words == ["fidelity", "report", "run", "answers", "report", "run", "run", "report"]
+    measure(server.url, tmp_path, [*asked[:3], *asked[5:]], "ada-snapkv")
+
+
+@pytest.mark.engine
+def test_measuring_answers(tmp_path):
+    """The page's commands about answers, with a server that it starts for them."""
+    (serve,) = (line for line in commands(MEASURING) if "--kv-decode-budget" in line)
+    asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
+    with ForkedServer(
+        NEEDLE, tmp_path / "log", *serve[3:], *MEMORY, "--served-model-name", "MODEL"
+    ) as running:
+        measure(running.url, tmp_path, asked[3:5], "snapkv")
 
 
 @pytest.mark.engine
