@@ -471,6 +471,10 @@ class Workers:
             holdings=Holdings(requests, prefixes | segments),
         )
 
+    @functools.cached_property
+    def _reserve_size(self) -> int:
+        return options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS)
+
     def _check_reserve(self, output: SchedulerOutput) -> None:
         """Whoever sums up attention has a place of its own for it until its eviction, which this step may bring; but
         not who is read and evicted in this one step."""
@@ -490,7 +494,7 @@ class Workers:
         for start, size in spans:
             assert start >= end, "two requests write to one place of the reserve"
             end = start + size
-        assert end <= options_of(self.setup).reserve_size(self.setup.max_model_len, DIMS), "it is too small"
+        assert end <= self._reserve_size, "it is too small"
         self.most_reserved = max(self.most_reserved, end)
 
     def _pages_of_extra(self, resident: Resident, extra: ExtraTokens, count: int) -> list[int]:
