@@ -233,6 +233,8 @@ PROMPTS = ((300, 0.2), (900, 0.05), (600, 0.6), (2000, 0.1))
 """Tokens, and how much of them is kept."""
 MORE = np.arange(PAGE)
 """Tokens after an eviction: as many as a row's last page may be short of."""
+FEWEST_TRIES = 4
+"""How often scores are made even where the bound was reached sooner."""
 
 
 def held_after(kept: list[list[int]], split: Split) -> np.ndarray:
@@ -257,14 +259,16 @@ def test_what_is_promised_after_an_eviction_is_reached_but_for_a_tenth(policy: s
                 continue  # an implementation of ranks, not of this process
             config = EvictionConfig(policy, keep_ratio=ratio, **params)
             plan = plan_of(config, n)
+            bounds = np.array([after_eviction(plan, n + more, split.room) for more in MORE.tolist()])
             reached = np.zeros(PAGE, dtype=np.int64)
-            for _ in range(12):
+            for tries in range(1, 13):
                 kept = lengths(select(config, greedy_scores(config, split, n, choose), n))
                 np.maximum(reached, held_after(kept, split), out=reached)
-            for more, most in zip(MORE.tolist(), reached.tolist(), strict=True):
-                bound = after_eviction(plan, n + more, split.room)
-                assert most <= bound, (params, n, ratio, more)
-                assert bound <= 1.1 * most + split.room.rows, (params, n, ratio, more, bound, most)
+                assert (reached <= bounds).all(), (params, n, ratio, bounds, reached)
+                is_near = bounds <= 1.1 * reached + split.room.rows
+                if is_near.all() and tries >= FEWEST_TRIES:
+                    break
+            assert is_near.all(), (params, n, ratio, bounds, reached)
 
 
 def test_the_worst_case_test_sees_a_bound_that_is_too_loose_or_too_tight(monkeypatch) -> None:
