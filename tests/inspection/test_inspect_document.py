@@ -1,12 +1,13 @@
 """The command and the picture of docs/INSPECT.md, made as a reader would."""
 
+import runpy
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT, commands
-from tests.engine.support.serving import command
+from tests.engine.support.serving import forked_command
 from tests.inspection.pages import read
 
 DOCUMENT = ROOT / "docs/INSPECT.md"
@@ -20,12 +21,11 @@ def test_the_command(tmp_path):
     (line,) = commands(DOCUMENT)
     (tmp_path / "prompt.txt").write_text("what is kept of a text like this one ? " * 40)
     places = {
-        "vllm-kvevict": Path(sys.executable).with_name("vllm-kvevict"),
         "MODEL": ROOT / "benchmarks/quality/needle",
         "prompt.txt": tmp_path / "prompt.txt",
     }
     page = tmp_path / "inspect.html"
-    done = command(*(places.get(word, word) for word in line), "--output", page, *ENGINE)
+    done = forked_command(*(places.get(word, word) for word in line), "--output", page, *ENGINE)
     assert done.returncode == 0, done.stderr
     assert [policy["policy"] for policy in read(page.read_text())["policies"]] == [
         "ada-snapkv",
@@ -34,10 +34,25 @@ def test_the_command(tmp_path):
     ]
 
 
-def test_the_picture(browser, tmp_path):
+@pytest.fixture
+def inspect_is_forked(monkeypatch):
+    """The Python that a script starts for ``inspect``."""
+    run = subprocess.run
+
+    def run_forked(words, **options):
+        if words[:3] != [sys.executable, "-m", "vllm_kvevict.inspect"]:
+            return run(words, **options)
+        done = forked_command("vllm-kvevict", "inspect", *words[3:])
+        assert done.returncode == 0, done.stderr
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run_forked)
+
+
+def test_the_picture(browser, inspect_is_forked, tmp_path, monkeypatch):
     """What is said of it is true, and it is small enough to be shown beside text."""
-    done = command(sys.executable, ROOT / "docs/images/screenshot.py", tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["screenshot.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "docs/images/screenshot.py"), run_name="__main__")
     assert 50_000 < (tmp_path / "inspect.png").stat().st_size < 400_000
     assert 50_000 < (ROOT / "docs/images/inspect.png").stat().st_size < 400_000
     page = read((tmp_path / "inspect.html").read_text())
