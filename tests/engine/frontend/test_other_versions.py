@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import httpx
 import pytest
@@ -112,6 +111,12 @@ def test_the_flag_is_refused_in_one_line():
     assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
 
 
+def test_a_server_with_the_flag_ends_with_one_line(model):
+    ended = bare_command("-c", COMMAND, UNKNOWN, "serve", model, "--kv-eviction", "snapkv")
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
+
+
 # Whole processes of a vLLM that nobody has tested.
 
 
@@ -193,14 +198,6 @@ def test_a_plain_server_is_not_harmed(models, unknown_vllm, without_the_package,
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["token_ids"] == without_the_package[1]
         assert UNKNOWN in server.log and "vllm_kvevict" not in server.log
-
-
-@pytest.mark.engine
-def test_a_server_with_the_flag_ends_with_one_line(model, unknown_vllm):
-    words = ["serve", model, "--kv-eviction", "snapkv"]
-    ended = command(Path(sys.executable).with_name("vllm"), *words, **unknown_vllm)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
 
 
 # A version more.
