@@ -23,6 +23,18 @@ DOCUMENT = ROOT / "README.md"
 WORDS = 600
 """Of the text that is sent, which are as many tokens: more than are kept whole."""
 
+MORE = """
+import contextlib, sys
+from vllm.entrypoints.cli.main import main as vllm
+from vllm_kvevict.__main__ import main
+
+sys.argv = ["vllm", "serve", "--help=KVEviction"]
+with contextlib.suppress(SystemExit):
+    vllm()
+sys.exit(main(["doctor", "MODEL", "--kv-eviction", "lava"]))
+"""
+"""Two commands in one process, since each would import vLLM anew."""
+
 
 class Environment:
     """A new environment beside the one of the tests, with all of its packages but this project."""
@@ -131,5 +143,6 @@ def test_four_commands(environment, folder):
     finally:
         end(server)
 
-    assert "--kv-eviction-config" in environment.run("vllm serve --help=KVEviction", folder)
-    assert "can be served" in environment.run("vllm-kvevict doctor MODEL --kv-eviction lava", folder)
+    (folder / "more.py").write_text(MORE)
+    shown = environment.run("vllm-kvevict --version && python more.py", folder)
+    assert "--kv-eviction-config" in shown and "can be served" in shown
