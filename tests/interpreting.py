@@ -29,9 +29,17 @@ def interpreted() -> Iterator[None]:
         patch.setattr(JITFunction, "run", lambda self, *args, **kw: _interpreted(self.fn).run(*args, **kw))
         # A function that a kernel calls, of Triton's library or ours.
         patch.setattr(JITFunction, "__call__", lambda self, *args, **kw: _interpreted(self.fn)(*args, **kw))
-        patch.setattr(interpreter, "_get_np_dtype", _numpy_type)
         patch.setattr(InterpreterBuilder, "cast_impl", _cast)
         patch.setattr(InterpreterBuilder, "create_dot", _dot)
+        with quick_launches():
+            yield
+
+
+@contextlib.contextmanager
+def quick_launches() -> Iterator[None]:
+    """What the interpreter does for every launch is done once, where Triton's own switch has brought it, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_get_np_dtype", _numpy_type)
         with _language(patch):
             yield
 

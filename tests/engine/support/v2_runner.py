@@ -9,6 +9,7 @@ reads pickled keywords of :func:`answers`, one dictionary a case, and pickles wh
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import subprocess
@@ -182,10 +183,16 @@ def let_triton_interpret() -> None:
 
 
 def main() -> None:
+    gc.disable()
+    from tests.engine.support import running  # noqa: F401
     from tests.engine.support.quick_starts import quick_starts
+    from tests.interpreting import quick_launches
 
+    # What was imported stays. The interpreter makes so many objects that it would be looked through again and again.
+    gc.freeze()
+    gc.enable()
     cases, results = map(Path, sys.argv[1:])
-    with quick_starts():
+    with quick_starts(), quick_launches():
         done = [answers(**settings) for settings in pickle.loads(cases.read_bytes())]
     results.write_bytes(pickle.dumps(done))
 
