@@ -13,10 +13,14 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # it drafts, and gives OpenMP a
 os.environ.setdefault("VLLM_KVEVICT_CHECK", "1")  # compare ledger and worker after every step
 
 
+gc.disable()  # what is imported stays, and is not looked through meanwhile
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays; looking through it for garbage takes longer than many a test."""
+    """To look through it for garbage takes longer than many a test."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
