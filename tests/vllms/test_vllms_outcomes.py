@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.support import bare
+from tests.engine.support.serving import ROOT
 from tests.vllms import __main__ as command
 from tests.vllms import outcomes, sources
 from tests.vllms.outcomes import Run
@@ -117,6 +119,34 @@ ENDED = {
 }
 
 
+PYTEST = """
+import os, sys
+import pytest
+sys.path[:] = [name for name in sys.path if name != os.getcwd()]
+os.chdir(sys.argv[1])
+sys.path.insert(0, os.getcwd())
+code = pytest.main(["-p", "no:unraisableexception", *sys.argv[2:]])
+sys.stdout.flush()
+os._exit(code)
+"""
+"""What ``python -m pytest`` does in a folder that is not that of the process it is forked from. At its end it looks for
+no garbage in all that was imported, which takes longer than the rest."""
+
+
+@pytest.fixture
+def forked_runs(monkeypatch):
+    """A run's Python is forked from one that has imported vLLM, and nothing of this project."""
+
+    def run(words, cwd, env, **_):
+        assert words[:3] == [sys.executable, "-m", "pytest"]
+        alone = env | {
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
+        }  # to import others' plugins takes longer than the tests
+        return bare.run("-c", PYTEST, str(cwd), *words[3:], env=alone, cwd=ROOT)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """A folder that stands in for vLLM's sources, which the command then uses."""
@@ -131,7 +161,7 @@ def example(tmp_path, monkeypatch):
     return folder
 
 
-def test_two_real_runs_of_a_few_tests(example, capfd):
+def test_two_real_runs_of_a_few_tests(example, forked_runs, capfd):
     """The package is loaded in one of them, and a test that sees that is found."""
     assert command.main(["tests/test_example.py", "--least", "1"]) == 1
     said = capfd.readouterr().out.splitlines()
@@ -143,7 +173,7 @@ def test_two_real_runs_of_a_few_tests(example, capfd):
     assert command.main(["tests/test_example.py", "--least", "3"]) == 1
 
 
-def test_the_witness_tells_how_each_test_ended(example, tmp_path):
+def test_the_witness_tells_how_each_test_ended(example, forked_runs, tmp_path):
     env = command.environment(tmp_path, example, tmp_path / "none", package=False)
     out = tmp_path / "out.jsonl"
     words = [

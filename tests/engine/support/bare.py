@@ -69,11 +69,13 @@ def _serve() -> dict[str, Any] | None:
     """Fork, line by line. Returns in the process that was forked, with what it is to do; None at the end."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # what is imported stays
     for name in IMPORTED:
         importlib.import_module(name)
     loaded = [name for name in sys.modules if name.startswith(OURS)]
     assert not loaded, loaded
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
@@ -101,6 +103,8 @@ def _begin(words: list[str], env: dict[str, str], output: str, errors: str) -> N
         code, *rest = rest
     sys.argv = [program, *rest]
     sys.path[:1] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), sys.path[0]]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # a program may have tests of its own
     # What processes that vLLM starts take from this one.
     main = sys.modules["__main__"] = ModuleType("__main__")
     if program == "-c":
