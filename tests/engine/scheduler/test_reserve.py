@@ -1,7 +1,5 @@
 """What requests hold beside their KV: set aside at start-up, shared out in turn, and refused where it was not."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.support.running import Ask, engine, evicting_engine, run
 from tests.engine.support.servers import DIMS, HEAD_SIZE, PAGE, Setup, make_request
+from tests.engine.support.serving import bare_command
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.reserve import Reserve
@@ -256,13 +255,19 @@ def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
     assert calls == ["taken", "measured"]
 
 
+SIZE_AND_GROWTH = """
+from tests.engine.scheduler.test_reserve import _size_and_growth
+print(*_size_and_growth())
+"""
+
+
 def test_vllm_finds_it_taken() -> None:
     """On a CPU it reads what the process holds, and memory that was never written does not count.
 
-    In a new process: this one may have memory of earlier tests, which it would take again.
+    In a process that has run no test: this one may have memory of earlier ones, which it would take again.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new_process:
-        size, grown = new_process.submit(_size_and_growth).result()
+    ended = bare_command("-c", SIZE_AND_GROWTH)
+    size, grown = map(int, ended.stdout.split()[-2:])
     assert size == 64 << 20
     assert grown > 0.9 * size
 
