@@ -21,6 +21,7 @@ from vllm_kvevict.quality.decoding import (
     score,
 )
 from vllm_kvevict.quality.decoding_report import gather_decoding
+from vllm_kvevict.quality.decoding_run import PIECE, TRIES
 from vllm_kvevict.quality.decoding_tasks import recall, writing
 from vllm_kvevict.quality.results import FULL, Column, read
 
@@ -89,7 +90,7 @@ class FakeDecoder(FakeServer):
 
     Args:
         loss: of log-probability behind the first eviction.
-        repeats: seeds, modulo 8, whose answers repeat themselves.
+        repeats: tries of an answer that repeat themselves.
         decodes: whether it was started with --kv-decode-budget.
         noise: what the full cache misses.
     """
@@ -115,7 +116,7 @@ class FakeDecoder(FakeServer):
         return super().respond(path, body)
 
     def write(self, body):
-        again = body["seed"] % 8 in self.repeats
+        again = body["seed"] // LENGTH % TRIES in self.repeats
         tokens = [
             2000 + (i % 4 if again else i * (body["seed"] + 1) % 997) for i in range(body["max_tokens"])
         ]
@@ -145,14 +146,16 @@ def test_requests_and_measures(tmp_path):
     with FakeDecoder() as server:
         assert answers(server, tmp_path) == 0
     wrote = [body for body in server.asked if "logprobs" in body]
-    assert len({body["seed"] for body in wrote}) == len(wrote) == 3
+    assert len({body["seed"] for body in wrote}) == len(wrote) == 6
+    assert Counter(body["max_tokens"] for body in wrote) == {PIECE: 3, LENGTH - PIECE: 3}
     for body in wrote:
-        assert body["max_tokens"] == body["min_tokens"] == LENGTH and body["temperature"] == 0.8
+        assert body["max_tokens"] == body["min_tokens"] and body["temperature"] == 0.8
         assert body["vllm_xargs"] == {"kv_eviction": "full", "kv_decode_budget": 0}
     read_ = [
         body for body in server.asked if "prompt_logprobs" in body and body["vllm_xargs"]["kv_decode_budget"]
     ]
     told = {one.sample: one for one in read(tmp_path / WRITTEN, Written)}
+    assert len(told["writing", LENGTH, None, 0].tokens) == LENGTH
     lengths = Counter(
         (len(body["prompt"]), body["vllm_xargs"]["kv_answer_from"], body["vllm_xargs"]["kv_decode_budget"])
         for body in read_
@@ -230,10 +233,12 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path, capsys):
 def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):
     with FakeDecoder(repeats=(0,)) as server:
         assert answers(server, tmp_path / "some", "snapkv", "--tasks", "writing") == 0
+    # Such a try ends with its first piece.
+    assert sum("logprobs" in body for body in server.asked) == 3 * (1 + 2)
     assert {one.left_out for one in read(tmp_path / "some" / WRITTEN, Written)} == {1}
-    with FakeDecoder(repeats=range(8)) as server:
+    with FakeDecoder(repeats=range(TRIES)) as server:
         assert answers(server, tmp_path / "all", "snapkv", "--tasks", "writing") == 2
-    assert "says 16 tokens 3 times in each of 8 answers" in capsys.readouterr().err
+    assert "says 16 tokens 3 times in each of 64 answers" in capsys.readouterr().err
 
 
 def test_own_prompts(tmp_path):

@@ -1,7 +1,7 @@
 """Let the full cache write answers, and score them while a server evicts them, as far as that is not done yet."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,10 @@ from vllm_kvevict.quality.prompts import TASK as PROMPTS
 from vllm_kvevict.quality.results import FULL, Column, Sampled, Store, write_settings
 from vllm_kvevict.quality.run import Target, describe, each, progress
 
-TRIES = 8
-"""Seeds of an answer before a model is said to repeat itself always."""
+TRIES = 64
+"""Seeds of an answer before a model is said to repeat itself always: small models do so nine times in ten."""
+PIECE = 128
+"""Tokens that are asked for at a time, so that an answer which repeats itself ends early."""
 WHOLE = {"kv_eviction": FULL, "kv_decode_budget": 0}
 """Fields of a request that evicts nothing."""
 ADVICE = (
@@ -82,6 +84,22 @@ class DecodingJob(Target):
 def chat(text: str) -> dict[str, Any]:
     """One message as the API takes it."""
     return {"messages": [{"role": "user", "content": text}]}
+
+
+@dataclass
+class Draft:
+    """What the full cache has written of an answer, and its most likely tokens at each place, by id as text."""
+
+    tokens: list[int]
+    rows: list[dict[str, float]]
+    text: str
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        """Add what a server's choice says."""
+        lists = choice["logprobs"]
+        self.tokens += [int(token.removeprefix(TOKEN)) for token in lists["tokens"]]
+        self.rows += [{k.removeprefix(TOKEN): v for k, v in row.items()} for row in lists["top_logprobs"]]
+        self.text += choice["text"]
 
 
 @dataclass
@@ -150,31 +168,37 @@ class DecodingDriver:
         """
         for left_out in range(TRIES):
             seed = (self.job.seed * 1000 + sample.index) * TRIES + left_out
-            length = self.job.answer_tokens
+            draft = await self.draft(prompt, seed)
+            if draft is not None:
+                self.references.add(Reference(*sample.sample, draft.rows))
+                tokens = tuple(draft.tokens)
+                return Written(
+                    *sample.sample, digest(prompt), len(prompt), tokens, (), seed, left_out, draft.text
+                )
+        raise EndpointError(
+            f"{self.endpoint.model} says {ROW} tokens {TIMES} times in each of {TRIES} answers to {sample}: give it "
+            "fewer --answer-tokens, a higher --temperature or other prompts"
+        )
+
+    async def draft(self, prompt: list[int], seed: int) -> Draft | None:
+        """One answer, each piece with a seed of its own; None as soon as it repeats itself."""
+        draft = Draft([], [], "")
+        while (left := self.job.answer_tokens - len(draft.tokens)) > 0:
+            length = min(PIECE, left)
             body = {
-                "prompt": prompt,
+                "prompt": [*prompt, *draft.tokens],
                 "max_tokens": length,
                 "min_tokens": length,
                 "temperature": self.job.temperature,
-                "seed": seed,
+                "seed": seed * self.job.answer_tokens + len(draft.tokens),
                 "logprobs": self.job.top,
                 "return_tokens_as_token_ids": True,
                 "vllm_xargs": WHOLE,
             }
-            choice = await self.endpoint.complete(body)
-            lists = choice["logprobs"]
-            tokens = tuple(int(token.removeprefix(TOKEN)) for token in lists["tokens"])
-            if repeats_itself(tokens):
-                continue
-            rows = [{k.removeprefix(TOKEN): v for k, v in row.items()} for row in lists["top_logprobs"]]
-            self.references.add(Reference(*sample.sample, rows))
-            return Written(
-                *sample.sample, digest(prompt), len(prompt), tokens, (), seed, left_out, choice["text"]
-            )
-        raise EndpointError(
-            f"{self.endpoint.model} says {ROW} tokens {TIMES} times in each of {TRIES} answers to {sample}: give it "
-            "fewer --answer-tokens or other prompts"
-        )
+            draft.add(await self.endpoint.complete(body))
+            if repeats_itself(draft.tokens):
+                return None
+        return draft
 
     async def reference(self, prompt: list[int], answer: Written) -> list[Choices]:
         """The full cache's choices: those with which it wrote the answer, or else scored it."""
