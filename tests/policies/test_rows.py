@@ -16,6 +16,7 @@ from vllm_kvevict.policies import (
     decide,
     decoding_policies,
     parameters,
+    registry,
     row_heads,
     rows,
     score_layer,
@@ -23,6 +24,7 @@ from vllm_kvevict.policies import (
 )
 from vllm_kvevict.policies import streaming_llm as streaming
 from vllm_kvevict.policies.budgets import safeguard
+from vllm_kvevict.policies.registry import lookup
 
 from . import reference_rows
 from .reference_rows import SCORE
@@ -267,6 +269,24 @@ def test_streaming_keeps_both_ends_of_what_is_not_pinned():
     wanted = [[0, 1, 9, 10, 11], [0, 1, 2, 3, 4, 7, 8, 9], [0, 1, 2, 3]]
     assert as_lists(decide(cfg, [x])) == [wanted]
     assert streaming.select(cfg, [score_layer(cfg, x, 0, 1)], 0, None)[0][2].tolist() == wanted[2]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv"])
+def test_rows_at_once_have_the_bits_of_one_after_another(policy, monkeypatch):
+    rng, differ = random.Random(f"at once {policy}"), 0
+    for _ in range(60):
+        cfg = random_config(rng, policy)
+        lengths, pinned = random_lengths(rng, rng.choice([2, 4]))
+        x = random_inputs(rng, cfg, lengths, pinned)
+        at_once = score_layer(cfg, x, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setitem(registry._policies, policy, dataclasses.replace(lookup(policy), scores_rows=False))
+            one_by_one = score_layer(cfg, x, 0, 1)
+        assert (at_once.scores is None) == (one_by_one.scores is None)
+        if at_once.scores is not None:
+            differ += len({a - b for a, b in zip(lengths, pinned, strict=True)}) > 1
+            assert torch.equal(at_once.scores, one_by_one.scores)
+    assert differ > 20
 
 
 @pytest.mark.parametrize("policy", decoding_policies())

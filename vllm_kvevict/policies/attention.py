@@ -54,8 +54,11 @@ def add_rows(rows: Tensor) -> Tensor:
     return total
 
 
-def pool(scores: Tensor, how: str, kernel: int | None) -> Tensor:
+def pool(scores: Tensor, how: str, kernel: int | None, first: Tensor | None = None) -> Tensor:
     """[Hkv, m] -> [Hkv, m]: each candidate's score combined with its neighbours', as `how` says.
+
+    first: int64 [Hkv, 1], the column of each row's first candidate, 0 if None. Before it scores must be 0, and what
+    stands there afterwards means nothing.
 
     "max", "avg": of the `kernel` scores around it, an odd number; "avg" divides by `kernel` at the ends too.
     "decay": s'[j] = max(s[j-t] * g^t over 0 <= t < 32, s[j+t] * g^t over 0 <= t < 8), g = 0.95, for scores that are
@@ -69,25 +72,29 @@ def pool(scores: Tensor, how: str, kernel: int | None) -> Tensor:
         return scores
     if how == "decay":
         # Scores are not negative, so 0 reaches nobody.
-        reaching = functional.pad(scores[..., 1:], (1, 0))
-        later, earlier = _fading(reaching, AFTER), _fading(reaching.flip(-1), BEFORE).flip(-1)
-        later[..., 0] = scores[..., 0]
-        return torch.maximum(later, earlier)
+        first = torch.zeros_like(scores[..., :1], dtype=torch.int64) if first is None else first
+        reaching = scores.scatter(-1, first, 0.0)
+        later, earlier = _spread(torch.stack((reaching, reaching.flip(-1))), 1, BEFORE)
+        later = _spread(later, BEFORE, AFTER)
+        later.scatter_(-1, first, scores.gather(-1, first))
+        return torch.maximum(later, earlier.flip(-1))
     assert kernel is not None
     pooling = functional.max_pool1d if how == "max" else functional.avg_pool1d
     return pooling(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
-def _fading(scores: Tensor, reach: int) -> Tensor:
-    """The largest scores[j-t] * DECAY^t over 0 <= t < reach, a power of two, along the last dimension."""
-    result, distance = scores.clone(), 1
+def _spread(scores: Tensor, distance: int, reach: int) -> Tensor:
+    """The largest scores[j-t] * DECAY^t over 0 <= t < reach, along the last dimension, in place.
+
+    scores: have this for 0 <= t < distance. Both are powers of two.
+    """
     while distance < reach:
         # Twice as many distances each time: those of the result so far, and the same again behind them.
-        further = result[..., :-distance] * DECAY**distance
-        later = result[..., distance:]
+        further = scores[..., :-distance] * DECAY**distance
+        later = scores[..., distance:]
         torch.maximum(later, further, out=later)
         distance *= 2
-    return result
+    return scores
 
 
 def window_queries(inputs: LayerInputs, window: int) -> Tensor:
@@ -103,28 +110,37 @@ def window_queries(inputs: LayerInputs, window: int) -> Tensor:
 def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
     """For each KV head in turn the window's attention, fp32 [g, window, n]; the next head overwrites it.
 
-    Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4).
+    Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4). Of rows with lengths
+    of their own, n is the row's, or `window` if it has fewer: such a row has no candidates.
     Raises ValueError as `window_queries`.
     """
-    grouped = window_queries(inputs, window)
+    grouped, n = window_queries(inputs, window), inputs.num_tokens
+    counts = [n] * len(grouped) if inputs.lengths is None else inputs.lengths.clamp(min=window).tolist()
     # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
-    buffer = grouped.new_empty(grouped.shape[1], window, inputs.num_tokens)
-    for query, keys in zip(grouped, inputs.keys, strict=True):
-        yield window_attention(query, keys, inputs.logit_softcap, buffer)
+    buffer = grouped.new_empty(grouped.shape[1] * window * n)
+    for query, keys, count in zip(grouped, inputs.keys, counts, strict=True):
+        rows = buffer[: query.shape[0] * window * count].view(-1, window, count)
+        yield window_attention(query, keys[n - count :], inputs.logit_softcap, rows)
 
 
 def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
     """For each KV head in turn what each token before the window receives of its attention, fp32 [g, m].
 
+    Of rows with lengths of their own, m is the number of the row's candidates.
+
     how: over the window's rows, see `combine_rows`. Raises ValueError naming window_mean, window_max or window_recent,
     or q_window as `window_rows` does.
     """
     if inputs.has(RECEIVED[how]):
-        yield from inputs.read(RECEIVED[how], window).unflatten(0, (inputs.num_kv_heads, -1))
+        known = inputs.read(RECEIVED[how], window).unflatten(0, (inputs.num_kv_heads, -1))
+        if inputs.lengths is None:
+            yield from known
+            return
+        for rows, count in zip(known, inputs.lengths.tolist(), strict=True):
+            yield rows[:, rows.shape[1] - max(0, count - window) :]
         return
-    m = inputs.num_tokens - window
     for rows in window_rows(inputs, window):
-        yield combine_rows(rows[:, :, :m], how)
+        yield combine_rows(rows[:, :, : rows.shape[2] - window], how)
 
 
 def combine_rows(attention: Tensor, how: str) -> Tensor:
@@ -182,7 +198,14 @@ def window_scores(
     """SnapKV scores, fp32 [Hkv, m], of the m = n - window tokens before the window.
 
     Over the window's rows (`combine_rows`), then over the query heads of each KV head, then pooling. SnapKV section 4
-    has the mean of rows; GQA reduction as in Ada-KV section 3.5. Raises ValueError as `received` does.
+    has the mean of rows; GQA reduction as in Ada-KV section 3.5. Rows with lengths of their own stand at the right end;
+    what is before their candidates means nothing. Raises ValueError as `received` does.
     """
     scores = [reduce_group(heads, gqa, comm) for heads in received(inputs, window, rows)]
-    return pool(torch.stack(scores), pooling, kernel)
+    if inputs.lengths is None:
+        return pool(torch.stack(scores), pooling, kernel)
+    m = inputs.num_tokens - window
+    missing = [m - len(row) for row in scores]
+    padded = [functional.pad(row, (before, 0)) for row, before in zip(scores, missing, strict=True)]
+    first = torch.tensor(missing, device=padded[0].device).clamp_(max=m - 1)[:, None]
+    return pool(torch.stack(padded), pooling, kernel, first)

@@ -67,6 +67,9 @@ class Policy(Generic[Config]):
     decodes: bool = False
     """Whether it can evict answers while they are written: whether its `score` may be called for each row of a layer
     apart, and its `select` takes rows of different lengths, as `best_of_each_head` and `best_of_each_layer` do."""
+    scores_rows: bool = False
+    """Whether its `score` takes rows of different lengths in one call, as `window_scores` does; if not it is called for
+    one row after another."""
     prompts: bool = True
     """Whether it can evict prompts; False: made for answers alone."""
 

@@ -111,13 +111,29 @@ def score_rows(
 
     def score(heads: slice, count: int) -> Tensor | None:
         part = _part(inputs, fields, heads, count)
+        if min(entries[heads]) < count:
+            part = replace(part, lengths=torch.tensor(entries[heads]))
         if count <= window:
             part = _lengthened(part, fields, window)
         return lookup(cfg.policy).score(cfg, part, layer, num_layers, comm).scores
 
     if isinstance(comm, _OneWidth) and entries[0] <= window:
         score(slice(0, 1), entries[0])  # no candidates, but the other ranks wait for what is sent
+    if max(entries) > window and (lookup(cfg.policy).scores_rows or min(entries) == max(entries)):
+        return replace(result, scores=_together(score, entries, window))
     return replace(result, scores=_by_row(score, entries, window, device))
+
+
+def _together(
+    score: Callable[[slice, int], Tensor | None], entries: Sequence[int], window: int
+) -> Tensor | None:
+    """As `_by_row`, and the same, by one call for all rows of which some have candidates."""
+    longest, shortest = max(entries), min(entries)
+    scores = score(slice(0, len(entries)), longest)
+    if scores is None or shortest == longest:
+        return scores
+    missing = torch.tensor([[longest - count] for count in entries], device=scores.device)
+    return scores.masked_fill(torch.arange(longest - window, device=scores.device) < missing, -torch.inf)
 
 
 def _by_row(
@@ -128,8 +144,6 @@ def _by_row(
     score(heads, count): of the last `count` entries of the rows of these heads.
     """
     longest = max(entries)
-    if min(entries) == longest > window:  # all at once, which gives the same
-        return score(slice(0, len(entries)), longest)
     found = torch.full((len(entries), max(0, longest - window)), -torch.inf, device=device)
     for head, count in enumerate(entries):
         if count <= window:

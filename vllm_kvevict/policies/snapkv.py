@@ -40,6 +40,7 @@ POLICY = Policy(
     window_rows="mean",
     always_kept=("window",),
     decodes=True,
+    scores_rows=True,
     url="https://arxiv.org/abs/2404.14469",
 )
 register(POLICY)
