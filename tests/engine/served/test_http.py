@@ -271,6 +271,7 @@ BAD = [
     ({"kv_evictions": "snapkv"}, "kv_evictions"),
     ({"kv_window": 16}, "kv_window"),
     ({"kv_repeat_rows": [7, 8]}, "kv_repeat_rows"),  # the front-end's own
+    ({"kv_decode_budget": 64}, "--kv-decode-budget"),  # this server does not evict answers
     ({"kv_repeat_rows": "[[7], [8], [9]]"}, "kv_repeat_rows"),
 ]
 

@@ -1,0 +1,87 @@
+"""Answers that are evicted while they are written, over HTTP: through every endpoint, in metrics, and refusals."""
+
+import re
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.support.clients import (
+    chat,
+    completions,
+    eventually,
+    idle,
+    messages,
+    responses,
+    text_of,
+    words,
+)
+from tests.engine.support.serving import ForkedServer
+
+pytestmark = pytest.mark.engine
+
+BUDGET, INTERVAL = 48, 32
+ENDPOINTS = [completions, chat, responses, messages]
+"""Each sends a prompt of 400 tokens."""
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    flags = ["--kv-eviction", "full", "--kv-decode-budget", str(BUDGET)]
+    flags += ["--kv-eviction-config.decode_interval", str(INTERVAL)]
+    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    flags += ["--num-gpu-blocks-override", "20"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with ForkedServer(models("llama"), log, *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+def evictions_of_answers(server) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    found = re.findall(r'^vllm:kv_eviction_evictions_total\{[^}]*phase="decode"[^}]*\} (\S+)$', text, re.M)
+    return sum(map(float, found))
+
+
+def test_long_answers(server, client) -> None:
+    """Evicted as often as their length says; the same as a whole one up to the first time, and not always after it."""
+    before, length = evictions_of_answers(server), 200
+    whole = text_of(client, words(100), length, {"kv_decode_budget": 0}).split()
+    assert evictions_of_answers(server) == before
+    short = text_of(client, words(100), BUDGET + INTERVAL).split()
+    assert evictions_of_answers(server) == before
+    evicted = text_of(client, words(100), length).split()
+    # The last token of an answer is not stored.
+    times = (length - 1 - BUDGET) // INTERVAL
+    assert eventually(lambda: evictions_of_answers(server) == before + times)
+    same = BUDGET + INTERVAL
+    assert len(whole) == len(evicted) == length and len(short) == same
+    assert evicted[:same] == whole[:same] == short and evicted != whole
+    assert eventually(lambda: idle(server))
+
+
+BAD = [
+    ({"kv_decode_budget": 3}, "at least 4"),
+    ({"kv_decode_budget": 16}, "window"),
+    ({"kv_decode_budget": 0.5}, "0.5"),
+    ({"kv_decode_budget": "64"}, "'64'"),
+    ({"kv_answer_from": 5000}, "tokens"),
+    ({"kv_answer_from": 0}, "0"),
+    ({"kv_answer_from": 40, "kv_decode_budget": 0}, "kv_decode_budget is 0"),
+]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_bad_fields_get_400(endpoint, client) -> None:
+    for fields, reason in BAD:
+        with pytest.raises(openai.BadRequestError) as error:
+            endpoint(client, fields)
+        said = error.value.message
+        assert error.value.status_code == 400
+        assert next(iter(fields)) in said and reason in said and "Traceback" not in said
+    assert endpoint(client, {"kv_decode_budget": 64})
