@@ -186,3 +186,24 @@ def test_no_more_answers_than_the_ring_has_parts(parts: int) -> None:
     run(simulation)
     assert keeping == parts and together > parts
     assert set(simulation.outputs.values()) == {60, 24}
+
+
+@pytest.mark.long
+def test_an_answer_of_32k_tokens_stays_within_its_bound() -> None:
+    """At every step, in a pool that holds 2,048 tokens of each row, by the policy with the looser bound."""
+    prompt, answer, budget, interval = 500, 32768, 448, 128
+    # Its prompts may be of any length, since they are evicted chunk by chunk.
+    chunked = {"policy": "take", "budget": 64, "take_chunk": 256, "take_probe": 16, "take_warmup_layers": 0}
+    options = {"decode_policy": "ada-snapkv", "decode_budget": budget, "decode_interval": interval, **chunked}
+    changes = {"shapes": [(2, 2)], "pages": [4 * 64], "max_model_len": 36000, "max_num_batched_tokens": 2048}
+    setup = dataclasses.replace(server(64, **options), **changes)
+    simulation, request = Simulation(setup), make_request("r", prompt, answer, {"kv_eviction": "full"})
+    plan = simulation.ledger.plan(request)
+    (bound,) = simulation.ledger.bounds.after_eviction(plan, prompt + answer)
+    simulation.add(request)
+    while simulation.scheduler.has_requests():
+        simulation.step()
+        assert simulation.workers.held(0) <= bound < setup.pages[0]
+    assert simulation.outputs == {"r": answer} and simulation.preemptions == {"r": 0}
+    # The answer's last token is not stored.
+    assert len(simulation.workers.evictions) == (answer - 1 - budget) // interval
