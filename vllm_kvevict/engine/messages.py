@@ -80,7 +80,7 @@ class RankMessage:
     """One rank's news of one step.
 
     Attributes:
-        reports: by request id, of the evictions in this step.
+        reports: by request id, of the evictions in this step, in their order.
         claims: by request id, of evictions that no pipeline stage can decide alone.
         physical_pages, cached_pages, uncompressed_pages: held on the rank at the end of the step, in all, by
             compressed prefixes, and by segments.
@@ -88,7 +88,7 @@ class RankMessage:
         holdings: in check mode, else None.
     """
 
-    reports: dict[str, Report]
+    reports: dict[str, list[Report]]
     claims: dict[str, Claim]
     physical_pages: int
     cached_pages: int

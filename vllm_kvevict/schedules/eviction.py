@@ -378,7 +378,7 @@ class Eviction(ABC):
         is_complete = position in self.phase.evictions
         part = self._part(kept.tolist()) if is_complete else None
         report = Report(admission.epoch, position, pages, residues.tolist(), part)
-        evictor.reports[admission.request_id] = report
+        evictor.reports.setdefault(admission.request_id, []).append(report)
         if position == self.phase.end:
             self.resident.end_eviction()
 

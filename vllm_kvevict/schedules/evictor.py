@@ -75,7 +75,8 @@ class Evictor:
         self.sources = sources
         self.logits, self.ring = logits, ring
         self.observer: Observer | None = None
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, list[Report]] = {}
+        """In their order: a step may end the eviction of a prompt that stages decide together, and evict its answer."""
         self.claims: dict[str, Claim] = {}
 
     def is_last(self, layer: int) -> bool:
@@ -87,7 +88,7 @@ class Evictor:
         """Whether all of the model's layers are on this rank."""
         return self.cache.num_layers == self.num_model_layers
 
-    def take_news(self) -> tuple[dict[str, Report], dict[str, Claim]]:
+    def take_news(self) -> tuple[dict[str, list[Report]], dict[str, Claim]]:
         """Reports and claims since the last call, by request id."""
         news = self.reports, self.claims
         self.reports, self.claims = {}, {}

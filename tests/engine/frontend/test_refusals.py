@@ -523,6 +523,22 @@ def test_speculative_decoding_in_steps_with_less_room_than_drafts(model, thresho
         EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
 
 
+@pytest.mark.parametrize(("drafts", "refused"), [(4, False), (5, False), (6, True), (40, True)])
+def test_draft_tokens_beyond_the_first_eviction_of_an_answer(model, drafts, refused):
+    """Of the shortest one that a request may ask for: 4 entries and an interval of 2 tokens."""
+    settings = {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": drafts},
+        "kv_decode_budget": 64,
+        "kv_eviction_config": {"decode_interval": 2},
+    }
+    if refused:
+        sentence = refusal(model, **settings)
+        assert f"decode_interval 2 is too short for {drafts} draft tokens" in sentence
+        assert f"so set it to at least {drafts - 3}" in sentence
+    else:
+        EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
+
+
 def test_speculative_decoding_on_models_with_states(models):
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
     sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.scheduler.account import Account
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -207,3 +208,34 @@ def test_an_answer_of_32k_tokens_stays_within_its_bound() -> None:
     assert simulation.outputs == {"r": answer} and simulation.preemptions == {"r": 0}
     # The answer's last token is not stored.
     assert len(simulation.workers.evictions) == (answer - 1 - budget) // interval
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_prompt_of_one_token_with_drafts_up_to_its_first_eviction(beyond: int) -> None:
+    """vLLM reads it together with placeholders for drafts, all or none; a server with more of them is refused."""
+    least = {"decode_budget": LEAST_BUDGET, "decode_window": 1, "decode_interval": 1}
+    setup = dataclasses.replace(server(32, **least), drafts=LEAST_BUDGET + beyond)
+    simulation = Simulation(setup)
+    simulation.add(make_request("long", 40, 60))
+    simulation.step()
+    simulation.add(make_request("short", 1, 30))
+    if beyond:
+        with pytest.raises(AssertionError):
+            run(simulation)
+    else:
+        run(simulation)
+        assert simulation.outputs == {"long": 60, "short": 30}
+        assert ("short", 1, 1 + LEAST_BUDGET + 1) in simulation.workers.evictions
+
+
+def test_stages_that_decide_a_prompt_in_the_step_that_evicts_its_answer() -> None:
+    """Where the answer exists already. Both are reported: else the prefix would be stored for ever, and never there."""
+    setup = dataclasses.replace(server(32, "stages ahead", policy="lava", budget=40), prefix_caching=True)
+    simulation = Simulation(setup)
+    fields = {"kv_prefix_len": 60, "kv_answer_from": 64}
+    simulation.add(make_request("r", range(100), 20, fields))
+    simulation.run(1000)
+    positions = [tokens for _, _, tokens in simulation.workers.evictions]
+    assert positions[:2] == [60, 64 + 8 + 1]
+    shared = simulation.ledger.shared.compressed
+    assert shared.num_ready == 1 and not shared.awaits_reports

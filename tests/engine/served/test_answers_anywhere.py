@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.engine.support.answers import CLOSE, Rules, assert_same
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.masked import masked_logits
-from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
 from tests.engine.support.v2_runner import NewProcess
+from vllm_kvevict.schedules.reports import read_evictions
 
 RULES = Rules(20, 12, 8)
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
@@ -62,11 +64,24 @@ SERVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVERS)
-def test_servers(model, expected, name: str) -> None:
-    with evicting_engine(model, eviction=OPTIONS, **{**SMALL, **SERVERS[name]}) as llm:
+def test_servers(model, expected, name: str, tmp_path) -> None:
+    log = tmp_path / "log"
+    options = {**OPTIONS, "eviction_log": str(log)}
+    with evicting_engine(model, eviction=options, **{**SMALL, **SERVERS[name]}) as llm:
         answers = run(llm, ASKS)
         assert num_preemptions(llm) == 0
+        score(llm, ASKS[2], answers[2])
     assert_same(ASKS, expected, answers)
+    # A step may decide what is kept of the prefix, if stages do that together, and then evict the answer.
+    told = [(eviction.policy, eviction.tokens) for eviction in read_evictions(log)]
+    assert told[-4:] == [("lava", 90), *(("ada-snapkv", tokens) for tokens in RULES.positions(ASKS[2]))]
+
+
+def score(llm, ask: Ask, answer: Answer) -> None:
+    """Send an answer again as a prompt, as far as it was stored."""
+    fields = {**ask.sampling(False).extra_args, "kv_answer_from": ask.length}
+    prompt = {"prompt_token_ids": [*ask.prompt, *answer.tokens[:-1]]}
+    llm.generate([prompt], SamplingParams(max_tokens=1, extra_args=fields), use_tqdm=False)
 
 
 @pytest.mark.engine

@@ -1,6 +1,9 @@
 """Answers that are evicted beside shared KV, adapters, and on the pages of a GPU."""
 
+import contextlib
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +54,26 @@ def test_two_answers_behind_one_compressed_prefix(model, sizes: dict[str, int]) 
         assert num_preemptions(llm) == 0
 
 
+@contextlib.contextmanager
+def preempted_after(llm, steps: int, reset: bool = False) -> Iterator[None]:
+    """The one request that runs is preempted after so many steps, and the cache reset if asked."""
+    engine, left = llm.llm_engine, itertools.count(steps, -1)
+    step = engine.step
+
+    def preempting():
+        if next(left) == 1:
+            scheduler = engine.engine_core.engine_core.scheduler
+            (request,) = scheduler.running
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, 0.0)
+            assert not reset or scheduler.reset_prefix_cache()
+        return step()
+
+    engine.step = preempting
+    yield
+    engine.step = step
+
+
 @pytest.mark.engine
 def test_answers_behind_uncompressed_prefixes(model) -> None:
     """Who asks again finds the prompt, and of an evicted answer nothing; replays find no more than that either."""
@@ -79,24 +102,19 @@ def test_answers_behind_uncompressed_prefixes(model) -> None:
         (answer,) = run(llm, [kept])
         assert found(llm, kept.prompt + answer.tokens) == 384
         # Of an answer that was never evicted others find all that is in whole blocks, and begin with the prompt alone.
-        step, steps = llm.llm_engine.step, [0]
-
-        def preempting():
-            steps[0] += 1
-            if steps[0] == 100:
-                scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-                (request,) = scheduler.running
-                scheduler.running.remove(request)
-                scheduler._preempt_request(request, 0.0)
-            return step()
-
-        llm.llm_engine.step = preempting
         before = metric(llm, "prefix_cache_hits")
-        (replayed,) = run(llm, [evicted], logits=True)
-        llm.llm_engine.step = step
+        with preempted_after(llm, 100):
+            (replayed,) = run(llm, [evicted], logits=True)
         assert num_preemptions(llm) == 1 and metric(llm, "prefix_cache_hits") > before
         assert replayed.tokens == expected[1].tokens
         torch.testing.assert_close(replayed.logits, expected[1].logits, **CLOSE)
+        # What a replay reads when nothing is cached any more is left once it is read, evictions later.
+        with preempted_after(llm, 100, reset=True):
+            (replayed,) = run(llm, [evicted], logits=True)
+        torch.testing.assert_close(replayed.logits, expected[1].logits, **CLOSE)
+        assert found(llm, evicted.prompt + replayed.tokens) == 256
+        (again,) = run(llm, [evicted], logits=True)
+        torch.testing.assert_close(again.logits, expected[1].logits, **CLOSE)
         (answer,) = run(llm, [short])
         assert answer.tokens == expected[1].tokens[: short.max_tokens] and not answer.kept
 

@@ -129,11 +129,15 @@ def hostile(seed: int) -> Load:
 def with_drafts(load: Load, seed: int) -> Load:
     """The same load on a server with speculative decoding, which cannot be scheduled ahead.
 
-    With as many drafts as a step may read of a prompt, vLLM itself fails; such a server is refused.
+    With as many drafts as a step may read of a prompt, or beyond an answer's first eviction, vLLM itself fails; such a
+    server is refused.
     """
     drafts = random.Random(f"drafts {seed}").choice((1, 3, 5, 40))
     if load.setup.long_prefill:
         drafts = min(drafts, load.setup.long_prefill - 1)
+    interval = (load.setup.options or {}).get("decode_interval")
+    if interval is not None:
+        drafts = min(drafts, LEAST_BUDGET + interval - 1)
     setup = dataclasses.replace(load.setup, drafts=drafts, asynchronous=False)
     return dataclasses.replace(load, setup=sized(setup, 1) if not starts(setup) else setup)
 

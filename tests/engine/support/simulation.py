@@ -231,8 +231,11 @@ class Workers:
         for number, columns in segments:
             assert number not in self.segments and number not in self.cached
             start, stop = resident.columns * PAGE, (resident.columns + columns) * PAGE
-            for rows in resident.kv_len:
-                assert (rows == resident.tokens).all() and stop <= resident.tokens, "it was evicted"
+            rows, stored = resident.kv_len, resident.tokens
+            if resident.pinned is not None and resident.plan.prompt is None:
+                # Its prompt was kept whole, and is pinned.
+                rows, stored = resident.pinned, resident.plan.answer.begins
+            assert all((of_rank == stored).all() for of_rank in rows) and stop <= stored, "it was evicted"
             known: list[int | None] = [*resident.prompt[start:stop]]
             self.segments[number] = known + [None] * (stop - start - len(known))
             self._note_origin(number, resident)
@@ -395,10 +398,9 @@ class Workers:
         reports += [self._evict(resident) for resident in leaving]
         by_rank = {}
         for rank in range(len(self.setup.shapes)):
-            told = {
-                resident.admission.request_id: self.tamper(of_ranks[rank])
-                for resident, of_ranks in zip(trimmed + leaving, reports, strict=True)
-            }
+            told: dict[str, list[Report]] = {}
+            for resident, of_ranks in zip(trimmed + leaving, reports, strict=True):
+                told.setdefault(resident.admission.request_id, []).append(self.tamper(of_ranks[rank]))
             claims = {name: self._claim(self.live[name], question, rank) for name, question in asked.items()}
             by_rank[rank] = self._message(rank, told, claims)
             held, most = by_rank[rank].physical_pages, message.most_pages[rank]
@@ -450,7 +452,7 @@ class Workers:
         """Tokens of a request that was preempted and is admitted again."""
         return list(output.scheduled_cached_reqs.all_token_ids.get(name, ()))
 
-    def _message(self, rank: int, reports: dict[str, Report], claims: dict[str, Claim]) -> RankMessage:
+    def _message(self, rank: int, reports: dict[str, list[Report]], claims: dict[str, Claim]) -> RankMessage:
         """What a rank says at the end of a step."""
         rows = self._rows(rank)
         pages = (-(-rows // PAGE)).sum(1).tolist()

@@ -9,7 +9,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import KEY, KVEvictionError
+from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, require_options
+from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, layer_groups, layer_types
@@ -224,6 +225,22 @@ def _check_speculation(vllm_config: Any) -> None:
             f"--kv-eviction cannot be combined with {drafts} draft tokens and --long-prefill-token-threshold "
             f"{threshold}: vLLM reads the last token of a prompt together with its drafts, and stops if that is more "
             "than the threshold, so set a higher threshold, or fewer draft tokens"
+        )
+    _check_drafts_of_answers(drafts, require_options(vllm_config))
+
+
+def _check_drafts_of_answers(drafts: int, options: Options) -> None:
+    """Refuse more draft tokens than the shortest answer has before its first eviction.
+
+    A prompt of one token is read together with its drafts, which must not cross a position.
+    """
+    answers = options.decoding
+    interval = answers.interval_for(LEAST_BUDGET)
+    if answers.budget and drafts >= LEAST_BUDGET + interval:
+        raise KVEvictionError(
+            f"--kv-eviction-config.decode_interval {interval} is too short for {drafts} draft tokens, which a prompt "
+            "of one token is read together with: its answer could have to be evicted among them, so set it to at least "
+            f"{drafts - LEAST_BUDGET + 1}, or fewer draft tokens"
         )
 
 

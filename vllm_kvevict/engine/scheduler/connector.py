@@ -80,10 +80,9 @@ class SchedulerEnd:
         """Take over the ranks' news of a step."""
         self._pass_on_claims(messages)
         for rank, message in messages.by_rank.items():
-            for request_id, report in message.reports.items():
-                self.ledger.on_report(rank, request_id, report)
-                if report.part is not None:
-                    self._count(request_id, report, report.part)
+            for request_id, reports in message.reports.items():
+                for report in reports:
+                    self._on_report(rank, request_id, report)
             if message.holdings is not None:
                 self.ledger.verify(rank, message.holdings)
             self.statistics.on_gauges(
@@ -104,6 +103,11 @@ class SchedulerEnd:
                 claims.setdefault(request_id, []).append(claim)
         for request_id, of_ranks in claims.items():
             self.ledger.on_claims(request_id, of_ranks)
+
+    def _on_report(self, rank: int, request_id: str, report: Report) -> None:
+        self.ledger.on_report(rank, request_id, report)
+        if report.part is not None:
+            self._count(request_id, report, report.part)
 
     def _count(self, request_id: str, report: Report, part: PartOfEviction) -> None:
         # Not the ledger's business: a request may have finished with the very step that evicted it.

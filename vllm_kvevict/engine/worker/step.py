@@ -127,8 +127,8 @@ class Step:
 
     def _store_prefixes(self) -> None:
         """Cache those prefixes that were evicted since the last message to the scheduler."""
-        for name, report in self.rank.evictor.reports.items():
-            if report.part is not None and name in self.residents:
+        for name, reports in self.rank.evictor.reports.items():
+            if reports[-1].part is not None and name in self.residents:
                 self.rank.prefixes.store(name, self.residents[name].request_slot)
 
     def reads_prompts(self) -> bool:
