@@ -31,6 +31,8 @@ CROWDS_THAT_HUNG = (24, 56)
 RESETS_THAT_MATTER = (13, 18)
 STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
 """Servers that once stood still."""
+ANSWERS_THAT_FAILED = ((6, "resets"), (96, "drafts"))
+"""Servers of answers that are evicted which once stood still, or stopped."""
 
 
 # Choices.
@@ -214,6 +216,12 @@ def test_who_lacks_a_place_for_its_adapter_is_skipped_by_vllm() -> None:
 def test_servers_that_stood_still(seed: int) -> None:
     outcome = play(hostile(seed), seed)
     assert not outcome.failure, f"--only {seed}: {outcome.failure}"
+
+
+@pytest.mark.parametrize(("seed", "kind"), ANSWERS_THAT_FAILED)
+def test_servers_of_answers_that_failed(seed: int, kind: str) -> None:
+    outcome = play(load_of(seed, ["answers", "streams", kind]), seed)
+    assert not outcome.failure, f"--answers --streams --{kind} --only {seed}: {outcome.failure}"
 
 
 @pytest.mark.parametrize(

@@ -779,7 +779,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - started
     print(summary(outcomes, seconds))
     if args.record:
-        save_figures(" ".join(kinds) or ("crowd" if args.crowd else "plain"), figures(outcomes, seconds))
+        name = " ".join([*kinds, *(["crowd"] if args.crowd else [])])
+        save_figures(name or "plain", figures(outcomes, seconds))
     return int(any(outcome.failure for outcome in outcomes))
 
 
