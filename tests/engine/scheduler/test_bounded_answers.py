@@ -226,16 +226,3 @@ def test_a_prompt_of_one_token_with_drafts_up_to_its_first_eviction(beyond: int)
         run(simulation)
         assert simulation.outputs == {"long": 60, "short": 30}
         assert ("short", 1, 1 + LEAST_BUDGET + 1) in simulation.workers.evictions
-
-
-def test_stages_that_decide_a_prompt_in_the_step_that_evicts_its_answer() -> None:
-    """Where the answer exists already. Both are reported: else the prefix would be stored for ever, and never there."""
-    setup = dataclasses.replace(server(32, "stages ahead", policy="lava", budget=40), prefix_caching=True)
-    simulation = Simulation(setup)
-    fields = {"kv_prefix_len": 60, "kv_answer_from": 64}
-    simulation.add(make_request("r", range(100), 20, fields))
-    simulation.run(1000)
-    positions = [tokens for _, _, tokens in simulation.workers.evictions]
-    assert positions[:2] == [60, 64 + 8 + 1]
-    shared = simulation.ledger.shared.compressed
-    assert shared.num_ready == 1 and not shared.awaits_reports
