@@ -74,20 +74,18 @@ def pool(scores: Tensor, how: str, kernel: int | None, first: Tensor | None = No
         # Scores are not negative, so 0 reaches nobody.
         first = torch.zeros_like(scores[..., :1], dtype=torch.int64) if first is None else first
         reaching = scores.scatter(-1, first, 0.0)
-        later, earlier = _spread(torch.stack((reaching, reaching.flip(-1))), 1, BEFORE)
-        later = _spread(later, BEFORE, AFTER)
+        earlier = _spread(reaching.flip(-1), BEFORE).flip(-1)
+        later = _spread(reaching, AFTER)
         later.scatter_(-1, first, scores.gather(-1, first))
-        return torch.maximum(later, earlier.flip(-1))
+        return torch.maximum(later, earlier)
     assert kernel is not None
     pooling = functional.max_pool1d if how == "max" else functional.avg_pool1d
     return pooling(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
-def _spread(scores: Tensor, distance: int, reach: int) -> Tensor:
-    """The largest scores[j-t] * DECAY^t over 0 <= t < reach, along the last dimension, in place.
-
-    scores: have this for 0 <= t < distance. Both are powers of two.
-    """
+def _spread(scores: Tensor, reach: int) -> Tensor:
+    """The largest scores[j-t] * DECAY^t over 0 <= t < reach, a power of two, along the last dimension, in place."""
+    distance = 1
     while distance < reach:
         # Twice as many distances each time: those of the result so far, and the same again behind them.
         further = scores[..., :-distance] * DECAY**distance

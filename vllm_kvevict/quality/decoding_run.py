@@ -87,7 +87,7 @@ def chat(text: str) -> dict[str, Any]:
 
 
 @dataclass
-class Draft:
+class Attempt:
     """What the full cache has written of an answer, and its most likely tokens at each place, by id as text."""
 
     tokens: list[int]
@@ -168,37 +168,37 @@ class DecodingDriver:
         """
         for left_out in range(TRIES):
             seed = (self.job.seed * 1000 + sample.index) * TRIES + left_out
-            draft = await self.draft(prompt, seed)
-            if draft is not None:
-                self.references.add(Reference(*sample.sample, draft.rows))
-                tokens = tuple(draft.tokens)
+            found = await self.attempt(prompt, seed)
+            if found is not None:
+                self.references.add(Reference(*sample.sample, found.rows))
+                tokens = tuple(found.tokens)
                 return Written(
-                    *sample.sample, digest(prompt), len(prompt), tokens, (), seed, left_out, draft.text
+                    *sample.sample, digest(prompt), len(prompt), tokens, (), seed, left_out, found.text
                 )
         raise EndpointError(
             f"{self.endpoint.model} says {ROW} tokens {TIMES} times in each of {TRIES} answers to {sample}: give it "
             "fewer --answer-tokens, a higher --temperature or other prompts"
         )
 
-    async def draft(self, prompt: list[int], seed: int) -> Draft | None:
+    async def attempt(self, prompt: list[int], seed: int) -> Attempt | None:
         """One answer, each piece with a seed of its own; None as soon as it repeats itself."""
-        draft = Draft([], [], "")
-        while (left := self.job.answer_tokens - len(draft.tokens)) > 0:
+        found = Attempt([], [], "")
+        while (left := self.job.answer_tokens - len(found.tokens)) > 0:
             length = min(PIECE, left)
             body = {
-                "prompt": [*prompt, *draft.tokens],
+                "prompt": [*prompt, *found.tokens],
                 "max_tokens": length,
                 "min_tokens": length,
                 "temperature": self.job.temperature,
-                "seed": seed * self.job.answer_tokens + len(draft.tokens),
+                "seed": seed * self.job.answer_tokens + len(found.tokens),
                 "logprobs": self.job.top,
                 "return_tokens_as_token_ids": True,
                 "vllm_xargs": WHOLE,
             }
-            draft.add(await self.endpoint.complete(body))
-            if repeats_itself(draft.tokens):
+            found.add(await self.endpoint.complete(body))
+            if repeats_itself(found.tokens):
                 return None
-        return draft
+        return found
 
     async def reference(self, prompt: list[int], answer: Written) -> list[Choices]:
         """The full cache's choices: those with which it wrote the answer, or else scored it."""

@@ -6,23 +6,12 @@ import httpx
 import openai
 import pytest
 
-from tests.engine.support.clients import (
-    chat,
-    completions,
-    eventually,
-    idle,
-    messages,
-    responses,
-    text_of,
-    words,
-)
+from tests.engine.support.clients import ENDPOINTS, eventually, idle, text_of, words
 from tests.engine.support.serving import ForkedServer
 
 pytestmark = pytest.mark.engine
 
 BUDGET, INTERVAL = 48, 32
-ENDPOINTS = [completions, chat, responses, messages]
-"""Each sends a prompt of 400 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +23,6 @@ def server(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with ForkedServer(models("llama"), log, *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        yield client
 
 
 def evictions_of_answers(server) -> float:

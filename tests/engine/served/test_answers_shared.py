@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,9 +70,8 @@ def preempted_after(llm, steps: int, reset: bool = False) -> Iterator[None]:
             assert not reset or scheduler.reset_prefix_cache()
         return step()
 
-    engine.step = preempting
-    yield
-    engine.step = step
+    with mock.patch.object(engine, "step", preempting):
+        yield
 
 
 @pytest.mark.engine

@@ -12,13 +12,10 @@ import openai
 import pytest
 
 from tests.engine.support.clients import (
-    chat,
+    ENDPOINTS,
     complete,
-    completions,
     eventually,
     idle,
-    messages,
-    responses,
     text_of,
     words,
 )
@@ -49,12 +46,6 @@ def server(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with ForkedServer(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        yield client
 
 
 # What is done, and what is reported of it.
@@ -163,9 +154,6 @@ def test_fields_are_followed(server, client):
     assert (line["tokens"], line["policy"]) == (400, "snapkv")
     assert (line["kept"], line["stored"]) == (ROWS * 64, ROWS * 400)
     assert line["heads"] == [[64, 64]] * 4
-
-
-ENDPOINTS = [completions, chat, responses, messages]
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

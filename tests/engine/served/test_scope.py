@@ -113,12 +113,6 @@ def server(models, tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        yield client
-
-
 def post(server, path, stream, fields=None, **body):
     """The text of an answer, whatever the endpoint puts around it."""
     settings = {"model": server.model, "temperature": 0, "stream": stream, "vllm_xargs": fields or {}}

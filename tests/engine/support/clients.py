@@ -109,3 +109,7 @@ def completions(client, fields, stream=False):
     if not stream:
         return answer.choices[0].text
     return "".join(event.choices[0].text for event in answer if event.choices)
+
+
+ENDPOINTS = [completions, chat, responses, messages]
+"""Each sends a prompt of 400 tokens, or a few more, with fields of ours, as a stream or not, and returns the text."""

@@ -238,9 +238,9 @@ def _check_drafts_of_answers(drafts: int, options: Options) -> None:
     interval = answers.interval_for(LEAST_BUDGET)
     if answers.budget and drafts >= LEAST_BUDGET + interval:
         raise KVEvictionError(
-            f"--kv-eviction-config.decode_interval {interval} is too short for {drafts} draft tokens, which a prompt "
-            "of one token is read together with: its answer could have to be evicted among them, so set it to at least "
-            f"{drafts - LEAST_BUDGET + 1}, or fewer draft tokens"
+            f"--kv-eviction-config.decode_interval {interval} is too short for {drafts} draft tokens: vLLM reads a "
+            "prompt of one token together with them, beyond the first eviction of a short answer, so set it to at "
+            f"least {drafts - LEAST_BUDGET + 1}, or fewer draft tokens"
         )
 
 
