@@ -399,16 +399,6 @@ def test_compacting_says_what_it_frees():
     assert cache.compact(slot, 0, [torch.arange(33), torch.arange(32)]) == 2 + 3
 
 
-@pytest.mark.parametrize("entries", [[0], [3, 40, 69], [31, 32, 33]])
-def test_keys_at_some_entries(entries):
-    cache, payload = make(), Payload(D)
-    slot = cache.open()
-    store(cache, cache.extend([slot], [70]), payload)
-    for layer in range(L):
-        every = cache.read_keys(slot, layer, 70)
-        assert torch.equal(cache.read_keys_at(slot, layer, torch.tensor(entries)), every[:, entries])
-
-
 def test_the_newest_entries_are_dropped():
     cache, payload = make(), Payload(D)
     slot = cache.open()

@@ -171,11 +171,11 @@ class Model:
             self.rows[slot] = [row[: len(row) - count] for row in self.rows[slot]]
 
     def copy_entries(self, source, entries):
-        """Begin a request with copies of the given entries of every row of another."""
+        """Begin a request with copies of the given entries of each row of another, as many of each."""
         before = set(self.rows)
         self.open()
         (slot,) = set(self.rows) - before
-        need = L * H * -(-len(entries) // PS)
+        need = L * H * -(-len(entries[0]) // PS)
         if need > self.cache.num_free:
             try:
                 self.cache.copy_entries(source, slot, torch.tensor(entries))
@@ -184,7 +184,9 @@ class Model:
                 return
             raise AssertionError("the pool gave pages that it does not have")
         self.cache.copy_entries(source, slot, torch.tensor(entries))
-        self.rows[slot] = [[row[i] for i in entries] for row in self.rows[source]]
+        rows = self.rows[source]
+        chosen = entries * len(rows) if len(entries) == 1 else entries
+        self.rows[slot] = [[row[i] for i in own] for row, own in zip(rows, chosen, strict=True)]
 
     def close(self, slots):
         self.cache.close(slots)
@@ -432,9 +434,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), rng=st.randoms(use_true_random=False))
     def copy_entries(self, data, rng):
         source = data.draw(st.sampled_from(self.filled()))
-        shortest = min(map(len, self.model.rows[source]))
-        count = data.draw(st.integers(1, shortest))
-        self.model.copy_entries(source, sorted(rng.sample(range(shortest), count)))
+        lengths = list(map(len, self.model.rows[source]))
+        if data.draw(st.booleans()):
+            lengths = [min(lengths)]
+        count = data.draw(st.integers(1, min(lengths)))
+        self.model.copy_entries(source, [sorted(rng.sample(range(length), count)) for length in lengths])
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""Each row's newest entries, also where rows are unequal, against the entries one by one."""
+"""Entries of each row, the newest or from some entry on, of unequal rows too, against the entries one by one."""
 
 import numpy as np
 import pytest
@@ -36,19 +36,17 @@ def read(cache, lengths=None):
 
 
 def expected(cache, slot, counts):
-    """Keys and values of layer 1, row by row."""
-    most, found = max(counts), torch.zeros(2, H, max(counts), D)
+    """Keys of layer 1, row by row."""
+    most, found = max(counts), torch.zeros(H, max(counts), D)
     for head, (count, length) in enumerate(zip(counts, cache.lengths.of(slot)[1].tolist(), strict=True)):
         entries = torch.arange(length - count, length)
-        keys_and_values = cache.gather(slot, 1, torch.full_like(entries, head), entries)
-        found[:, head, most - count :] = torch.stack(keys_and_values)
+        found[head, most - count :] = cache.gather(slot, 1, torch.full_like(entries, head), entries)[0]
     return found
 
 
 def differ(cache, slot, counts):
     """Whether what is read differs from that."""
-    reads = cache.read_last_keys, cache.read_last_values
-    found = torch.stack([read(slot, 1, np.array(counts, np.int64)) for read in reads])
+    found = cache.read_last_keys(slot, 1, np.array(counts, np.int64))
     return not torch.equal(found, expected(cache, slot, counts))
 
 
@@ -95,9 +93,8 @@ def test_equal_rows_are_read_page_by_page(cache, monkeypatch):
 @pytest.mark.parametrize("counts", [[111, 1, 1], [1, 1, 34], [-1, 1, 1], [1, 1], [[1, 1, 1]]])
 def test_what_rows_do_not_hold_is_refused(cache, counts):
     slot = read(cache, [110, 110, 33])
-    for read_last in (cache.read_last_keys, cache.read_last_values):
-        with pytest.raises(ValueError, match=r"were asked of rows that hold \[110, 110, 33\]"):
-            read_last(slot, 1, np.array(counts, np.int64))
+    with pytest.raises(ValueError, match=r"were asked of rows that hold \[110, 110, 33\]"):
+        cache.read_last_keys(slot, 1, np.array(counts, np.int64))
 
 
 def test_other_entries_are_noticed(cache, monkeypatch):
@@ -107,3 +104,38 @@ def test_other_entries_are_noticed(cache, monkeypatch):
     assert differ(cache, slot, [1, 33, 20])
     monkeypatch.setattr(read_from, lambda *arguments: read_last(*arguments).add(1e-6))
     assert differ(cache, slot, [1, 33, 20])
+
+
+def behind(cache, slot, first, counts):
+    """What is read of layer 1 from some entries on, [2, H, most, D], and the same one by one."""
+    first, counts = np.array(first, np.int64), np.array(counts, np.int64)
+    found = torch.stack(
+        [read(slot, 1, first, counts) for read in (cache.read_keys_behind, cache.read_values_behind)]
+    )
+    wanted = torch.zeros_like(found)
+    for head, (start, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
+        entries = torch.arange(start, start + count)
+        wanted[:, head, :count] = torch.stack(cache.gather(slot, 1, torch.full_like(entries, head), entries))
+        found[:, head, count:] = 0
+    return found, wanted
+
+
+@pytest.mark.parametrize(
+    "first, counts", [([0, 0, 0], [1, 64, 32]), ([20, 3, 31], [13, 100, 39]), ([33, 9, 9], [0, 1, 1])]
+)
+def test_entries_behind_others(cache, first, counts):
+    slot = read(cache, [33, 110, 70])
+    found, wanted = behind(cache, slot, first, counts)
+    assert torch.equal(found, wanted)
+    if any(first):
+        assert not torch.equal(found, behind(cache, slot, [max(0, start - 1) for start in first], counts)[1])
+
+
+@pytest.mark.parametrize(
+    "first, counts", [([0, 0, 0], [34, 1, 1]), ([33, 0, 0], [1, 1, 1]), ([-1, 0, 0], [1, 1, 1])]
+)
+def test_entries_that_rows_do_not_hold_are_refused(cache, first, counts):
+    slot = read(cache, [33, 110, 70])
+    for reads in (cache.read_keys_behind, cache.read_values_behind):
+        with pytest.raises(ValueError, match=r"were asked of rows that hold \[33, 110, 70\]"):
+            reads(slot, 1, np.array(first, np.int64), np.array(counts, np.int64))

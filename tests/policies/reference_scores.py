@@ -31,15 +31,19 @@ class Turns:
             result[[one, one, two, two], [one, two, one, two]] = np.array([c, -s, s, c]) * self.factor
         return result
 
-    def undone(self, rows: Array) -> Array:
-        """[n, d] after it, of positions 0 to n-1, as it was before."""
+    def undone(self, rows: Array, first: int = 0) -> Array:
+        """[n, d] after it, of positions from `first` on, as it was before."""
         size = rows.shape[1]
-        return np.array([np.linalg.solve(self.matrix(i, size), row) for i, row in enumerate(rows)])
+        return np.array([np.linalg.solve(self.matrix(first + i, size), row) for i, row in enumerate(rows)])
 
 
 @dataclass
 class Tensors:
-    """float64 arrays of one layer; q [Hq, rows, d] ends with the window."""
+    """float64 arrays of one layer; q [Hq, rows, d] ends with the window.
+
+    earlier: of each KV head the keys [S, d] that were there before, where a part of a prompt is evicted; begins: its
+    first position.
+    """
 
     k: Array
     q: Array | None = None
@@ -50,6 +54,13 @@ class Tensors:
     scale: float | None = None
     cap: float | None = None
     rotary: Turns | None = None
+    earlier: list[Array] | None = None
+    begins: int = 0
+
+    def seen(self, head: int, stop: int) -> Array:
+        """The keys that a token sees which is the last of the first `stop`."""
+        own = self.k[head, :stop]
+        return own if self.earlier is None else np.concatenate([self.earlier[head], own])
 
     @property
     def n(self) -> int:
@@ -94,7 +105,7 @@ def window_attention(t: Tensors, window: int, hq: int, head: int) -> Array:
     for r in range(window):
         visible = t.n - window + r + 1
         query = t.q[hq, t.q.shape[1] - window + r]
-        rows[r, :visible] = attention_row(query, t.k[head, :visible], t.scale, t.cap)
+        rows[r, :visible] = attention_row(query, t.seen(head, visible), t.scale, t.cap)[-visible:]
     return rows
 
 
@@ -157,7 +168,8 @@ def h2o(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         for hq in t.group(head):
             total = np.zeros(t.n)
             for j in range(t.n):
-                total[: j + 1] += attention_row(t.q_all[hq, j], t.k[head, : j + 1], t.scale, t.cap)
+                row = attention_row(t.q_all[hq, j], t.seen(head, j + 1), t.scale, t.cap)
+                total[: j + 1] += row[-j - 1 :]
             sums.append(total.tolist())
         row = reduced(sums, "mean")[: t.n - window]
         if p["h2o_norm"] == "mean":
@@ -332,7 +344,7 @@ def leverage(rows: Array) -> Array:
 
 def compactor(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     numbers = torch.randn(t.k.shape[2], 48, generator=torch.Generator().manual_seed(42))
-    sketches = [t.rotary.undone(keys) @ (numbers.double().numpy() / math.sqrt(48)) for keys in t.k]
+    sketches = [t.rotary.undone(keys, t.begins) @ (numbers.double().numpy() / math.sqrt(48)) for keys in t.k]
     received = np.zeros((t.heads, t.n))
     for head in range(t.heads):
         for hq in t.group(head):
@@ -351,17 +363,17 @@ def expected_attention(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Sc
     """b: tokens that each head keeps, which may be fewer than the sinks that are asked for."""
     sinks, size = min(p["sinks"], b), t.k.shape[2]
     scale = 1 / math.sqrt(size) if t.scale is None else t.scale
-    turn = np.mean([t.rotary.matrix(t.n + i, size) for i in range(p["n_future"])], axis=0)
+    turn = np.mean([t.rotary.matrix(t.begins + t.n + i, size) for i in range(p["n_future"])], axis=0)
     result = []
     for head in range(t.heads):
         shares = []
         for hq in t.group(head):
-            queries = t.rotary.undone(t.q_all[hq])[sinks:]
+            queries = t.rotary.undone(t.q_all[hq], t.begins)[sinks:]
             mean = turn @ queries.mean(0)
             covariance = turn @ np.cov(queries.T, bias=True).reshape(size, size) @ turn.T
-            z = [k @ mean * scale + k @ covariance @ k * scale**2 / 2 for k in t.k[head, sinks:]]
+            z = [k @ mean * scale + k @ covariance @ k * scale**2 / 2 for k in t.seen(head, t.n)[sinks:]]
             powers = np.exp(np.array(z) - max(z))
-            shares.append((powers / powers.sum()).tolist())
+            shares.append((powers / powers.sum()).tolist()[sinks - t.n :])
         sizes = np.sqrt((t.v[head, sinks:] ** 2).sum(1))
         row = (np.array(reduced(shares, "mean")) + p["epsilon"]) * sizes
         result.append([math.inf] * sinks + row.tolist())

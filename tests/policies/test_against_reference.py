@@ -180,8 +180,13 @@ def random_turns(rng: random.Random, n: int, size: int) -> tuple[Turns, Rotary]:
     return turns, Rotary(cos, sin, turns.interleaved)
 
 
-def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, dtype: torch.dtype):
-    """Inputs of one layer, and what the reference makes of them where anything is evicted."""
+def random_layer(
+    rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, dtype: torch.dtype, earlier: tuple = ()
+):
+    """Inputs of one layer, and what the reference makes of them where anything is evicted.
+
+    earlier: how many keys each KV head holds already, where a part of a prompt is evicted.
+    """
     heads, group, size, scale, cap = shape
     g = torch.Generator().manual_seed(rng.randrange(2**30))
 
@@ -198,7 +203,8 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
     q_all = tensor(heads * group, n, size) if cfg.policy in READ_ALL_QUERIES else None
     # As small as what the window's queries pay to most tokens, so that both count.
     repeated = torch.rand(heads, n, generator=g) / 10 if cfg.policy == "kvzip" else None
-    turns, rotary = random_turns(rng, n, size)
+    before, begins = [tensor(count, size) for count in earlier], 2 * max(earlier, default=0)
+    turns, rotary = random_turns(rng, begins + n, size)
     inputs = LayerInputs(
         None if cfg.policy in WINDOWLESS else q,
         k,
@@ -209,6 +215,8 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
         w_o=w_o,
         repeated=repeated,
         rotary=rotary,
+        earlier_keys=before or None,
+        begins=begins,
     )
     score = SCORE[cfg.policy]
     b = budget_of(cfg, n)
@@ -216,7 +224,8 @@ def random_layer(rng: random.Random, cfg: EvictionConfig, n: int, shape: tuple, 
         return inputs, Scored(None)
     arrays = [None if x is None else x.double().numpy() for x in (k, q, v, q_all, w_o, repeated)]
     window, _ = reference.always_kept(cfg.policy, b, cfg.params)
-    return inputs, score(Tensors(*arrays, scale, cap, turns), window, b - window, cfg.params)
+    seen = [keys.double().numpy() for keys in before] or None
+    return inputs, score(Tensors(*arrays, scale, cap, turns, seen, begins), window, b - window, cfg.params)
 
 
 def run_case(rng: random.Random, cfg: EvictionConfig, n: int, dtype: torch.dtype, layers: int = 0) -> None:

@@ -168,7 +168,7 @@ def _metrics(llm: LLM, counts_steps: bool) -> list[str]:
         is_ours = metric.name.startswith("vllm:kv_eviction_") or metric.name == "vllm:num_preemptions"
         varies = "_seconds" in metric.name or (type(metric).__name__ == "Gauge" and not counts_steps)
         if is_ours and not varies:
-            labels = {name: value for name, value in metric.labels.items() if name != "model_name"}
+            labels = {name: value for name, value in sorted(metric.labels.items()) if name != "model_name"}
             lines.append(str(dataclasses.replace(metric, labels=labels)))
     return lines
 

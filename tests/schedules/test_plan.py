@@ -53,7 +53,9 @@ def test_sums_over_all_queries_need_a_reserve_and_all_tokens() -> None:
 def test_an_answer_may_be_evicted_for_ever() -> None:
     every = range(N + 64, sys.maxsize, 64)
     once = plan("snapkv")
-    endless = dataclasses.replace(once, phases=(*once.phases, Phase(once.config, "whole", every, begins=N)))
+    endless = dataclasses.replace(
+        once, phases=(*once.phases, Phase(once.config, "whole", every, begins=N, of_answer=True))
+    )
     assert endless.prompt == once.prompt
     after = next(x for x in range(10**9 + 1, 10**9 + 65) if (x - N) % 64 == 0)
     assert [endless.next_eviction(x) for x in (0, N, N + 64, 10**9)] == [N, N + 64, N + 128, after]

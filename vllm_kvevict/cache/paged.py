@@ -15,7 +15,7 @@ from vllm_kvevict.cache.growth import append, by_tokens, drop_newest, newest, pa
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
-from vllm_kvevict.cache.reading import read_columns, read_last
+from vllm_kvevict.cache.reading import read_behind, read_columns, read_last
 from vllm_kvevict.cache.rows import Rows
 from vllm_kvevict.cache.steps import Settled, Step, to_device
 from vllm_kvevict.cache.tables import PageTables
@@ -246,18 +246,20 @@ class PagedKVCache:
         """
         return read_last(self.rows, self.format.keys, request_slot, self._of_layer(layer), counts)
 
-    def read_last_values(self, request_slot: int, layer: int, counts: IntArray) -> torch.Tensor:
-        """Each head's last values; arguments, result and errors as of :meth:`read_last_keys`."""
-        return read_last(self.rows, self.format.values, request_slot, self._of_layer(layer), counts)
+    def read_keys_behind(
+        self, request_slot: int, layer: int, first: IntArray, counts: IntArray
+    ) -> torch.Tensor:
+        """counts[h] keys of each head from entry first[h] on, both int64 [H], as [H, max(counts), head_dim].
 
-    def read_keys_at(self, request_slot: int, layer: int, entries: torch.Tensor) -> torch.Tensor:
-        """The keys at some entries of each head, [H, N, head_dim].
-
-        Args:
-            entries: int64 [N] on the device; below every head's kv_len.
+        What is behind a head's is arbitrary. Raises ValueError if a head holds fewer.
         """
-        pages = self.table(request_slot, layer)[:, entries // self.page_size]
-        return self.format.keys.read(self.storage, pages, entries % self.page_size)
+        return read_behind(self.rows, self.format.keys, request_slot, self._of_layer(layer), first, counts)
+
+    def read_values_behind(
+        self, request_slot: int, layer: int, first: IntArray, counts: IntArray
+    ) -> torch.Tensor:
+        """The same of values."""
+        return read_behind(self.rows, self.format.values, request_slot, self._of_layer(layer), first, counts)
 
     def gather(
         self, request_slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
@@ -321,16 +323,19 @@ class PagedKVCache:
         """Begin an empty request with copies of some entries of another.
 
         Args:
-            entries: int64 [N] on the device, which entries of every row; below every row's kv_len.
+            entries: int64 [rows, N] on the device, which entries of each row, or [1, N] of every row; below its
+                kv_len.
 
         Raises:
             RuntimeError: the pool has too few free pages.
         """
-        heads, count = self.num_kv_heads, len(entries)
+        heads, count = self.num_kv_heads, entries.shape[1]
         self.extend([to], [count])
         head = torch.arange(heads, device=self.device).repeat_interleave(count)
-        entry, first = entries.repeat(heads), torch.arange(count, device=self.device).repeat(heads)
+        first = torch.arange(count, device=self.device).repeat(heads)
+        of_rows = entries.expand(self.num_layers * heads, -1)
         for layer in range(self.num_layers):
+            entry = of_rows[self._of_layer(layer)].flatten()
             places = self.rows.places(self.table(source, layer), head, entry)
             self.format.move(self.storage, places, self.rows.places(self.table(to, layer), head, first))
 

@@ -4,6 +4,7 @@ Owns nothing, and waits for nothing: lengths are known to the host. Equally many
 are read page by page, without a place for each of them.
 """
 
+import numpy as np
 import torch
 
 from vllm_kvevict.cache.format import Part
@@ -19,6 +20,24 @@ def read_columns(rows: Rows, part: Part, table: torch.Tensor, first: int, stop: 
     pages = table[:, skipped : -(-stop // size), None]
     entries = part.read(rows.storage, pages, rows.in_page).flatten(1, 2)
     return entries[:, first - skipped * size : stop - skipped * size]
+
+
+def read_behind(
+    rows: Rows, part: Part, request_slot: int, span: slice, first: IntArray, counts: IntArray
+) -> torch.Tensor:
+    """counts[r] entries of each row r from entry first[r] on, both int64 [R], as [R, max(counts), head_dim].
+
+    What is behind them is arbitrary. Raises ValueError if a row holds fewer.
+    """
+    lengths, table = rows.lengths.of(request_slot).ravel()[span], rows.tables.region(request_slot)[span]
+    if (first < 0).any() or (first + counts > lengths).any():
+        raise ValueError(
+            f"{counts.tolist()} entries behind {first.tolist()} were asked of rows that hold {lengths.tolist()}"
+        )
+    begin, last = to_device(np.stack([first, lengths - 1]), rows.device)[:, :, None]
+    entry = torch.minimum(begin + torch.arange(int(counts.max()), device=rows.device), last)
+    pages = table.gather(1, entry // rows.page_size)
+    return part.read(rows.storage, pages, entry % rows.page_size)
 
 
 def read_last(rows: Rows, part: Part, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:

@@ -30,12 +30,13 @@ from vllm_kvevict.engine.parameters import (
     parameters_of_request,
 )
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
+from vllm_kvevict.engine.turns import TURNS, turns_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
 from vllm_kvevict.policies.registry import decoding_policies, lookup
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
-from vllm_kvevict.schedules.registry import plan_of
+from vllm_kvevict.schedules.registry import plan_of, plan_of_parts
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 DEFAULT_BUDGET = 0.2
@@ -43,7 +44,7 @@ LONG = 1 << 40  # tokens of a prompt that is longer than any window
 
 ENGINE_DEFAULTS = {name: option.default for name, option in ENGINE_OPTIONS.items()}
 
-REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", BUDGET, ANSWER_FROM)
+REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", TURNS, BUDGET, ANSWER_FROM)
 """Fields of ``vllm_xargs`` that a request may carry."""
 
 REPEAT_ROWS = "kv_repeat_rows"
@@ -71,6 +72,7 @@ class Options:
         budget: default budget (ratio up to 1, else tokens per KV head).
         params: the default policy's parameters, names as in ``policies.parameters(policy)``.
         min_prompt: prompts (or prefixes) shorter than this are kept whole.
+        min_turn: parts of a prompt shorter than this are evicted with the part behind them; None for min_prompt.
         page_size: tokens of one KV head in a page.
         decode_reserve: tokens of output that admission expects of a request at most.
         scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
@@ -89,6 +91,7 @@ class Options:
     budget: float = DEFAULT_BUDGET
     params: Mapping[str, Any] = field(default_factory=dict)
     min_prompt: int = ENGINE_DEFAULTS["min_prompt"]
+    min_turn: int | None = ENGINE_DEFAULTS["min_turn"]
     page_size: int = ENGINE_DEFAULTS["page_size"]
     decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
     scope: str = ENGINE_DEFAULTS["scope"]
@@ -283,9 +286,12 @@ class Options:
                 "kv_prefix_len",
             )
         fields = extra_args or {}
-        budget = self.decoding.budget_of(fields)
-        begins = answer_from(fields, prompt_len, prefix_len, budget)
+        turns, budget = turns_of(fields, prompt_len, config), self.decoding.budget_of(fields)
+        begins = answer_from(fields, prompt_len, turns[-1] if turns else prefix_len, budget)
         answer = self.decoding.phase(budget, begins) if budget else None
+        if turns is not None:
+            least = self.min_prompt if self.min_turn is None else self.min_turn
+            return plan_of_parts(config, turns, least, answer)
         return self.plan_with(config, begins if prefix_len is None else prefix_len, answer)
 
     def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
@@ -316,7 +322,8 @@ class Options:
         """
         plan = self.plan(prompt_len, extra_args)
         fields = extra_args or {}
-        if self.scope == "prompt" or plan.prompt is None or fields.get("kv_prefix_len") is not None:
+        says_so = TURNS in fields or fields.get("kv_prefix_len") is not None
+        if self.scope == "prompt" or plan.prompt is None or says_so:
             return extra_args
         if chat_prefix_len is None and most_output != 1:
             reason = no_prefix or NOT_RENDERED

@@ -125,6 +125,9 @@ NOT_GIVEN = f"whose values parameters take that are not given: {' or '.join(DEFA
 
 ENGINE_OPTIONS = {
     "min_prompt": Option(256, partial(whole, least=0), "shorter prompts, in tokens, are kept whole"),
+    "min_turn": Option(
+        None, whole_or_none, "parts of kv_turns with fewer tokens are evicted with the next (as min_prompt)"
+    ),
     "page_size": Option(32, whole, "tokens in a page"),
     "decode_reserve": Option(512, whole, "output tokens that admission reserves memory for, per request"),
     "scope": Option("prompt", SCOPE, "what is evicted: the prompt, or the prefix before the question"),

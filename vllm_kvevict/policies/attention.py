@@ -1,6 +1,6 @@
 """Scores from the attention of the last tokens (SnapKV's observation window)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -108,17 +108,21 @@ def window_queries(inputs: LayerInputs, window: int) -> Tensor:
 def window_rows(inputs: LayerInputs, window: int) -> Iterator[Tensor]:
     """For each KV head in turn the window's attention, fp32 [g, window, n]; the next head overwrites it.
 
-    Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4). Of rows with lengths
-    of their own, n is the row's, or `window` if it has fewer: such a row has no candidates.
+    Softmax over all n keys, of which the first n - window are the candidates (SnapKV section 4), and over those that
+    earlier evictions have left. Of rows with lengths of their own, n is the row's, or `window` if it has fewer: such a
+    row has no candidates.
     Raises ValueError as `window_queries`.
     """
     grouped, n = window_queries(inputs, window), inputs.num_tokens
     counts = [n] * len(grouped) if inputs.lengths is None else inputs.lengths.clamp(min=window).tolist()
+    most = max((len(keys) for keys in inputs.earlier_keys or ()), default=0)
     # One KV head at a time, in one buffer: for long prompts fresh memory costs as much as the arithmetic.
-    buffer = grouped.new_empty(grouped.shape[1] * window * n)
-    for query, keys, count in zip(grouped, inputs.keys, counts, strict=True):
-        rows = buffer[: query.shape[0] * window * count].view(-1, window, count)
-        yield window_attention(query, keys[n - count :], inputs.logit_softcap, rows)
+    buffer = grouped.new_empty(grouped.shape[1] * window * (most + n))
+    for query, keys, count in zip(grouped, inputs.seen_keys(), counts, strict=True):
+        earlier = len(keys) - n
+        seen = keys[n - count :]
+        rows = buffer[: query.shape[0] * window * len(seen)].view(-1, window, len(seen))
+        yield window_attention(query, seen, inputs.logit_softcap, rows)[:, :, earlier:]
 
 
 def received(inputs: LayerInputs, window: int, how: str = "mean") -> Iterator[Tensor]:
@@ -155,27 +159,30 @@ def combine_rows(attention: Tensor, how: str) -> Tensor:
     return attention.amax(1)
 
 
-def add_column_sums(out: Tensor, query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
+def add_column_sums(
+    out: Tensor, query: Tensor, keys: Iterable[Tensor], stop: int, scale: float, softcap: float | None
+) -> None:
     """Add to `out` what each token receives of the attention of some queries (H2O's accumulated scores).
 
     query [Hq, r, d], not scaled: the last r of the first `stop` tokens, each of which sees the keys up to
-    itself; keys [Hkv, stop, d]; out fp32 [Hq, >= stop]. Chunks of a prompt can be added one after another.
+    itself; keys: of each KV head [S_h + stop, d], those that earlier evictions have left before the tokens' own; out
+    fp32 [Hq, >= stop]. Chunks of a prompt can be added one after another.
     The softmax is over all visible keys; memory is that of 128 rows of attention of one KV head.
     """
-    heads, stop, _ = keys.shape
+    heads = list(keys)
     rows, start = query.shape[1], stop - query.shape[1]
-    grouped = query.unflatten(0, (heads, -1))
-    group = grouped.shape[1]
-    buffer = torch.empty(group * min(rows, _BLOCK) * stop, dtype=torch.float32, device=keys.device)
-    for head in range(heads):
-        key = keys[head].float()
+    grouped = query.unflatten(0, (len(heads), -1))
+    group, most = grouped.shape[1], max(map(len, heads))
+    buffer = torch.empty(group * min(rows, _BLOCK) * most, dtype=torch.float32, device=query.device)
+    for head, seen in enumerate(heads):
+        key, earlier = seen.float(), len(seen) - stop
         for first in range(0, rows, _BLOCK):
             block = grouped[head, :, first : first + _BLOCK].float().mul(scale)
             end = start + first + block.shape[1]
-            logits = buffer[: group * block.shape[1] * end].view(group, -1, end)
-            attention = window_attention(block, key[:end], softcap, logits)
+            logits = buffer[: group * block.shape[1] * (earlier + end)].view(group, -1, earlier + end)
+            attention = window_attention(block, key[: earlier + end], softcap, logits)
             for i in range(group):  # one by one, for the same bits however many heads are here
-                out[head * group + i, :end] += attention[i].sum(0)
+                out[head * group + i, :end] += attention[i, :, earlier:].sum(0)
 
 
 def logit_scale(inputs: LayerInputs) -> float:

@@ -60,7 +60,7 @@ def leverage(inputs: LayerInputs, size: int) -> Iterator[Tensor]:
     rotary, keys = inputs.read_rotary(), inputs.keys
     phi = projection(keys.shape[2]).to(keys.device)
     for first in range(0, inputs.num_tokens, size):
-        before = rotary.undo(keys[:, first : first + size].double(), first)
+        before = rotary.undo(keys[:, first : first + size].double(), inputs.begins + first)
         # Head by head, each where a tensor of its own begins: the same bits however many heads are here.
         yield torch.stack([leverage_of(head.clone() @ phi) for head in before])
 

@@ -1,5 +1,6 @@
 """EvictionConfig: one policy, its budget and its parameters, checked once and then immutable."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,6 +93,22 @@ class EvictionConfig:
         if self.keep_ratio is not None and window and self.budget_for(n) <= window:
             window = max(1, self.budget_for(n) // 2)
         return min(window, n)
+
+    def for_part(self, n: int, begins: int) -> "EvictionConfig":
+        """The same for a part of a prompt, of n tokens behind `begins` others, that is evicted on its own.
+
+        What follows the part is not known, so its last tokens get less room: the window takes at most a quarter of what
+        the part keeps. Attention sinks are a prompt's first tokens, so later parts have none.
+        """
+        changed = self.params
+        if window := changed.get(name := lookup(self.policy).window):
+            changed[name] = min(window, max(1, self.budget_for(n) // 4))
+        if begins and "sinks" in changed:
+            changed["sinks"] = 0
+        part = copy.copy(self)
+        # Not by the constructor: rows may keep nothing of a later part, since something is left before it.
+        object.__setattr__(part, "items", tuple(changed.items()))
+        return part
 
     def evicts(self, n: int) -> bool:
         """Whether a prompt of n tokens loses entries: never under "full", else when n > B."""

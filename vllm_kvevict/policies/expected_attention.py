@@ -33,19 +33,20 @@ def score(
     """Expected attention times value norms; infinite for the sinks."""
     heads, n, size = inputs.keys.shape
     sinks, scale = num_sinks(cfg, n), logit_scale(inputs)
-    turn = inputs.read_rotary().mean(n, cfg.params["n_future"], size)
+    turn = inputs.read_rotary().mean(inputs.begins + n, cfg.params["n_future"], size)
     queries = future_queries(query_moments(inputs, sinks), turn)
     means, covariances = (x.unflatten(0, (heads, -1)) for x in queries)
     values = inputs.read(VALUES)
     scores = []
-    for head in range(heads):
+    for head, seen in enumerate(inputs.seen_keys()):
         # A copy: a BLAS may round by where the head lies in memory, which differs between ranks.
-        keys = inputs.keys[head, sinks:].to(torch.float32, copy=True)
+        keys = seen[sinks:].to(torch.float32, copy=True)
         logits = [
             expected_logits(keys, mean, covariance, scale)
             for mean, covariance in zip(means[head], covariances[head], strict=True)
         ]
-        received = reduce_group(torch.stack(logits).softmax(1), "mean", comm) + cfg.params["epsilon"]
+        attention = torch.stack(logits).softmax(1)[:, len(seen) - n :]
+        received = reduce_group(attention, "mean", comm) + cfg.params["epsilon"]
         others = received * torch.linalg.vector_norm(values[head, sinks:].float(), dim=1)
         scores.append(torch.cat((others.new_full((sinks,), torch.inf), others)))
     return LayerScores(layer, num_layers, heads, torch.stack(scores), device=values.device)

@@ -44,7 +44,8 @@ def column_sums(inputs: LayerInputs) -> Tensor:
         return inputs.read(COL_SUMS).float()
     query = inputs.read(Q_ALL)
     sums = torch.zeros(query.shape[0], inputs.num_tokens, device=query.device)
-    add_column_sums(sums, query, inputs.keys, logit_scale(inputs), inputs.logit_softcap)
+    keys = inputs.seen_keys()
+    add_column_sums(sums, query, keys, inputs.num_tokens, logit_scale(inputs), inputs.logit_softcap)
     return sums
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +68,10 @@ class LayerInputs:
     any case, None for 0. A row stands at the right end of keys, values and whatever else has a column for each token;
     what lies before it is never read. Pinned entries neither compete nor count: to the others it is as if they were not
     there. n is then the most that any row has, or more.
+    earlier_keys: one [S_h, d] for each KV head, the keys that evictions of earlier parts of the prompt have left, if
+    it is evicted part by part. All else is then of the n tokens of the part: they alone are scored, but a softmax over
+    what a query sees takes in the earlier keys.
+    begins: position of the first of the n tokens, for policies that undo the rotary embedding.
     Any floating dtype. A policy reads only what it needs; the rest may be None.
     """
 
@@ -87,6 +92,8 @@ class LayerInputs:
     query_moments: Tensor | None = None
     lengths: Tensor | None = None
     pinned: Tensor | None = None
+    earlier_keys: Sequence[Tensor] | None = None
+    begins: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +113,25 @@ class LayerInputs:
             raise ValueError(f"scale must be finite or None, not {self.scale}")
         if self.logit_softcap is not None and not 0 <= self.logit_softcap < math.inf:
             raise ValueError(f"logit_softcap must be a number >= 0 or None, not {self.logit_softcap}")
+        self._check_earlier_keys()
+
+    def _check_earlier_keys(self) -> None:
+        if self.earlier_keys is None:
+            return
+        heads, _, size = self.keys.shape
+        shapes = [list(keys.shape) for keys in self.earlier_keys]
+        if self.lengths is not None or self.pinned is not None:
+            raise ValueError("earlier_keys cannot be given together with lengths or pinned")
+        if len(shapes) != heads or any(len(shape) != 2 or shape[1] != size for shape in shapes):
+            raise ValueError(f"earlier_keys must be {heads} tensors [S, {size}], not of shapes {shapes}")
+
+    def seen_keys(self) -> Iterator[Tensor]:
+        """For each KV head in turn all keys that its last query sees, the earlier ones first: [S_h + n, d]."""
+        if self.earlier_keys is None:
+            yield from self.keys
+            return
+        for earlier, own in zip(self.earlier_keys, self.keys, strict=True):
+            yield torch.cat((earlier, own))
 
     def has(self, what: Input) -> bool:
         """Whether the field of an input is given."""
@@ -134,7 +160,7 @@ class LayerInputs:
             exact["d_v"] = self.values.shape[2]  # which need not be that of keys
         sizes = {name: range(x, x + 1) for name, x in exact.items()}
         sizes["Hq"], sizes["r/2"] = range(heads, sys.maxsize, heads), range(1, size // 2 + 1)
-        return sizes | {"rows": range(window, sys.maxsize), "positions": range(n, sys.maxsize)}
+        return sizes | {"rows": range(window, sys.maxsize), "positions": range(self.begins + n, sys.maxsize)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,6 +72,9 @@ class Policy(Generic[Config]):
     one row after another."""
     prompts: bool = True
     """Whether it can evict prompts; False: made for answers alone."""
+    parts: bool = True
+    """Whether it can evict a prompt part by part, each beside what earlier parts have left: whether `score` takes
+    `earlier_keys`."""
 
     def __post_init__(self) -> None:
         for field in ("needs", "window_needs"):
@@ -98,6 +101,11 @@ def lookup(name: str) -> Policy:
 def available() -> tuple[str, ...]:
     """Names of all policies for prompts, in order of registration."""
     return tuple(name for name, policy in _policies.items() if policy.prompts)
+
+
+def policies_for_parts() -> tuple[str, ...]:
+    """Names of all policies that can evict a prompt part by part, in order of registration."""
+    return tuple(name for name in available() if lookup(name).parts)
 
 
 def decoding_policies() -> tuple[str, ...]:

@@ -197,6 +197,7 @@ register(
         always_kept=("take_probe",),
         window="take_probe",
         check=_check,
+        parts=False,
         url="https://openreview.net/forum?id=kMLfUshPwo",
     )
 )

@@ -1,6 +1,6 @@
 """What prompts add up to while they are read, tile by tile.
 
-A tile is 128 tokens in a row, the first one those at positions 0 to 127; a prompt's last tile may be shorter. Each is
+A tile is 128 tokens in a row, the first one the prompt's, or part's, first 128; the last may be shorter. Each is
 summed up on its own, one after the other, so that the sums do not depend on the steps in which a prompt was read.
 """
 
@@ -63,7 +63,8 @@ def query_moments(inputs: LayerInputs, sinks: int) -> Tensor:
     moments = torch.zeros(query.shape[0], size + 1, size + 1, device=query.device)
     for tile in _tiles(n):
         first = max(tile.start, sinks)
-        add_query_moments(moments, rotary.undo(query[:, first : tile.stop].float(), first))
+        before = rotary.undo(query[:, first : tile.stop].float(), inputs.begins + first)
+        add_query_moments(moments, before)
     return moments
 
 

@@ -182,14 +182,14 @@ class Schedule(ABC):
 
     def layer_budgets(self, phase: Phase, num_layers: int) -> list[int]:
         """Tokens per KV head that each of the model's layers keeps, where no scores decide that."""
-        return phase.config.layer_budgets(phase.end, num_layers)
+        return phase.config.layer_budgets(phase.n, num_layers)
 
     def is_ragged(self, config: EvictionConfig) -> bool:
         """Whether scores decide how much a row keeps."""
         return config.heads_compete
 
     def peak(self, phase: Phase, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
-        """The most pages that a rank holds until the prompt is evicted.
+        """The most pages that a rank holds until a prompt's first phase ends.
 
         Args:
             by_layer: whether one step evicts it layer by layer: one is whole while those below hold what they keep.
@@ -210,7 +210,7 @@ class Schedule(ABC):
         Args:
             shared: further entries of each layer that its rows share in any way.
         """
-        config, n = phase.config, phase.end
+        config, n = phase.config, phase.n
         heads, always = rank.num_kv_heads, config.window_for(n) + num_sinks(config, n)
         every = self.layer_budgets(phase, rank.num_model_layers)
         pages = 0
@@ -225,12 +225,19 @@ class Schedule(ABC):
                 pages += layers * ragged_pages(shared, heads, budget + more, longest, page_size)
         return pages
 
-    def kept_of_answer(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
-        """What a rank's rows hold of an answer after an eviction: entries of each, and those that a layer's rows share.
+    def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+        """What a rank's rows hold at most of a phase that is done: entries of each, and what a layer's rows share.
 
-        Whatever the scores: of rows that compete any may win.
+        Whatever the scores: of rows that compete any may win. Where layers have budgets of their own, that of the
+        largest.
         """
-        raise NotImplementedError(f"{type(self).__name__} evicts no answers")
+        config, n = phase.config, phase.n
+        budget = max(self.layer_budgets(phase, rank.num_model_layers)[rank.first_layer :][: rank.num_layers])
+        if not config.heads_compete:
+            return budget, 0
+        always = config.window_for(n) + num_sinks(config, n)
+        heads = rank.num_kv_heads
+        return always, most_candidates(config, budget - always, n - always, heads, rank.num_model_kv_heads)
 
     # Who waits.
 

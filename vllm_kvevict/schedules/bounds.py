@@ -3,8 +3,10 @@
 Owns nothing. No request ever holds more on a rank, whatever its policy chooses.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.schedules.base import RankCapacity, pages_for, ragged_pages
@@ -45,13 +47,13 @@ class MemoryBounds:
 
         It is then evicted layer by layer, each layer into the pages of the one before.
         """
-        if plan.prompt is None or plan.prompt.end > self.longest_step:
+        if plan.prompt is None or not plan.is_read_by(plan.prompt.end) or plan.prompt.end > self.longest_step:
             return False
         return schedule_of(plan.prompt).can_recycle(plan.config, self.num_stages, self.is_asynchronous)
 
     def by_layer(self, plan: Plan, first_step: int) -> bool:
         """Whether a request is evicted layer by layer if its first step has so many tokens."""
-        return plan.prompt is not None and first_step == plan.prompt.end and self.gains_from_one_step(plan)
+        return plan.is_read_by(first_step) and self.gains_from_one_step(plan)
 
     def until_read(self, plan: Plan, tokens: int, by_layer: bool) -> list[int]:
         """The most pages that a request holds on each rank until ``tokens`` tokens are read.
@@ -66,12 +68,12 @@ class MemoryBounds:
         return [max(pair) for pair in zip(self.until_evicted(plan.prompt, by_layer), after, strict=True)]
 
     def until_evicted(self, prompt: Phase, by_layer: bool) -> list[int]:
-        """The most pages that a request holds on each rank until its prompt is evicted; arguments as above."""
+        """The most pages that a request holds on each rank until its prompt's first phase ends; arguments as above."""
         schedule = schedule_of(prompt)
         return [schedule.peak(prompt, rank, self.page_size, by_layer) for rank in self.ranks]
 
     def after_eviction(self, plan: Plan, tokens: int, known: Known | None = None) -> list[int]:
-        """The most pages that a request holds on each rank from its prompt's eviction until it has so many tokens.
+        """The most pages that a request holds on each rank from its prompt's first eviction until ``tokens`` tokens.
 
         Args:
             known: what it holds after evictions, where that is no guess.
@@ -82,7 +84,7 @@ class MemoryBounds:
     def most_held(self, plan: Plan, index: int, count: PageCount, tokens: int) -> int:
         """The most pages that a rank holds of a request from ``count`` on until it has so many tokens."""
         end = plan.grows_until(count.tokens, tokens)
-        pages = count.at(end)
+        pages = count.at(end + self._extra_entries(plan, count.tokens, end))
         if end == tokens:
             return pages
         return max(pages, self._most_after(plan, index, end, tokens, {}, count))
@@ -99,65 +101,64 @@ class MemoryBounds:
         """The same from the eviction at ``start`` on, or from a prompt's first token.
 
         Args:
-            before: what it held earlier, at least its prompt's eviction done.
+            before: what it held earlier, at least its prompt's first eviction done.
         """
+        if before is not None and plan.prompt is not None and before.tokens < plan.prompt.end:
+            before = None
+        left = _Left.of(plan, self.ranks[index], start, before)
         pages, position = 0, start
         while True:
             phase = plan.phase_of(position)
-            if phase is not None and phase.pins:
+            if phase is not None:
+                left = left.after(phase)
+            if phase is not None and phase.of_answer:
                 # Its later evictions leave it as many entries again.
-                return max(pages, self._most_of_answer(plan, index, phase, tokens - position, before))
-            end, counts = plan.grows_until(position, tokens), known.get(position)
-            before = before if counts is None else counts[index]
-            held = self._kept(plan, index, position, end) if counts is None else _grown(counts[index], end)
-            pages = max(pages, held)
+                more = min(tokens - position, phase.interval)
+                return max(pages, self._most_left(left, phase.begins - plan.evicted_at + more))
+            if position in known:
+                left = left.known(known[position][index])
+            end = plan.grows_until(position, tokens)
+            stored = end + self._extra_entries(plan, position, end)
+            pages = max(pages, self._most_left(left, stored - left.evicted_at, stored))
             if end == tokens:
                 return pages
             position = end
 
-    def _most_of_answer(
-        self, plan: Plan, index: int, answer: Phase, more: int, before: PageCount | None
-    ) -> int:
-        """The most pages that a rank holds from an eviction of an answer until ``more`` tokens later.
+    def _extra_entries(self, plan: Plan, before: int, tokens: int) -> int:
+        """Entries that each row may hold beside so many tokens, if a part of the prompt ends with these.
 
         Args:
-            before: what it held earlier, its prompt's eviction done; None if that is not known.
+            before: tokens before them that it held earlier.
         """
-        rank, more, stop = self.ranks[index], min(more, answer.interval), answer.begins
-        each, shared = schedule_of(answer).kept_of_answer(answer, rank)
-        if plan.prompt is not None:
-            schedule, tokens = schedule_of(plan.prompt), stop - plan.prompt.end + each + more
-            most = schedule.kept_pages(plan.prompt, tokens, rank, self.page_size, rank.num_layers, shared)
+        phase = plan.phase_of(tokens)
+        if phase is None or not phase.is_of_prompt or tokens == before:
+            return 0
+        return schedule_of(phase).extra_entries(phase, self.page_size)
+
+    def _most_left(self, left: "_Left", more: int, tokens: int | None = None) -> int:
+        """The most pages of a rank that holds what evictions have left and so many entries more of each row.
+
+        Args:
+            tokens: of the request, if no row holds more.
+        """
+        rank, others = left.rank, left.others
+        if left.last is not None:
+            schedule = schedule_of(left.last)
+            most = schedule.kept_pages(
+                left.last, others.each + more, rank, self.page_size, rank.num_layers, others.shared
+            )
         else:
-            always = stop + each + more
-            pages = ragged_pages(shared, rank.num_kv_heads, always, always + shared, self.page_size)
-            most = rank.num_layers * pages
-        if before is None or (plan.prompt is not None and before.tokens < plan.prompt.end):
+            always = others.each + more
+            in_layer = ragged_pages(
+                others.shared, rank.num_kv_heads, always, always + others.shared, self.page_size
+            )
+            most = rank.num_layers * in_layer
+        if tokens is not None:
+            most = min(most, rank.rows * pages_for(tokens, self.page_size))
+        if left.before is None:
             return most
         # What rows held does not say where they end once others win, so it may be the looser bound.
-        return min(most, self._grown_to(answer, before, rank, each + more, shared))
-
-    def _grown_to(self, answer: Phase, count: PageCount, rank: RankCapacity, each: int, shared: int) -> int:
-        """The most pages of a rank whose rows hold other entries of an answer than when they were counted.
-
-        Args:
-            each, shared: entries of the answer that each row holds then, and that the rows of a layer share.
-        """
-        more = each - answer.entries_at(count.tokens)
-        if not shared:
-            return count.at(count.tokens + max(0, more))
-        entries = count.entries + rank.rows * more + rank.num_layers * shared
-        return PageCount.most(entries, count.tokens, rank.rows, self.page_size).pages
-
-    def _kept(self, plan: Plan, index: int, position: int, tokens: int) -> int:
-        """The most pages at so many tokens, if it is evicted at a position and not since."""
-        rank, phase = self.ranks[index], plan.phase_of(position)
-        unevicted = rank.rows * pages_for(tokens, self.page_size)
-        if phase is None:
-            return unevicted
-        more = tokens - position
-        kept = schedule_of(phase).kept_pages(phase, more, rank, self.page_size, rank.num_layers)
-        return min(unevicted, kept)
+        return min(most, left.grown(more))
 
     def have_room_for(self, pages: Sequence[int]) -> bool:
         """Whether the ranks, if empty, can hold so many pages each."""
@@ -200,8 +201,83 @@ class MemoryBounds:
         return most if most <= now or fits(most) else last_that(fits, now, most)
 
 
-def _grown(count: PageCount, tokens: int) -> int:
-    return count.at(max(tokens, count.tokens))
+class Entries(NamedTuple):
+    """Entries of a rank's rows: those of each, and those that the rows of a layer share in any way."""
+
+    each: int = 0
+    shared: int = 0
+
+    def and_of(self, phase: Phase, rank: RankCapacity) -> "Entries":
+        """With those that a phase has left."""
+        each, shared = _kept_entries(phase, rank)
+        return Entries(self.each + each, self.shared + shared)
+
+
+NOTHING = Entries()
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_entries(phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+    """As of :meth:`Schedule.kept_entries`; a prompt of many parts is asked about again with each of them."""
+    return schedule_of(phase).kept_entries(phase, rank)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What evictions have left of a request on a rank.
+
+    Attributes:
+        last: the phase of the prompt that was evicted last.
+        others: what other phases have left at most.
+        before: what the rank held at some earlier time, if that is no guess.
+        since: what phases have left at most that were evicted after that.
+        own_before: entries of each row, at that time, that no eviction had chosen among, or that an answer's had left.
+    """
+
+    rank: RankCapacity
+    last: Phase | None
+    others: Entries
+    before: PageCount | None = None
+    since: Entries = NOTHING
+    own_before: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, rank: RankCapacity, start: int, before: PageCount | None) -> "_Left":
+        """What is left by the evictions before ``start`` tokens."""
+        done = [part for part in plan.parts if part.end < start]
+        others = NOTHING
+        for part in done[:-1]:
+            others = others.and_of(part, rank)
+        own = 0 if before is None else plan.unevicted_at(before.tokens)
+        return cls(rank, done[-1] if done else None, others, before, own_before=own)
+
+    @property
+    def evicted_at(self) -> int:
+        """Tokens after which the prompt was evicted last."""
+        return 0 if self.last is None else self.last.end
+
+    def after(self, phase: Phase) -> "_Left":
+        """The same once one more phase has evicted."""
+        since = self.since.and_of(phase, self.rank)
+        if phase.of_answer:
+            return replace(self, others=self.others.and_of(phase, self.rank), since=since)
+        pinned = self.last is not None and phase.pins
+        others = self.others.and_of(self.last, self.rank) if self.last and pinned else NOTHING
+        return replace(self, last=phase, others=others, since=since)
+
+    def known(self, count: PageCount) -> "_Left":
+        """The same if it is known what the rank holds after the last of the evictions."""
+        return replace(self, before=count, since=NOTHING, own_before=count.tokens - self.evicted_at)
+
+    def grown(self, more: int) -> int:
+        """The most pages by what was known before, with so many entries more of each row."""
+        count = self.before
+        assert count is not None
+        more += self.since.each - self.own_before
+        if not self.since.shared:
+            return count.at(count.tokens + max(0, more))
+        entries = count.entries + count.rows * more + self.rank.num_layers * self.since.shared
+        return PageCount.most(entries, count.tokens, count.rows, count.page_size).pages
 
 
 def last_that(holds: Callable[[int], bool], low: int, high: int) -> int:

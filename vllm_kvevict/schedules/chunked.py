@@ -11,9 +11,10 @@ from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig, take
 from vllm_kvevict.schedules.base import RankCapacity, Schedule, pages_for
-from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
+from vllm_kvevict.schedules.step_rows import QueryRows
 
 
 class ChunkedEviction(Eviction):

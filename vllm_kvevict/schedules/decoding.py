@@ -21,10 +21,11 @@ from torch import Tensor
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import Kept, LayerInputs, most_candidates, score_layer, select
 from vllm_kvevict.schedules.base import RankCapacity, Schedule
-from vllm_kvevict.schedules.eviction import Eviction, ExtraRows, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.ring import KeptQueries
+from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 
 class DecodingEviction(Eviction):
@@ -32,8 +33,8 @@ class DecodingEviction(Eviction):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._pinned: IntArray | None = None
-        """[layers, KV heads] of the rank: entries at the front of each row that stay."""
+        self._stored: list[list[int]] | None = None
+        """[layers][KV heads], entries before the last eviction."""
         self._ring_part: int | None = None
         """Of the ring."""
 
@@ -78,15 +79,18 @@ class DecodingEviction(Eviction):
         self._note_peak()
         started, moving = time.perf_counter(), self._moving
         lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-        if self._pinned is None:
-            self._pinned = lengths - (self.resident.tokens - self.phase.begins)
-        counts = lengths - self._pinned
-        kept = self._choose(counts)
+        if self.pinned is None:
+            self.pin(self.resident.tokens)
+            assert self.pinned is not None
+        kept = self._choose(lengths - self.pinned)
         self._stored = lengths.tolist()
         # So few entries are moved of each layer that a call for each takes longer than to move them.
-        self.compact(0, list(itertools.chain.from_iterable(kept)), self._pinned.ravel())
+        self.compact(0, list(itertools.chain.from_iterable(kept)), self.pinned.ravel())
         self._deciding += time.perf_counter() - started - (self._moving - moving)
         self._report(self.resident.tokens)
+
+    def stored_before(self) -> list[list[int]] | None:
+        return self._stored
 
     def _choose(self, counts: IntArray) -> Kept:
         """Which of their last entries the rows keep, counted among these.
@@ -127,7 +131,7 @@ class Decoding(Schedule):
 
     eviction = DecodingEviction
 
-    def kept_of_answer(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+    def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
         config = phase.config
         assert config.budget is not None
         if not config.heads_compete:

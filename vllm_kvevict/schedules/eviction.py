@@ -30,6 +30,7 @@ from vllm_kvevict.schedules.reports import (
     Report,
 )
 from vllm_kvevict.schedules.ring import KeptQueries
+from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 
 @dataclass
@@ -65,43 +66,6 @@ class ResidentRequest:
         return self.admission.by_layer and not self.tokens
 
 
-@dataclass(frozen=True)
-class ExtraRows:
-    """Extra tokens of a request, and their rows in the batch."""
-
-    tokens: ExtraTokens
-    rows: slice
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self.rows.stop - self.rows.start
-
-
-@dataclass(frozen=True)
-class QueryRows:
-    """A request's rows in a step that its eviction has to see.
-
-    Attributes:
-        rows: its rows in the batch, none while its prompt is repeated.
-        target: where the last of them, which belong to the window, go in :attr:`Collected.window`.
-        window: how many rows the window has.
-        evicts: whether the step ends at an eviction position, or with the last repeat.
-        extra: what the step computes besides: a probe with the end of a chunk that is not the last, or a repeat.
-    """
-
-    rows: slice
-    target: slice
-    window: int
-    evicts: bool
-    extra: ExtraRows | None
-
-    @property
-    def count(self) -> int:
-        """How many there are, without the extra ones."""
-        return self.rows.stop - self.rows.start
-
-
 class Eviction(ABC):
     """What a schedule does on a rank: a subclass says what follows a layer, and is made of the methods below.
 
@@ -114,6 +78,8 @@ class Eviction(ABC):
         collected: what the policy will read.
         scores: of the layers done, where the decision needs further ones.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
+        pinned: int64 [layers, KV heads] of the rank, entries at the front of each row that stay since they were stored
+            before the phase; None while nothing is pinned, or it is not known yet.
     """
 
     def __init__(self, evictor: Evictor, resident: ResidentRequest, phase: Phase):
@@ -121,12 +87,11 @@ class Eviction(ABC):
         self.collected = Collected()
         self.scores: list[LayerScores] = []
         self.scratch: int | None = None
+        self.pinned: IntArray | None = None
         self._trimmed: dict[int, list[Tensor]] = {}
         """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
         self._position = 0
         """Of the eviction that was begun last."""
-        self._stored: list[list[int]] | None = None
-        """[layers][KV heads], entries before the last eviction, where these are not all tokens."""
         self._freed_pages = self._peak_pages = 0
         self._deciding = self._moving = 0.0
 
@@ -143,8 +108,8 @@ class Eviction(ABC):
 
     def window(self, position: int) -> slice:
         """Tokens whose queries choose at a position, if they are not a probe's."""
-        n = self.phase.end
-        return slice(n - self.phase.config.window_for(n), n)
+        end = self.phase.end
+        return slice(end - self.phase.config.window_for(self.phase.n), end)
 
     def evicts_after(self, position: int) -> bool:
         """Whether the step that ends at a position evicts, or a later one that repeats the prompt."""
@@ -188,11 +153,13 @@ class Eviction(ABC):
         """
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
         position = self.phase.next_eviction(before)
+        if self.phase.pins and self.pinned is None:
+            self.pin(after)
         # The window may straddle steps: its queries are kept as they come.
         first = self.window(position).start
         target = slice(max(before, first) - first, max(after, first) - first)
         evicts = after == position and self.evicts_after(position)
-        if self.phase.begins and target.stop <= 0 and not evicts:
+        if not self.phase.is_of_prompt and target.stop <= 0 and not evicts:
             return None
         return QueryRows(rows, target, self.window(position).stop - first, evicts, extra)
 
@@ -248,13 +215,25 @@ class Eviction(ABC):
 
     # What `after_layer` and `on_answer` are made of.
 
+    def pin(self, tokens: int) -> None:
+        """What stands before the phase's own entries stays, of a request with rows of so many tokens."""
+        lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
+        self.pinned = lengths - (tokens - self.phase.begins)
+
     def tokens(self, step: LayerStep, rows: slice) -> LayerTokens:
         """The request's rows in a layer, as its inputs are collected from them."""
         resident = self.resident
-        query, first = step.query[rows].transpose(0, 1), resident.tokens - (rows.stop - rows.start)
-        place = resident.admission.reserved_at
+        phase, query = self.phase, step.query[rows].transpose(0, 1)
         return LayerTokens(
-            self.phase.config, self.phase.end, resident.request_slot, place, step, first, query
+            phase.config,
+            phase.n,
+            resident.request_slot,
+            resident.admission.reserved_at,
+            step,
+            resident.tokens - phase.begins - query.shape[1],
+            query,
+            phase.begins,
+            None if self.pinned is None else self.pinned[step.layer],
         )
 
     def score(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
@@ -273,7 +252,7 @@ class Eviction(ABC):
 
     def decide(self) -> None:
         """Decide for the layers scored so far and move their survivors."""
-        self._settle(select(self.phase.config, self.scores, self.phase.end, self.evictor.comm))
+        self._settle(select(self.phase.config, self.scores, self.phase.n, self.evictor.comm))
 
     def decide_by_budgets(self, budgets: Sequence[int]) -> None:
         """As :meth:`decide`.
@@ -286,7 +265,7 @@ class Eviction(ABC):
 
     def decide_by_cut(self, cut: int) -> None:
         """As :meth:`decide`, for candidates of the whole model from an order key on."""
-        config, n = self.phase.config, self.phase.end
+        config, n = self.phase.config, self.phase.n
         self._settle(whole_model.select_above(config, self.scores, n, cut, self.evictor.comm))
 
     def _settle(self, chosen: Kept) -> None:
@@ -301,7 +280,7 @@ class Eviction(ABC):
             budgets: candidates per KV head of each of them.
         """
         layers = [dataclasses.replace(x, budget=y) for x, y in zip(self.scores, budgets, strict=True)]
-        chosen = select(self.phase.config, layers, self.phase.end, self.evictor.comm)
+        chosen = select(self.phase.config, layers, self.phase.n, self.evictor.comm)
         self._keep(layers, chosen)
         first = self.evictor.first_layer
         self._trimmed = {x.layer - first: kept for x, kept in zip(layers, chosen, strict=True)}
@@ -315,7 +294,7 @@ class Eviction(ABC):
         """Tell the scheduler how this rank's candidates answer a question; it answers with another one, or the cut."""
         comm, told = self.evictor.comm, cuts.NO_KEYS
         if comm is None or comm.is_first_replica:
-            order = whole_model.order_of(self.phase.config, self.scores, self.phase.end, comm)
+            order = whole_model.order_of(self.phase.config, self.scores, self.phase.n, comm)
             told = cuts.tally(order, question)
         self._claim(told)
 
@@ -348,8 +327,8 @@ class Eviction(ABC):
         """Drop what the running step stored beside the prompt's own entries."""
         cache, slot = self.evictor.cache, self.resident.request_slot
         if self.scratch is None:
-            stored = int(cache.lengths.of(slot).max())
-            cache.truncate([slot], [stored - self.resident.tokens])
+            own = cache.lengths.of(slot) - (0 if self.pinned is None else self.pinned)
+            cache.truncate([slot], [int(own.max()) - self.phase.n])
             return
         cache.close([self.scratch])
         self.scratch = None
@@ -359,13 +338,18 @@ class Eviction(ABC):
         first = self.evictor.first_layer
         if self.evictor.cache.uses_triton and not self._trimmed:
             # The layers scored are consecutive. On a CPU one after the other needs less memory.
-            self.compact(layers[0].layer - first, list(itertools.chain.from_iterable(chosen)))
+            self._compact_scored(layers[0].layer - first, list(itertools.chain.from_iterable(chosen)))
             return
         for scores, kept in zip(layers, chosen, strict=True):
             layer = scores.layer - first
             if layer in self._trimmed:
                 kept = [torch.searchsorted(*pair) for pair in zip(self._trimmed[layer], kept, strict=True)]
-            self.compact(layer, kept)
+            self._compact_scored(layer, kept)
+
+    def _compact_scored(self, layer: int, kept: Sequence[Tensor]) -> None:
+        """As :meth:`compact`; what is kept counts from the phase's first entry."""
+        row = layer * self.evictor.cache.num_kv_heads
+        self.compact(layer, kept, None if self.pinned is None else self.pinned.ravel()[row : row + len(kept)])
 
     def _report(self, position: int) -> None:
         """Tell the scheduler what the request holds now; and what was done, if the eviction is complete."""
@@ -382,6 +366,13 @@ class Eviction(ABC):
         if position == self.phase.end:
             self.resident.end_eviction()
 
+    def stored_before(self) -> list[list[int]] | None:
+        """[layers][KV heads], entries before the eviction; None where these were all tokens of each row."""
+        stored: list[list[int]] | None = (
+            None if self.pinned is None else (self.pinned + self.phase.n).tolist()
+        )
+        return stored
+
     def _part(self, kept: list[list[int]]) -> PartOfEviction:
         """What was done on this rank since the last complete eviction."""
         part = PartOfEviction(
@@ -393,7 +384,8 @@ class Eviction(ABC):
             kept=kept,
             decision_seconds=self._deciding,
             compaction_seconds=self._moving,
-            stored=self._stored,
+            stored=self.stored_before(),
+            phase="decode" if self.phase.of_answer else "prefill",
         )
         self._freed_pages = self._peak_pages = 0
         self._deciding = self._moving = 0.0

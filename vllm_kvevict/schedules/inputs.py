@@ -6,14 +6,16 @@ depend, in a single bit, on the steps in which a prompt is read.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, Rotary, inputs
 from vllm_kvevict.policies.attention import add_column_sums
 from vllm_kvevict.policies.inputs import Input
@@ -70,10 +72,12 @@ class LayerTokens:
 
     Attributes:
         config, request_slot: of the request; step: of the layer.
-        n: tokens after which it is evicted for the last time.
+        n: tokens of the phase in which it is evicted; all else counts from the first of them.
         reserved_at: where in the reserve its place begins.
-        first: position of the first of them.
+        first: which of the phase's tokens is the first of them.
         query: [Hq, tokens, d], after RoPE.
+        begins: position of the phase's first token.
+        pinned: int64 [Hkv], entries that stay before the phase's; None for none.
     """
 
     config: EvictionConfig
@@ -83,6 +87,8 @@ class LayerTokens:
     step: LayerStep
     first: int
     query: Tensor
+    begins: int = 0
+    pinned: IntArray | None = None
 
     @property
     def count(self) -> int:
@@ -90,12 +96,41 @@ class LayerTokens:
         return self.query.shape[1]
 
     def keys(self, sources: Sources, first: int = 0) -> Tensor:
-        """[Hkv, tokens, d]: from a position on to the last of them."""
-        return sources.cache.read_keys(self.request_slot, self.step.layer, self.first + self.count, first)
+        """[Hkv, tokens, d]: from one of the phase's tokens on to the last of these."""
+        return self.keys_between(sources, first, self.first + self.count)
+
+    def keys_between(self, sources: Sources, first: int, stop: int) -> Tensor:
+        """[Hkv, stop - first, d] of the phase's tokens."""
+        cache, slot, layer = sources.cache, self.request_slot, self.step.layer
+        if self.pinned is None:
+            return cache.read_keys(slot, layer, stop, first)
+        counts = np.full_like(self.pinned, stop - first)
+        return cache.read_keys_behind(slot, layer, self.pinned + first, counts)
+
+    def values(self, sources: Sources) -> Tensor:
+        """[Hkv, n, d_v]."""
+        cache, slot, layer = sources.cache, self.request_slot, self.step.layer
+        if self.pinned is None:
+            return cache.read_values(slot, layer, self.n)
+        return cache.read_values_behind(slot, layer, self.pinned, np.full_like(self.pinned, self.n))
+
+    def pinned_keys(self, sources: Sources) -> list[Tensor] | None:
+        """Of each KV head the keys that stay before the phase's, [S, d]; None for none."""
+        if self.pinned is None:
+            return None
+        start = np.zeros_like(self.pinned)
+        keys = sources.cache.read_keys_behind(self.request_slot, self.step.layer, start, self.pinned)
+        return [own[:count] for own, count in zip(keys, self.pinned.tolist(), strict=True)]
+
+    def seen_keys(self, sources: Sources) -> Iterable[Tensor]:
+        """Of each KV head the keys that the last of these tokens sees, [S + tokens, d]."""
+        own, pinned = self.keys(sources), self.pinned_keys(sources)
+        return own if pinned is None else map(torch.cat, zip(pinned, own, strict=True))
 
 
 def _add_columns(sources: Sources, tokens: LayerTokens, out: Tensor) -> None:
-    add_column_sums(out, tokens.query, tokens.keys(sources), tokens.step.scale, tokens.step.softcap)
+    keys, stop = tokens.seen_keys(sources), tokens.first + tokens.count
+    add_column_sums(out, tokens.query, keys, stop, tokens.step.scale, tokens.step.softcap)
 
 
 def _add_tile(sources: Sources, tile: LayerTokens, out: Tensor) -> None:
@@ -104,11 +139,12 @@ def _add_tile(sources: Sources, tile: LayerTokens, out: Tensor) -> None:
 
 def _add_moments(sources: Sources, tile: LayerTokens, out: Tensor) -> None:
     first = max(tile.first, num_sinks(tile.config, tile.n))
-    add_query_moments(out, sources.rotary().undo(tile.query[:, first - tile.first :].float(), first))
+    before = sources.rotary().undo(tile.query[:, first - tile.first :].float(), tile.begins + first)
+    add_query_moments(out, before)
 
 
 READ: dict[Input, Callable[[Sources, LayerTokens], Any]] = {
-    inputs.VALUES: lambda sources, x: sources.cache.read_values(x.request_slot, x.step.layer, x.n),
+    inputs.VALUES: lambda sources, x: x.values(sources),
     inputs.W_O: lambda sources, x: sources.output_projection(x.step.layer),
     inputs.ROTARY: lambda sources, x: sources.rotary(),
 }
@@ -260,15 +296,22 @@ class Collected:
         if received or (inputs.REPEATED in needs and inputs.Q_WINDOW not in needs):
             keys = torch.empty(cache.num_kv_heads, tokens.n, cache.head_dim, device="meta")
         else:
-            keys = cache.read_keys(tokens.request_slot, step.layer, tokens.n)
+            keys = tokens.keys_between(sources, 0, tokens.n)
         fields = {what.name: given for what, given in (found | received).items() if what is not UNFINISHED}
-        return LayerInputs(keys=keys, scale=step.scale, logit_softcap=step.softcap or None, **fields)
+        return LayerInputs(
+            keys=keys,
+            scale=step.scale,
+            logit_softcap=step.softcap or None,
+            earlier_keys=tokens.pinned_keys(sources) if not keys.is_meta else None,
+            begins=tokens.begins,
+            **fields,
+        )
 
 
 def _received(sources: Sources, tokens: LayerTokens, window: Tensor | None) -> dict[Input, Tensor]:
     """What tokens receive of the window's attention, where a kernel computes it."""
     attend, how, step = sources.window_attention, tokens.config.combines_rows_by, tokens.step
-    if attend is None or how is None:
+    if attend is None or how is None or tokens.pinned is not None:
         return {}
     assert window is not None
     if sources.kernel_windows is not None and len(window) not in sources.kernel_windows:

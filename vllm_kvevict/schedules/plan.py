@@ -6,7 +6,7 @@ Owns nothing: a plan has no state, and is equal in every process, since it follo
 import bisect
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig
@@ -24,18 +24,21 @@ def needs_reserve(policy: str) -> bool:
 class Phase:
     """A part of a request's tokens, and when and how it is evicted while these are stored.
 
-        tokens   0 ----- position ----- end ------------- position ----- position ----- ...
-                 |  the prompt's phase  |  an answer's, if it is evicted as well
+        tokens   0 ----- position ----- end ------- end ------------- position ----- position ----- ...
+                 |  a prompt's phase    |  another  |   an answer's, if it is evicted as well
+
+    A prompt has one phase; several where it is evicted part by part, each beside what is left of those before.
 
     Attributes:
         config: the policy and its parameters.
         schedule: name of the schedule that evicts.
         positions: numbers of tokens after which it is evicted, ascending. An answer's may be a range that never ends.
-        begins: tokens that the request has stored when the phase begins, 0 for the prompt's.
+        begins: tokens that the request has stored when the phase begins, 0 for a prompt's first.
         probe: tokens that a step which reaches a position before the last one computes as well, to choose by them.
         most_cached: the most tokens that the request may begin with which an earlier one has left uncompressed.
         leaves_cached: whether what is read until the first position is what others with the same tokens read.
         pins: whether all that is stored when it begins stays, and evictions choose among later tokens alone.
+        of_answer: whether an answer is evicted, each of whose positions completes an eviction.
     """
 
     config: EvictionConfig
@@ -46,11 +49,22 @@ class Phase:
     most_cached: int = 0
     leaves_cached: bool = False
     pins: bool = False
+    of_answer: bool = False
 
     @functools.cached_property
     def end(self) -> int:
         """Tokens after which it is evicted for the last time."""
         return self.positions[-1]
+
+    @property
+    def n(self) -> int:
+        """Of a prompt: the phase's tokens, which compete; the papers' n."""
+        return self.end - self.begins
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether a prompt, or a part of one, is evicted."""
+        return not self.of_answer and (self.pins or not self.begins)
 
     @property
     def window(self) -> int:
@@ -71,7 +85,7 @@ class Phase:
     @property
     def evictions(self) -> Sequence[int]:
         """Positions with which an eviction is complete: a prompt's with the last one, an answer's with each."""
-        return self.positions if self.begins else (self.end,)
+        return self.positions if self.of_answer else (self.end,)
 
     def next_eviction(self, tokens: int) -> int:
         """The first position after ``tokens`` tokens, which are fewer than ``end``."""
@@ -117,7 +131,28 @@ def answer_phase(config: EvictionConfig, interval: int, begins: int) -> Phase:
         most_cached=begins,
         leaves_cached=True,
         pins=True,
+        of_answer=True,
     )
+
+
+def part_phases(config: EvictionConfig, schedule: str, ends: Iterable[int], least: int) -> tuple[Phase, ...]:
+    """The phases of a prompt that is evicted part by part: of each part its own tokens compete, by its own budget.
+
+    What a part keeps depends on nothing behind it, so whoever goes on with the same tokens may begin with that.
+
+    Args:
+        schedule: the name of the policy's.
+        ends: numbers of tokens after which a part may end, ascending.
+        least: tokens of a part; a shorter one ends with the next that is long enough.
+    """
+    phases: list[Phase] = []
+    for end in ends:
+        begins = phases[-1].end if phases else 0
+        n = end - begins
+        if n >= least and config.evicts(n):
+            part = config.for_part(n, begins)
+            phases.append(Phase(part, schedule, (end,), begins=begins, pins=begins > 0))
+    return tuple(phases)
 
 
 @dataclass(frozen=True)
@@ -133,21 +168,44 @@ class Plan:
     phases: tuple[Phase, ...] = ()
 
     @functools.cached_property
+    def parts(self) -> tuple[Phase, ...]:
+        """The phases in which its prompt, or a prefix of it, is evicted; none when that is kept whole."""
+        return tuple(phase for phase in self.phases if phase.is_of_prompt)
+
+    @functools.cached_property
     def prompt(self) -> Phase | None:
-        """The phase in which its prompt, or a prefix of it, is evicted; None when that is kept whole."""
-        return self.phases[0] if self.phases and not self.phases[0].begins else None
+        """The first of these; the only one, unless the prompt is evicted part by part."""
+        return self.parts[0] if self.parts else None
+
+    @functools.cached_property
+    def evicted_at(self) -> int:
+        """Tokens after which its prompt is evicted, for the last time; 0 when it is kept whole."""
+        return self.parts[-1].end if self.parts else 0
+
+    @functools.cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Of its phases, ascending."""
+        return tuple(phase.end for phase in self.phases)
+
+    def unevicted_at(self, tokens: int) -> int:
+        """Entries that each row holds on average of tokens that no eviction of the prompt has chosen among."""
+        if self.answer is not None and self.answer.last_eviction(tokens) is not None:
+            return self.answer.begins - self.evicted_at + self.answer.entries_at(tokens)
+        return tokens - max((part.end for part in self.parts if part.end <= tokens), default=0)
+
+    def part_of(self, token: int) -> Phase:
+        """The phase of a token of the prompt that is evicted."""
+        return next(phase for phase in self.parts if phase.begins <= token < phase.end)
 
     @functools.cached_property
     def answer(self) -> Phase | None:
         """The phase in which its answer is evicted again and again, beside a pinned prompt; None if that is kept."""
-        return self.phases[-1] if self.phases and self.phases[-1].pins else None
+        return self.phases[-1] if self.phases and self.phases[-1].of_answer else None
 
     def phase_at(self, tokens: int) -> Phase | None:
         """The phase of the next eviction after ``tokens`` tokens, None when there is none."""
-        for phase in self.phases:
-            if tokens < phase.end:
-                return phase
-        return None
+        passed = bisect.bisect_right(self._ends, tokens)
+        return self.phases[passed] if passed < len(self.phases) else None
 
     def next_eviction(self, tokens: int) -> int | None:
         """The first position of an eviction after ``tokens`` tokens, None when there is none."""
@@ -161,7 +219,10 @@ class Plan:
 
     def phase_of(self, position: int) -> Phase | None:
         """The phase in which an eviction is complete with a position (:attr:`Phase.evictions`), None if none is."""
-        return next((phase for phase in self.phases if position in phase.evictions), None)
+        index = bisect.bisect_left(self._ends, position)
+        if index == len(self.phases) or position not in self.phases[index].evictions:
+            return None
+        return self.phases[index]
 
     def reserved(self, dims: inputs.HeadDims, in_one_step: bool = False) -> int:
         """What its prompt takes of the workers' reserve until it is evicted: numbers for each layer and query head.
@@ -169,9 +230,13 @@ class Plan:
         Args:
             in_one_step: whether one step reads all up to its eviction: it scores by the queries themselves.
         """
-        if self.prompt is None:
-            return 0
-        return inputs.size(self.config.inputs, self.prompt.end, dims, in_one_step)
+        return max(
+            (inputs.size(part.config.inputs, part.n, dims, in_one_step) for part in self.parts), default=0
+        )
+
+    def is_read_by(self, tokens: int) -> bool:
+        """Whether a first step of so many tokens ends where the prompt is evicted, which it is only once."""
+        return len(self.parts) == 1 and self.parts[0].end == tokens
 
     def most_cached(self, tokens: int) -> int:
         """The most tokens that a request may begin with which an earlier one has left uncompressed.
@@ -188,7 +253,7 @@ class Plan:
         if not self.phases:
             return tokens
         first = self.phases[0]
-        if first.pins:
+        if first.of_answer:
             # What is borrowed is not moved, so nothing that may be evicted later is left while the request runs.
             return min(tokens, first.begins)
         return min(tokens, first.positions[0]) if first.leaves_cached else 0
@@ -196,7 +261,7 @@ class Plan:
     def leaves_at_end(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed when it ends, of so many."""
         first = self.phases[0] if self.phases else None
-        is_whole = first is None or (first.pins and tokens < first.positions[0])
+        is_whole = first is None or (first.of_answer and tokens < first.positions[0])
         return tokens if is_whole else self.leaves(tokens)
 
 

@@ -14,7 +14,7 @@ from vllm_kvevict.schedules.chunked import Chunked
 from vllm_kvevict.schedules.decoding import Decoding
 from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
-from vllm_kvevict.schedules.plan import Phase, Plan
+from vllm_kvevict.schedules.plan import Phase, Plan, part_phases
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
 from vllm_kvevict.schedules.whole import Whole
@@ -51,6 +51,16 @@ def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan
         return Plan(config, later)
     name = lookup(config.policy).schedule
     return Plan(config, (*_schedules[name].phases(config, name, n), *later))
+
+
+@functools.lru_cache(maxsize=128)
+def plan_of_parts(
+    config: EvictionConfig, ends: tuple[int, ...], least: int, answer: Phase | None = None
+) -> Plan:
+    """The plan of a prompt that is evicted part by part; arguments as of :func:`part_phases` and :func:`plan_of`."""
+    later = () if answer is None else (answer,)
+    parts = part_phases(config, lookup(config.policy).schedule, ends, least)
+    return Plan(config, (*parts, *later))
 
 
 def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:

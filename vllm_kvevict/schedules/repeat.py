@@ -21,12 +21,12 @@ from torch import Tensor
 from vllm_kvevict.policies.inputs import REPEATED
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
-from vllm_kvevict.schedules.eviction import ExtraRows, QueryRows
-from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.inputs import LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 from vllm_kvevict.schedules.reports import ExtraTokens
 from vllm_kvevict.schedules.shared import ByScore, EvictionByScore
+from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 
 class EvictionByRepeat(EvictionByScore):
@@ -54,25 +54,48 @@ class EvictionByRepeat(EvictionByScore):
             self.decide_together()
 
     def _seen(self, extra: ExtraTokens) -> Tensor:
-        """The tokens over which a chunk's scores are taken, beside the repeat's own: int64, ascending."""
-        device = self.evictor.cache.device
-        first = torch.arange(min(self.phase.config.params["sinks"], extra.start), device=device)
-        return torch.cat((first, torch.arange(extra.start, extra.stop, device=device)))
+        """The entries over which a chunk's scores are taken, beside the repeat's own: int64 [rows or 1, N]."""
+        device, chunk = self.evictor.cache.device, self._of_phase(extra)
+        first = torch.arange(self._sinks_before(chunk), device=device)
+        before = torch.zeros(1) if self.pinned is None else torch.from_numpy(self.pinned.ravel())
+        own = before.to(device, torch.int64)[:, None] + torch.arange(chunk.start, chunk.stop, device=device)
+        return torch.cat((first.expand(len(own), -1), own), 1)
 
     def _note(self, step: LayerStep, extra: ExtraRows) -> None:
         """Note what the chunk's tokens received in a layer."""
-        n, chunk, cache = self.phase.end, extra.tokens, self.evictor.cache
-        seen = self._seen(chunk)
+        tokens, chunk = self.tokens(step, extra.rows), self._of_phase(extra.tokens)
+        first = self._sinks_before(chunk)
         if self.scratch is None:
-            entries = torch.cat((seen, torch.arange(n, n + extra.count, device=cache.device)))
-            keys = cache.read_keys_at(self.resident.request_slot, step.layer, entries)
+            keys = self._seen_keys(tokens, first, chunk, extra.count)
         else:
-            keys = cache.read_keys(self.scratch, step.layer, len(seen) + extra.count)
-        places = slice(len(seen) - (chunk.stop - chunk.start), len(seen))
-        tokens = self.tokens(step, extra.rows)
+            length = first + chunk.stop - chunk.start + extra.count
+            keys = self.evictor.cache.read_keys(self.scratch, step.layer, length)
+        places = slice(first, first + chunk.stop - chunk.start)
         sums = self.collected.sums_of(self.evictor.sources, tokens)
         most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
-        sums[REPEATED][:, chunk.start : chunk.stop] = most
+        sums[REPEATED][:, chunk] = most
+
+    def _of_phase(self, extra: ExtraTokens) -> slice:
+        """The tokens of the phase that are repeated."""
+        return slice(extra.start - self.phase.begins, extra.stop - self.phase.begins)
+
+    def _sinks_before(self, chunk: slice) -> int:
+        """How many of the request's first entries scores are taken over, beside the chunk and the repeat's own.
+
+        Where earlier parts were evicted these are what is left of them at the front, attention sinks first.
+        """
+        sinks: int = self.resident.plan.config.params["sinks"]
+        return min(sinks, chunk.start if self.pinned is None else int(self.pinned.min()))
+
+    def _seen_keys(self, tokens: LayerTokens, first: int, chunk: slice, count: int) -> Tensor:
+        """The keys over which a chunk's scores are taken, [Hkv, N, d]: the first ones, the chunk's, the repeat's."""
+        sources, n = self.evictor.sources, self.phase.n
+        parts = [
+            sources.cache.read_keys(tokens.request_slot, tokens.step.layer, first),
+            tokens.keys_between(sources, chunk.start, chunk.stop),
+            tokens.keys_between(sources, n, n + count),
+        ]
+        return torch.cat(parts, 1)
 
 
 class ByRepeat(ByScore):
@@ -86,11 +109,11 @@ class ByRepeat(ByScore):
         return int(params["kvzip_chunk"]) + MOST_EXTRA_ROWS
 
     def chunks(self, phase: Phase, longest: int) -> list[tuple[int, int]]:
-        n, size = phase.end, _chunk_size(phase, longest)
-        return [(start, min(start + size, n)) for start in range(0, n, size)]
+        stop, size = phase.end, _chunk_size(phase, longest)
+        return [(start, min(start + size, stop)) for start in range(phase.begins, stop, size)]
 
     def conflict_with_length(self, phase: Phase, longest: int) -> str | None:
-        if _chunk_size(phase, longest) >= min(MIN_CHUNK, phase.end):
+        if _chunk_size(phase, longest) >= min(MIN_CHUNK, phase.n):
             return None
         most = longest - MIN_CHUNK - MOST_EXTRA_ROWS - 1
         return (
@@ -100,7 +123,7 @@ class ByRepeat(ByScore):
 
     def extra_entries(self, phase: Phase, page_size: int) -> int:
         params = phase.config.params
-        chunk = min(params["kvzip_chunk"], phase.end)
+        chunk = min(params["kvzip_chunk"], phase.n)
         rows = chunk + MOST_EXTRA_ROWS
         if params["kvzip_sees"] == "all":
             return rows
@@ -115,4 +138,4 @@ def _chunk_size(phase: Phase, longest: int) -> int:
     """Tokens of a chunk: what the policy says, but no more than a request of ``longest`` tokens has room for."""
     # vLLM counts one token more than is computed, since a request that ends there would sample.
     room = longest - phase.end - MOST_EXTRA_ROWS - 1
-    return min(phase.config.params["kvzip_chunk"], phase.end, room)
+    return min(phase.config.params["kvzip_chunk"], phase.n, room)

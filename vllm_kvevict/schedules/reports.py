@@ -68,7 +68,8 @@ class PartOfEviction:
         first_head: the rank's first KV head in the model.
         kept: [layers][KV heads] of the rank, entries kept.
         decision_seconds, compaction_seconds: spent on choosing and on moving.
-        stored: as kept, before an eviction of an answer; None for a prompt's, where these are all tokens of each row.
+        stored: as kept, before the eviction; None where these were all tokens of each row.
+        phase: as of :class:`EvictionRecord`.
     """
 
     policy: str
@@ -80,6 +81,7 @@ class PartOfEviction:
     decision_seconds: float
     compaction_seconds: float
     stored: Sequence[Sequence[int]] | None = None
+    phase: str = "prefill"
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> Evict
         heads=heads,
         decision_seconds=max(part.decision_seconds for part in parts),
         compaction_seconds=max(part.compaction_seconds for part in parts),
-        phase="prefill" if parts[0].stored is None else "decode",
+        phase=parts[0].phase,
     )
 
 

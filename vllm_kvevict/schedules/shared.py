@@ -23,10 +23,11 @@ from vllm_kvevict.policies import (
 )
 from vllm_kvevict.policies.cuts import CutSearch, Question, Tally
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
-from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.reports import Answered, Claimed, LayerWeights
+from vllm_kvevict.schedules.step_rows import QueryRows
 
 
 class BudgetArbiter(Arbiter):
@@ -71,7 +72,7 @@ class EvictionByWeight(Eviction):
         if last and self.evictor.has_all_layers:
             self.decide()
         elif self.resident.admission.by_layer:
-            self.trim(provisional_budgets(self.phase.config, self.scores, self.phase.end))
+            self.trim(provisional_budgets(self.phase.config, self.scores, self.phase.n))
         elif last:
             self.send_weights()
 
@@ -102,7 +103,7 @@ class ByWeight(Schedule):
         """
         if not num_layers:
             return 0
-        config, n, heads = phase.config, phase.end, rank.num_kv_heads
+        config, n, heads = phase.config, phase.n, rank.num_kv_heads
         window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
         rounding = num_layers if num_layers < rank.num_layers else 0
@@ -115,11 +116,22 @@ class ByWeight(Schedule):
             return ragged_pages(most, num_layers * heads, window + more, n + more + shared, page_size)
         return heads * ragged_pages(num_layers * budget, num_layers, window + more, n + more, page_size)
 
+    def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+        """As of :meth:`Schedule.kept_entries`: the worst is that this rank's layers win all, and share it evenly."""
+        config, n, heads = phase.config, phase.n, rank.num_kv_heads
+        window = config.window_for(n)
+        budget = min(
+            n - window, -(-rank.num_model_layers * (config.budget_for(n) - window) // rank.num_layers)
+        )
+        if config.heads_compete:
+            return window, most_candidates(config, budget, n - window, heads, rank.num_model_kv_heads)
+        return window, heads * budget
+
     def decides_across_stages(self, num_stages: int) -> bool:
         return num_stages > 1
 
     def arbiter(self, phase: Phase, rank: RankCapacity) -> Arbiter:
-        return BudgetArbiter(phase.config, phase.end)
+        return BudgetArbiter(phase.config, phase.n)
 
 
 class EvictionByScore(Eviction):
@@ -159,15 +171,22 @@ class ByScore(Schedule):
         self, phase: Phase, more: int, rank: RankCapacity, page_size: int, num_layers: int, shared: int = 0
     ) -> int:
         """As of :meth:`Schedule.kept_pages`: this rank's rows may win all there is to win."""
-        config, n, rows = phase.config, phase.end, num_layers * rank.num_kv_heads
+        config, n, rows = phase.config, phase.n, num_layers * rank.num_kv_heads
         window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
         won = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m) + num_layers * shared
         return ragged_pages(won, rows, window + more, n + more + shared, page_size)
 
+    def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
+        """As of :meth:`Schedule.kept_entries`: this rank's rows may win all there is to win."""
+        config, n = phase.config, phase.n
+        window = config.window_for(n)
+        best = rank.num_model_layers * rank.num_model_kv_heads * (config.budget_for(n) - window)
+        return window, -(-min(best, rank.rows * (n - window)) // rank.num_layers)
+
     def decides_across_stages(self, num_stages: int) -> bool:
         return num_stages > 1
 
     def arbiter(self, phase: Phase, rank: RankCapacity) -> Arbiter:
-        wanted = whole_model.wanted(phase.config, phase.end, rank.num_model_layers, rank.num_model_kv_heads)
+        wanted = whole_model.wanted(phase.config, phase.n, rank.num_model_layers, rank.num_model_kv_heads)
         return CutArbiter(wanted)

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import Schedule
-from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.step_rows import QueryRows
 
 
 def _decides_in_each_layer(config: EvictionConfig, is_asynchronous: bool) -> bool:

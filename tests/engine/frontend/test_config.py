@@ -12,6 +12,7 @@ from vllm_kvevict.engine import read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
+    REQUEST_FIELDS,
     KVEvictionError,
     Options,
     check_names,
@@ -265,7 +266,7 @@ def test_the_front_ends_own_field_is_not_offered_to_clients():
         check_names({"kv_repeats": 1})
     assert error.value.field_name == "kv_repeats"
     sentence = one_sentence(error)
-    fields = "kv_eviction, kv_budget, kv_params, kv_prefix_len, kv_decode_budget, kv_answer_from"
+    fields = ", ".join(REQUEST_FIELDS)
     assert sentence == f"kv_repeats is unknown (valid: {fields})"
 
 

@@ -141,7 +141,7 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     ),
     **{
         name: (st.integers(1, 100) | st.none(), at_least(1)[1].filter(lambda value: value is not None))
-        for name in ("max_window", "decode_interval", "decode_window")
+        for name in ("min_turn", "max_window", "decode_interval", "decode_window")
     },
     "decode_policy": (
         st.sampled_from(decoding_policies()) | st.none(),

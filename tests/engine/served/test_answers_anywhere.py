@@ -27,8 +27,11 @@ ASKS = [
     Ask(110, "kvzip", 0.3, prefix_len=100, max_tokens=46, seed=5),
     Ask(160, "take", max_tokens=46, seed=6),
     Ask(75, max_tokens=RULES.budget + RULES.interval, seed=7),
+    Ask(160, "kvzip", 0.3, turns=(50, 90, 150), max_tokens=46, seed=8),
+    Ask(140, "ada-snapkv", 0.3, turns=(60, 140), max_tokens=46, seed=9),
+    Ask(150, "lava", 0.3, turns=(40, 90, 135), max_tokens=46, seed=10),
 ]
-PROMPT_POSITIONS = {6: (64, 128, 160)}
+PROMPT_POSITIONS = {6: (64, 128, 160), 8: (50, 90, 150), 9: (60, 140), 10: (40, 90, 135)}
 """Of requests whose prompts are evicted more than once."""
 
 
@@ -45,7 +48,7 @@ def expected(model):
     for index, (ask, answer) in enumerate(zip(ASKS, answers, strict=True)):
         RULES.check_totals(ask, answer)
         RULES.check_logits(model, ask, answer, PROMPT_POSITIONS.get(index, ()))
-    assert [len(RULES.positions(ask)) for ask in ASKS] == [3, 3, 3, 2, 0, 2, 2, 0]
+    assert [len(RULES.positions(ask)) for ask in ASKS] == [3, 3, 3, 2, 0, 2, 2, 0, 2, 2, 2]
     for ask, answer in ((ASKS[0], answers[0]), (ASKS[1], answers[1])):
         prompts, _ = RULES.split(ask, answer)
         blind = masked_logits(model, ask.prompt, answer.tokens, prompts[0] if prompts else {}, ask.length)

@@ -18,9 +18,10 @@ from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies import registry as policies
 from vllm_kvevict.schedules import registry as schedules
 from vllm_kvevict.schedules.base import Schedule
-from vllm_kvevict.schedules.eviction import Eviction, QueryRows
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
+from vllm_kvevict.schedules.step_rows import QueryRows
 
 AFTER, SINKS, BUDGET = 64, 4, 40
 PROMPT, ANSWER = 100, 400

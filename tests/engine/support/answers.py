@@ -66,7 +66,7 @@ class Rules:
             prompt_positions: after how many tokens the prompt was evicted, if more than once.
         """
         prompts, later = self.split(ask, answer)
-        at = prompt_positions or (ask.prefix_len or ask.length,)
+        at = prompt_positions or (ask.evicted_to,)
         events = [*zip(at, prompts, strict=bool(prompts)), *later]
         return masked_logits(model, ask.prompt, answer.tokens, {}, at[0], later=events, watch=watch)
 
@@ -87,7 +87,7 @@ class Rules:
             for layer, heads in kept.items():
                 for head, row in enumerate(heads):
                     of_prompt = set(prompts[-1][layer][head] if prompts else range(ask.length))
-                    of_prompt.update(range(ask.prefix_len or ask.length, ask.length))
+                    of_prompt.update(range(ask.evicted_to, ask.length))
                     assert [x for x in row if x < ask.length] == sorted(
                         x for x in of_prompt if x < ask.length
                     )
@@ -103,7 +103,7 @@ class Rules:
         before = {layer: [list(range(ask.length, later[0][0]))] * len(x) for layer, x in later[0][1].items()}
         same = total = 0
         for at, kept in later:
-            for layer, (query, key, scale) in seen.items():
+            for layer, (query, key, scale, _) in seen.items():
                 rows = [[x for x in row if x >= ask.length] for row in before[layer]]
                 widest = max(map(len, rows))
                 keys = torch.zeros(len(rows), widest, key.shape[2])

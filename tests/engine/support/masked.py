@@ -30,7 +30,7 @@ def masked_logits(
     window: int | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
     later: Sequence[tuple[int, dict[int, list[list[int]]]]] = (),
-    watch: Callable[[int, torch.Tensor, torch.Tensor, float], None] | None = None,
+    watch: Callable[[int, torch.Tensor, torch.Tensor, float, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
@@ -41,7 +41,7 @@ def masked_logits(
         window: of layers that have one, instead of the model's own.
         images: what a model that reads images is given beside the prompt's tokens.
         later: further evictions, each as ``evicted_at`` and ``kept``.
-        watch: is given each layer's queries, keys ([heads, tokens, d]) and scale.
+        watch: is given each layer's queries, keys ([heads, tokens, d]), scale and values.
     """
     layers = evicted_layers(model)
 
@@ -58,7 +58,7 @@ def masked_logits(
             visible &= torch.ones(n, n, dtype=torch.bool).triu(1 - width)
         evicted = layers.index(module.layer_idx) if module.layer_idx in layers else None
         if watch is not None and evicted is not None:
-            watch(evicted, query[0], key[0], scaling)
+            watch(evicted, query[0], key[0], scaling, value[0])
         for position, stays in ((evicted_at, kept), *later):
             for head, positions in enumerate(stays.get(evicted, ())):
                 gone = torch.ones(position, dtype=torch.bool)

@@ -40,6 +40,12 @@ class Ask:
     adapter: LoRARequest | None = field(default=None, kw_only=True)
     params: str | None = field(default=None, kw_only=True)
     decode_budget: int | None = field(default=None, kw_only=True)
+    turns: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def evicted_to(self) -> int:
+        """Tokens of the prompt that are evicted, where any are."""
+        return self.turns[-1] if self.turns else self.prefix_len or self.length
 
     @property
     def prompt(self) -> list[int]:
@@ -59,6 +65,8 @@ class Ask:
             fields["kv_prefix_len"] = self.prefix_len
         if self.params is not None:
             fields["kv_params"] = self.params
+        if self.turns:
+            fields["kv_turns"] = list(self.turns)
         if self.decode_budget is not None:
             fields["kv_decode_budget"] = self.decode_budget
         return SamplingParams(

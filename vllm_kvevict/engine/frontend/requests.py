@@ -203,7 +203,7 @@ def _finder_of_rows(
         return None
     if plan.prompt is None or not schedule_of(plan.prompt).repeats_prompt:
         return None
-    return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.prompt.end == length)
+    return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evicted_at == length)
 
 
 def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) -> dict[str, Any] | None:
@@ -236,11 +236,10 @@ def check_length(plan: Plan, longest: int) -> None:
     Raises:
         KVEvictionError: one sentence.
     """
-    if plan.prompt is None:
-        return
-    conflict = schedule_of(plan.prompt).conflict_with_length(plan.prompt, longest)
-    if conflict is not None:
-        raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
+    for part in plan.parts:
+        conflict = schedule_of(part).conflict_with_length(part, longest)
+        if conflict is not None:
+            raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
 
 
 def _checked_fields(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.terms import Need, Terms
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
 from vllm_kvevict.schedules.bounds import Known
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -20,26 +21,6 @@ from vllm_kvevict.schedules.reports import Answer, Claim
 
 STEPS_AHEAD = 3
 """Steps that may be dispatched before what the first of them evicts is reported, and one more."""
-
-Need = tuple[list[int], list[int]]
-"""What a request takes of each rank: pages that it holds, and pages that are kept free for the rest of its prefill."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How a prompt is read and evicted.
-
-    Attributes:
-        peak: the most pages of each rank that the prefill holds itself.
-        by_layer: whether its first step evicts it, layer by layer.
-        copies: the most pages of each rank that copies of what it keeps take, from its eviction's step until that is
-            reported, since its own pages stay with segments; the first tokens of its answer have room in them. None
-            where it is evicted in place.
-    """
-
-    peak: list[int]
-    by_layer: bool = False
-    copies: list[int] | None = None
 
 
 @dataclass
@@ -132,7 +113,7 @@ class Account:
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its prompt is evicted, or never is, and its counts are exact until the next eviction."""
+        """Whether its prompt is evicted for good, or never is, and its counts are exact until the next eviction."""
         return not self._unreported and self.is_evicted_on(0)
 
     def is_estimate(self, index: int) -> bool:
@@ -141,8 +122,9 @@ class Account:
 
     def is_evicted_on(self, index: int) -> bool:
         """Whether that is so on a rank, by its index."""
-        prompt, tokens = self.plan.prompt, self.counts[index].tokens
-        return prompt is None or (tokens >= prompt.end and index not in self._unreported)
+        if self.plan.prompt is None:
+            return True
+        return self.counts[index].tokens >= self.plan.evicted_at and index not in self._unreported
 
     @property
     def is_bounded(self) -> bool:
@@ -155,12 +137,14 @@ class Account:
     @property
     def must_wait(self) -> bool:
         """Whether it was evicted in a step in flight and must not go on before more is known of that: what it keeps;
-        or, where it never held all that was read, what it holds."""
+        or, where it never held all that was read or has parts to read, what it holds."""
         return self.is_undecided or (self.awaits_reports and not self._may_go_ahead)
 
     @property
     def _may_go_ahead(self) -> bool:
         """Whether a step more takes no more pages than its bound, though its eviction is not reported."""
+        if self.tokens < self.plan.evicted_at:
+            return False  # what it is promised counts on what the part before has freed
         if not self.is_bounded:
             return True
         if self.terms.copies is None or self.is_reading:
@@ -182,8 +166,7 @@ class Account:
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
-        prompt = self.plan.prompt
-        if prompt is None or (self.tokens >= prompt.end and not self._to_repeat):
+        if self.tokens >= self.plan.evicted_at and not self._to_repeat:
             return 0
         return self.plan.reserved(dims, self.in_one_step)
 
@@ -203,15 +186,21 @@ class Account:
 
     def _pages_at(self, tokens: int, terms: Terms) -> list[int]:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
-        prompt, stored = self.plan.prompt, tokens
-        if prompt is not None and self.counts[0].tokens < prompt.end:
-            if terms.by_layer and self.tokens < prompt.end <= tokens:
+        part, stored = self._unreported_part, tokens
+        if part is not None:
+            if terms.by_layer and self.tokens < part.end <= tokens:
                 return list(terms.peak)
-            stored += self._extra_entries(prompt, tokens)
+            stored += self._extra_entries(part, tokens)
         own = [count.at(stored) - pages for count, pages in zip(self.counts, self.borrowed, strict=True)]
-        if terms.copies is None or prompt is None or not self.counts[0].tokens < prompt.end <= tokens:
+        if terms.copies is None or part is None or tokens < part.end:
             return own
         return [sum(pair) for pair in zip(own, terms.copies, strict=True)]
+
+    @property
+    def _unreported_part(self) -> Phase | None:
+        """The first phase of its prompt whose eviction some rank has not reported; None if there is none."""
+        counted = self.counts[0].tokens
+        return self.plan.part_of(counted) if counted < self.plan.evicted_at else None
 
     def _extra_entries(self, prompt: Phase, tokens: int) -> int:
         """Entries that each row may hold beside so many tokens, until the prompt is evicted."""
@@ -252,13 +241,13 @@ class Account:
             longest: tokens that workers have room for in a request.
 
         Returns:
-            Whether its prompt is evicted with that.
+            Whether its prompt, or a part of it, is evicted with that.
         """
         before, self.tokens = self.tokens, tokens
         phase = self.plan.phase_at(before)
         if phase is None or phase.next_eviction(before) > tokens:
             return False
-        if phase.pins:
+        if phase.of_answer:
             self._evict_answer(phase, tokens, ranks)
             return False
         self._evicting, self._arbiter = phase, None
@@ -267,7 +256,7 @@ class Account:
         self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
         if self.is_bounded:
             self.counts = self._bounds_until_reported(tokens, ranks)
-        return phase is self.plan.prompt and tokens == phase.end
+        return phase.is_of_prompt and tokens == phase.end
 
     def _evict_answer(self, answer: Phase, tokens: int, ranks: Sequence[RankCapacity]) -> None:
         """Count what it holds at most once the step is done; it goes on without waiting for the report of that."""

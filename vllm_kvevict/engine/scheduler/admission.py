@@ -12,9 +12,10 @@ from itertools import repeat
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Terms
+from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.terms import Terms
 from vllm_kvevict.schedules.bounds import Known, MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -109,7 +110,7 @@ class AdmissionControl:
             prefix=prefix,
             segment=segment,
             tokens=tokens,
-            in_one_step=plan.prompt is not None and first_step == plan.prompt.end,
+            in_one_step=plan.is_read_by(first_step),
             waits_for_stages=plan.prompt is not None
             and schedule_of(plan.prompt).decides_across_stages(self.bounds.num_stages),
         )
@@ -220,11 +221,12 @@ class AdmissionControl:
         count, plan = account.counts[index], account.plan
         if plan.prompt is None or account.is_evicted_on(index):
             return self.bounds.most_held(plan, index, count, end) - account.borrowed[index]
-        n = plan.prompt.end
+        n = plan.evicted_at
         if n in account.replayed:
             kept = account.replayed[n][index]
             return self.bounds.most_held(plan, index, kept, max(end, n))
-        entries = plan.config.budget_for(n) + plan.grows_until(n, end) - n
+        budgets = sum(part.config.budget_for(part.n) for part in plan.parts)
+        entries = budgets + plan.grows_until(n, end) - n
         page_size = self.bounds.page_size
         # Half a page of slack per row is the mean of what ragged rows leave unfilled.
         return count.rows * (2 * entries + page_size) // (2 * page_size)

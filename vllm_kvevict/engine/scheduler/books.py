@@ -6,8 +6,9 @@ above the pools: that is asked here before anything is taken.
 
 from collections.abc import Iterable, Sequence
 
-from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
+from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import RankCapacity
 
 

@@ -53,7 +53,8 @@ class Gate:
         """
         plan = self._requests.plan(request)
         most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
-        needed = plan.reserved(self._head_dims, plan.prompt is not None and plan.prompt.end <= most)
+        in_one_step = plan.prompt is not None and plan.prompt.end <= most and plan.is_read_by(plan.prompt.end)
+        needed = plan.reserved(self._head_dims, in_one_step)
         if not needed or self._shared.compressed.find(request) is not None:
             return False
         if self._reserve.find(needed) is None:

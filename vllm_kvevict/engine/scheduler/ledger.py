@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
-from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
@@ -30,6 +30,7 @@ from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.requests import KeyOf, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
+from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -312,7 +313,7 @@ class PageLedger(KVCacheManager):
             self.shared.compressed.drop_forgotten()
             return
         phase = account.plan.phase_of(report.tokens)
-        if phase is not None and phase.pins:
+        if phase is not None and phase.of_answer:
             of_answer = account.on_answer_report(index, count)
             if of_answer is not None:
                 self.books.hold(account, of_answer)
@@ -328,9 +329,10 @@ class PageLedger(KVCacheManager):
             account.borrow(prefix)
             self.shared.compressed.borrow(prefix, request_id)
             self.shared.compressed.drop_forgotten()
+        if phase is not None and not account.awaits_reports:
+            self.requests.keep(request_id, account)
         if phase is not None and account.is_evicted:
             self.shared.uncompressed.end_copying(account)
-            self.requests.keep(request_id, account)
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.bounds, self.max_model_len)
 

@@ -72,7 +72,7 @@ class Requests:
                     plan.config.policy,
                     lacking,
                 )
-                plan = Plan(plan.config, plan.phases[1:] if plan.prompt else plan.phases)
+                plan = Plan(plan.config, plan.phases[len(plan.parts) :])
             self._plans[request.request_id] = plan
         return plan
 
@@ -110,10 +110,10 @@ class Requests:
         )
 
     def keep(self, name: str, account: Account) -> None:
-        """It is known what each rank keeps of a request; of earlier evictions only the prompt's matters still."""
-        prompt, position = account.plan.prompt, account.counts[0].tokens
-        known = {at: counts for at, counts in self.kept.get(name, {}).items() if prompt and at == prompt.end}
-        self.kept[name] = {**known, position: account.counts}
+        """It is known what each rank keeps of a request; of earlier evictions only the prompt's matter still."""
+        known, last = self.kept.get(name, {}), account.plan.evicted_at
+        of_prompt = {position: counts for position, counts in known.items() if position <= last}
+        self.kept[name] = {**of_prompt, account.counts[0].tokens: account.counts}
 
     def forget_kept(self) -> None:
         """What was kept says nothing any more."""

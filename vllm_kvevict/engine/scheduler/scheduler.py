@@ -330,10 +330,11 @@ class EvictionScheduler(Scheduler):
 def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
     """The tokens that vLLM is to read for extra tokens, the prompt's before them included, and the first of them that
     a step computes."""
-    assert plan.prompt is not None and request.prompt_token_ids is not None
-    n = plan.prompt.end
+    assert request.prompt_token_ids is not None
+    part = plan.part_of(extra.start)
+    n = part.end
     prompt = request.prompt_token_ids[:n]
-    if not schedule_of(plan.prompt).repeats_prompt:
+    if not schedule_of(part).repeats_prompt:
         return prompt[: extra.stop], extra.start
     prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
     return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n

@@ -15,11 +15,12 @@ from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.worker.attach import Rank
 from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
-from vllm_kvevict.schedules.eviction import Eviction, ExtraRows, QueryRows, ResidentRequest
+from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import eviction_of
 from vllm_kvevict.schedules.reports import ExtraTokens
 from vllm_kvevict.schedules.ring import KeptQueries, RingStep
+from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -141,9 +142,9 @@ class Step:
         if resident is None or phase is None:
             return False
         before, after = resident.tokens, resident.tokens + self.scheduled[name]
-        if phase.pins:
+        if phase.of_answer:
             return False  # what is left to do comes after the layers
-        return not phase.begins or after >= phase.next_eviction(before)
+        return phase.is_of_prompt or after >= phase.next_eviction(before)
 
     def build(self, common: Any, names: Sequence[str]) -> StepState:
         """Take the step's pages and lay out its batch, once for all groups of layers.

@@ -32,7 +32,7 @@ def prefix_key(
     Returns:
         None if the request has no prefix that is evicted on its own, or vLLM has not hashed it.
     """
-    if plan.prompt is None or plan.prompt.end >= request.num_prompt_tokens:
+    if plan.prompt is None or len(plan.parts) > 1 or plan.prompt.end >= request.num_prompt_tokens:
         return None
     tokens = plan.prompt.end
     blocks = tokens // block_size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from vllm.v1.request import Request
 
-from vllm_kvevict.engine.scheduler.account import Account, Need
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
@@ -17,6 +17,7 @@ from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
+from vllm_kvevict.engine.scheduler.terms import Need
 
 
 class SharedStore:

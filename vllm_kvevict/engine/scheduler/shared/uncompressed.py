@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
-from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account, Need
+from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
+from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
 
 PATIENT = 2

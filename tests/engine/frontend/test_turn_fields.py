@@ -1,0 +1,64 @@
+"""`kv_turns` and `min_turn`: what is accepted, and what malformed ones are answered with."""
+
+import pytest
+
+from tests.engine.frontend.test_config import one_sentence
+from vllm_kvevict.engine.config import KVEvictionError, Options
+
+SERVER = Options.parse(
+    {"policy": "kvzip", "budget": 0.25, "min_prompt": 20, "decode_budget": 40, "policies": "all"}
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_turns": 40}, ["a list of token counts", "40"]),
+        ({"kv_turns": []}, ["a list of token counts", "[]"]),
+        ({"kv_turns": "40"}, ["a list of token counts", "'40'"]),
+        ({"kv_turns": {"1": 2}}, ["a list of token counts"]),
+        ({"kv_turns": [0, 40]}, ["at least 1", "0"]),
+        ({"kv_turns": [40, 1.5]}, ["1.5"]),
+        ({"kv_turns": [True]}, ["True"]),
+        ({"kv_turns": [40, 40]}, ["strictly ascending", "[40, 40]"]),
+        ({"kv_turns": [60, 40]}, ["strictly ascending"]),
+        ({"kv_turns": [40, 101]}, ["length of the prompt", "100", "101"]),
+        ({"kv_turns": [40], "kv_prefix_len": 50}, ["together with kv_prefix_len"]),
+        ({"kv_turns": [40], "kv_eviction": "take"}, ["take", "choose from", "kvzip"]),
+        ({"kv_turns": [40], "kv_eviction": "dropkv"}, ["dropkv", "choose from"]),
+        ({"kv_turns": [40], "kv_budget": 30}, ["a share of the tokens", "30"]),
+    ],
+    ids=str,
+)
+def test_bad_fields(fields, words) -> None:
+    with pytest.raises(KVEvictionError) as error:
+        SERVER.plan(100, fields)
+    sentence = one_sentence(error)
+    assert error.value.field_name == "kv_turns" and sentence.startswith("kv_turns ")
+    assert all(word in sentence for word in words), sentence
+
+
+def test_an_answer_begins_behind_the_last_turn() -> None:
+    with pytest.raises(KVEvictionError, match="kv_answer_from"):
+        SERVER.plan(100, {"kv_turns": [40, 80], "kv_answer_from": 79})
+    assert SERVER.plan(100, {"kv_turns": [40, 80], "kv_answer_from": 80}).answer.begins == 80
+
+
+def test_short_parts_wait_for_the_next() -> None:
+    def ends(server: Options, *turns: float) -> list[int]:
+        return [part.end for part in server.plan(100, {"kv_turns": list(turns)}).parts]
+
+    assert ends(SERVER, 19.0, 39, 58, 59.0) == [39, 59]
+    assert ends(SERVER, 5, 15) == []
+    two = Options.parse({"policy": "kvzip", "budget": 0.25, "min_turn": 2})
+    assert ends(two, 1, 2, 3, 5, 100) == [2, 5, 100]
+    assert ends(Options.parse({"policy": "full"}), 40, 80) == []
+    assert ends(Options.parse({"policy": "snapkv", "budget": 1.0, "min_turn": 1}), 40, 80) == []
+
+
+def test_other_fields_and_scopes_stay_as_they_were() -> None:
+    prefix = Options.parse({"policy": "kvzip", "budget": 0.25, "scope": "prefix", "min_turn": 1})
+    fields = {"kv_turns": [40, 80]}
+    assert prefix.fields_in_scope(100, None, fields) is fields
+    assert [part.begins for part in prefix.plan(100, fields).parts] == [0, 40]
+    assert SERVER.plan(100).parts == (SERVER.plan(100).prompt,)

@@ -1,0 +1,113 @@
+"""A prompt that is evicted part by part: what a part's tokens are worth beside what earlier parts have left."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, score_layer, select
+from vllm_kvevict.policies.registry import lookup, policies_for_parts
+
+from . import reference_select
+from .seeds import named
+from .test_against_reference import (
+    as_lists,
+    budget_of,
+    check_same,
+    check_scores,
+    expected,
+    plain,
+    random_config,
+    random_layer,
+)
+
+ABLE = [policy for policy in policies_for_parts() if policy != "full"]
+DO_NOT_SEE = ("streaming-llm", "knorm", "keydiff", "compactor", "kvzip")
+"""Policies whose scores come from no softmax over what is stored; kvzip's without a window."""
+
+
+def part_of(rng: random.Random, policy: str) -> EvictionConfig:
+    """A random configuration for a part of a prompt behind others."""
+    while True:
+        cfg = random_config(rng, policy)
+        if cfg.keep_ratio is not None:
+            return cfg
+
+
+@pytest.mark.parametrize("policy", ABLE)
+def test_as_the_reference(policy):
+    for seed in range(20):
+        rng = random.Random(f"{policy}{seed}")
+        n, heads, num_layers = rng.randint(1, 60), rng.choice([1, 2, 3]), rng.randint(1, 2)
+        cfg = part_of(rng, policy).for_part(n, 100)
+        shape = (
+            heads,
+            rng.choice([1, 2]),
+            rng.choice([4, 6]),
+            rng.choice([None, 0.7]),
+            rng.choice([None, 2.0]),
+        )
+        earlier = [tuple(rng.randint(1, 30) for _ in range(heads)) for _ in range(num_layers)]
+        with named(seed):
+            layers = [random_layer(rng, cfg, n, shape, torch.float32, counts) for counts in earlier]
+            inputs, slow = zip(*layers, strict=True)
+            fast = [score_layer(cfg, x, layer, num_layers) for layer, x in enumerate(inputs)]
+            kept = as_lists(select(cfg, fast, n))
+            assert kept == expected(cfg, [plain(x) for x in fast], n, heads)
+            if slow[0].scores is None:
+                continue
+            sure = [check_scores(x, y, policy) for x, y in zip(fast, slow, strict=True)]
+            same = [dataclasses.replace(y, weight=plain(x).weight) for x, y in zip(fast, slow, strict=True)]
+            if all(sure):
+                check_same(kept, expected(cfg, same, n, heads), slow, cfg)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in ABLE if policy not in DO_NOT_SEE])
+def test_what_is_left_before_a_part_changes_its_scores(policy):
+    """The control: without the earlier keys the scores are others."""
+    rng = random.Random(policy)
+    cfg = EvictionConfig(policy, keep_ratio=0.3).for_part(50, 100)
+    inputs, _ = random_layer(rng, cfg, 50, (2, 2, 4, None, None), torch.float32, (20, 7))
+    alone = dataclasses.replace(inputs, earlier_keys=None)
+    first, second = (score_layer(cfg, x, 0, 1).scores for x in (inputs, alone))
+    assert not torch.allclose(first, second, rtol=1e-3)
+
+
+def test_positions_matter_to_who_undoes_the_rotary_embedding():
+    """Of keys; expected-attention, which undoes that of queries, looks at later positions by the same distance."""
+    cfg = EvictionConfig("compactor", keep_ratio=0.3).for_part(50, 100)
+    inputs, _ = random_layer(random.Random(1), cfg, 50, (2, 2, 64, None, None), torch.float32, (20, 7))
+    other = dataclasses.replace(inputs, begins=0)
+    assert not torch.allclose(*(score_layer(cfg, x, 0, 1).scores for x in (inputs, other)), rtol=1e-3)
+
+
+def test_a_part_has_a_smaller_window_and_no_sinks():
+    cfg = EvictionConfig("snapkv", keep_ratio=0.25)
+    assert [cfg.for_part(n, 0).window_for(n) for n in (3, 16, 256, 512, 4096)] == [1, 1, 16, 32, 32]
+    assert [cfg.for_part(n, 0).budget_for(n) for n in (256, 512)] == [64, 128]
+    kvzip = EvictionConfig("kvzip", keep_ratio=0.25)
+    assert (kvzip.for_part(512, 0).params["sinks"], kvzip.for_part(512, 512).params["sinks"]) == (4, 0)
+    assert kvzip.params["sinks"] == 4 and kvzip.for_part(512, 0) == kvzip
+
+
+def test_who_can():
+    assert set(available()) - set(policies_for_parts()) == {"take", "dropkv"}
+    assert all(lookup(policy).parts for policy in ABLE)
+    assert set(reference_select.RULES) > set(ABLE)
+    assert budget_of(EvictionConfig("snapkv", keep_ratio=0.5).for_part(10, 90), 10) == 5
+
+
+@pytest.mark.parametrize(
+    ("earlier", "others", "named"),
+    [
+        ([torch.zeros(3, 4)], {}, "2 tensors"),
+        ([torch.zeros(3, 4), torch.zeros(3, 5)], {}, r"\[S, 4\]"),
+        ([torch.zeros(3, 4)] * 2, {"lengths": torch.tensor([5, 5])}, "lengths"),
+        ([torch.zeros(3, 4)] * 2, {"pinned": torch.tensor([1, 1])}, "pinned"),
+    ],
+)
+def test_earlier_keys_that_do_not_fit(earlier, others, named):
+    inputs = LayerInputs(None, torch.zeros(2, 5, 4), earlier_keys=earlier, **others)
+    with pytest.raises(ValueError, match=f"earlier_keys.*{named}"):
+        inputs.check()
