@@ -45,13 +45,14 @@ def check_end(load: Load, simulation: Simulation) -> None:
     assert len(set(simulation.workers.evictions)) == len(simulation.workers.evictions)
     for ask in load.asks:
         plan = options.plan(ask.prompt, ask.extra_args)
-        assert set(positions.get(ask.name, ())) <= {*(plan.prompt.positions if plan.prompt else ())}
+        of_parts = {position for part in plan.parts for position in part.positions}
+        assert set(positions.get(ask.name, ())) <= of_parts
         if ask.name not in load.aborted:
             assert simulation.outputs[ask.name] == ask.output
             # Where more is to be done than read the prompt, one that ends with its first token is not evicted.
             is_repeated = plan.prompt is not None and schedule_of(plan.prompt).repeats_prompt
             late = (load.setup.pipeline or is_repeated) and ask.output == 1
-            assert plan.prompt is None or late or plan.prompt.end in positions[ask.name]
+            assert plan.prompt is None or late or plan.evicted_at in positions[ask.name]
     nothing = [0] * len(load.setup.shapes)
     ledger = simulation.ledger
     assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty

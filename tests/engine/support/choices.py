@@ -14,7 +14,7 @@ from vllm_kvevict.policies.budgets import guaranteed_tokens, provisional_layer_b
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.policies.sinks import num_sinks
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.plan import Admission
+from vllm_kvevict.schedules.plan import Admission, Phase
 
 GREEDS = ("none", "random", "rank", "layer", "head", "row")
 """What takes all it can get: nothing; a random share; a rank (under pipeline parallelism a stage's); a layer; a head of
@@ -54,15 +54,19 @@ class Choices:
         shape = 100.0 if greed in ("none", "head") else 0.3
         return list(random.gamma(shape, size=self.num_layers) + 1e-9)
 
-    def lengths(self, admission: Admission, budgets: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Entries that each rank's rows keep at the request's last eviction, [layers, KV heads].
+    def lengths(
+        self, admission: Admission, budgets: Sequence[int] | None = None, part: Phase | None = None
+    ) -> list[np.ndarray]:
+        """Entries that each rank's rows keep of a part of a prompt when that is evicted last, [layers, KV heads].
 
         Args:
+            part: None for the first, which is the only one of most prompts.
             budgets: candidates per KV head of the model's layers, or of the first of them; None: what the policy
                 gives them.
         """
-        n, config = admission.plan.prompt.end, admission.plan.config
-        assert n is not None
+        part = part or admission.plan.prompt
+        assert part is not None
+        n, config = part.n, part.config
         always = config.window_for(n) + num_sinks(config, n)
         if budgets is None:
             budgets = self._budgets(admission.request_id, config, n)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.engine.support.servers import PAGE, Setup, Shape, make_request
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.policies.registry import lookup
 
 POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 
@@ -174,6 +175,24 @@ def _load(
         if aborts and choose.random() < 0.25:
             load.aborts.setdefault(choose.randrange(300), []).append(ask.name)
     return load
+
+
+def with_turns(load: Load, seed: int) -> Load:
+    """Most prompts of a load are evicted part by part, in up to seven."""
+    choose = random.Random(f"turns {seed}")
+    options = {**(load.setup.options or {}), "min_turn": choose.choice((1, 16, 64))}
+    if not lookup(options["policy"]).parts:
+        options["policy"] = "ada-snapkv"
+    if options["budget"] > 1:
+        options["budget"] = 0.3
+    asks = []
+    for ask in load.asks:
+        extra = {name: value for name, value in ask.extra_args.items() if value != 64}
+        if "kv_prefix_len" not in extra and choose.random() < 0.8:
+            count = min(ask.prompt, choose.randrange(1, 8))
+            extra["kv_turns"] = sorted(choose.sample(range(1, ask.prompt + 1), count))
+        asks.append(dataclasses.replace(ask, extra_args=extra))
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options), asks=asks)
 
 
 def play(load: Load, seed: int, repeats: bool = False) -> Simulation:

@@ -24,7 +24,7 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
 from vllm_kvevict.policies.registry import lookup
-from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.reports import (
     Claim,
@@ -84,11 +84,15 @@ class Resident:
     @property
     def needs_sums(self) -> bool:
         """Whether what its prompt adds up to is still needed; a cached prefix was evicted before."""
-        prompt = self.plan.prompt
-        if prompt is None or self.admission.prefix is not None:
+        if self.plan.prompt is None or self.admission.prefix is not None:
             return False
-        is_repeated = not schedule_of(prompt).repeats_prompt or self.repeated == prompt.end
-        return self.tokens < prompt.end or not is_repeated
+        end = self.plan.evicted_at
+        return self.tokens < end or (self.repeats_prompt and self.repeated != end)
+
+    @property
+    def part(self) -> Phase:
+        """The phase of its last token, of a prompt that is evicted."""
+        return self.plan.part_of(self.tokens - 1)
 
     @property
     def repeats_prompt(self) -> bool:
@@ -485,7 +489,7 @@ class Workers:
             count = output.num_scheduled_tokens.get(name, 0)
             if not (count or resident.tokens) or not resident.plan.reserved(DIMS) or not resident.needs_sums:
                 continue
-            in_one_step = not resident.tokens and count == resident.plan.prompt.end
+            in_one_step = not resident.tokens and resident.plan.is_read_by(count)
             if in_one_step and not resident.repeats_prompt:
                 assert resident.admission.reserved_at is None
                 continue
@@ -514,7 +518,7 @@ class Workers:
 
     def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
         """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
-        n, config = resident.plan.prompt.end, resident.plan.config
+        n, config = resident.part.end, resident.part.config
         assert resident.waits and resident.tokens == n
         assert chunk.start == resident.repeated < chunk.stop <= n
         assert (
@@ -539,13 +543,12 @@ class Workers:
 
     def _keys(self, resident: Resident, rank: int) -> torch.Tensor:
         """Order keys of a rank's candidates: those that it keeps have the highest."""
-        plan = resident.plan
-        assert plan.prompt is not None
-        rows = self.choices_of(resident).lengths(resident.admission)[rank]
-        window = plan.config.window_for(plan.prompt.end)
+        part = resident.part
+        rows = self.choices_of(resident).lengths(resident.admission, part=part)[rank]
+        window = part.config.window_for(part.n)
         best = int(rows.sum()) - rows.size * window
         # Ranks take turns above and below the cut, which lies between two digits or anywhere in one.
-        places = torch.arange(rows.size * (plan.prompt.end - window)) * len(self.ranks) + rank
+        places = torch.arange(rows.size * (part.n - window)) * len(self.ranks) + rank
         cut = CUTS[zlib.crc32(resident.admission.request_id.encode()) % len(CUTS)]
         return torch.cat([cut + places[:best], cut - 1 - places[best:]])
 
@@ -559,16 +562,22 @@ class Workers:
         """Row lengths of each rank, [layers, KV heads]."""
         if resident.is_in_answer:
             return self._choose_of_answer(resident)
-        config, n = resident.plan.config, resident.plan.prompt.end
-        assert n is not None
+        config, n = resident.plan.config, resident.part.n
         if schedule(resident) != "chunked":
-            return self.choices_of(resident).lengths(resident.admission)
+            return self._behind_pinned(
+                resident, self.choices_of(resident).lengths(resident.admission, part=resident.part)
+            )
         parts = []
         for rank, rows in zip(self.ranks, resident.kv_len, strict=True):
             layers, last = range(rank.first_layer, rank.first_layer + rank.num_layers), resident.tokens == n
             budgets = [take.chunk_budget(config, n, layer, rank.num_model_layers, last) for layer in layers]
             parts.append(np.minimum(rows, np.array(budgets)[:, None]))
         return parts
+
+    def _behind_pinned(self, resident: Resident, of_part: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What rows hold with that much of a part, behind what earlier parts have left."""
+        pinned = [rows - resident.part.n for rows in resident.kv_len]
+        return [before + own.reshape(before.shape) for before, own in zip(pinned, of_part, strict=True)]
 
     def _choose_of_answer(self, resident: Resident) -> list[np.ndarray]:
         """What is pinned and, of the answer, as many entries as its budget says on average: of any rows if they
@@ -630,18 +639,18 @@ class Workers:
 
     def _trim(self, resident: Resident, answer: Sequence[int] | int) -> list[Report]:
         """Keep what the scheduler decided, of each layer or of all together."""
-        plan = resident.plan
-        assert plan.prompt is not None
-        window = plan.config.window_for(plan.prompt.end)
+        part = resident.part
+        window = part.config.window_for(part.n)
         if isinstance(answer, int):
-            kept = self.choices_of(resident).lengths(resident.admission)
+            kept = self.choices_of(resident).lengths(resident.admission, part=part)
             for rank, rows in enumerate(kept):
                 best = int(rows.sum()) - rows.size * window
                 assert int((self._keys(resident, rank) >= answer).sum()) == best
-            return self._keep(resident, kept)
-        past = plan.config.budget_for(plan.prompt.end) - window
+            return self._keep(resident, self._behind_pinned(resident, kept))
+        past = part.config.budget_for(part.n) - window
         assert sum(answer) == self.ranks[0].num_model_layers * past
-        return self._keep(resident, self.choices_of(resident).lengths(resident.admission, answer))
+        kept = self.choices_of(resident).lengths(resident.admission, answer, part)
+        return self._keep(resident, self._behind_pinned(resident, kept))
 
     def _keep(self, resident: Resident, parts: Sequence[np.ndarray]) -> list[Report]:
         """Shorten the rows of each rank to these lengths and report it."""

@@ -113,7 +113,7 @@ class Requests:
         """It is known what each rank keeps of a request; of earlier evictions only the prompt's matter still."""
         known, last = self.kept.get(name, {}), account.plan.evicted_at
         of_prompt = {position: counts for position, counts in known.items() if position <= last}
-        self.kept[name] = {**of_prompt, account.counts[0].tokens: account.counts}
+        self.kept[name] = {**of_prompt, account.counts[0].tokens: tuple(account.counts)}
 
     def forget_kept(self) -> None:
         """What was kept says nothing any more."""

@@ -1,0 +1,112 @@
+"""Random loads whose prompts are evicted part by part: nothing holds more than is allowed, and all requests end."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.engine.scheduler.test_scheduler import check_end, tens, with_room_for_repeats
+from tests.engine.support.loads import Ask, Load, mixed, play, staged, tight, with_turns
+from tests.engine.support.servers import PAGE, Setup
+from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.schedules import bounds
+
+LOADS = {"mixed": mixed, "staged": staged, "tight": tight}
+
+
+def with_policy(load: Load, policy: str, **params: Any) -> Load:
+    """On a server with another policy."""
+    options = {**(load.setup.options or {}), "policy": policy, **params}
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+
+
+def evicted_in_parts(load: Load, simulation: Any) -> int:
+    """How many admissions had more than one eviction of their prompt."""
+    times: dict[tuple[str, int], int] = {}
+    prompts = {ask.name: ask.prompt for ask in load.asks}
+    for name, epoch, tokens in simulation.workers.evictions:
+        assert tokens <= prompts[name]
+        times[name, epoch] = times.get((name, epoch), 0) + 1
+    return sum(count > 1 for count in times.values())
+
+
+@pytest.fixture(autouse=True)
+def nobody_holds_more_than_was_promised(monkeypatch) -> None:
+    """While parts of it are to be read, by what was promised at any time: others were admitted beside that."""
+    step, promised = Simulation.step, {}
+
+    def checked(simulation: Simulation) -> Any:
+        output = step(simulation)
+        for name, account in simulation.ledger.accounts.items():
+            if account.tokens < account.plan.evicted_at:
+                before = promised.get((simulation, name, account.epoch), account.terms.peak)
+                peak = [min(pair) for pair in zip(before, account.terms.peak, strict=True)]
+                promised[simulation, name, account.epoch] = peak
+                pairs = zip(account.held, peak, strict=True)
+                assert all(held <= most for held, most in pairs), f"{name} holds more than was promised"
+        return output
+
+    monkeypatch.setattr(Simulation, "step", checked)
+
+
+@pytest.mark.parametrize("first", tens(60))
+@pytest.mark.parametrize("name", LOADS)
+def test_loads(name: str, first: int) -> None:
+    in_parts = 0
+    for seed in range(first, first + 10):
+        load = with_turns(LOADS[name](seed), seed)
+        simulation = play(load, seed)
+        check_end(load, simulation)
+        assert max(simulation.preemptions.values()) <= 4
+        in_parts += evicted_in_parts(load, simulation)
+    assert in_parts > 30
+
+
+@pytest.mark.parametrize("first", tens(20))
+@pytest.mark.parametrize("name", LOADS)
+def test_loads_that_are_repeated(name: str, first: int) -> None:
+    in_parts = 0
+    for seed in range(first, first + 10):
+        params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
+        load = with_room_for_repeats(LOADS[name](seed))
+        load = with_policy(with_turns(load, seed), "kvzip", **params)
+        simulation = play(load, seed, repeats=True)
+        check_end(load, simulation)
+        assert max(simulation.preemptions.values()) <= 4
+        in_parts += evicted_in_parts(load, simulation)
+    assert in_parts > 30
+
+
+def equal_parts() -> Load:
+    """Prompts of 12 parts of 100 tokens, scheduled ahead, in a pool that holds one of them whole."""
+    options = {"policy": "ada-snapkv", "budget": 0.1, "min_prompt": 0, "min_turn": 1}
+    setup = Setup([(2, 2)], [4 * -(-1300 // PAGE)], 1300, 256, 8, depth=3, asynchronous=True, options=options)
+    turns = {"kv_turns": list(range(100, 1300, 100))}
+    return Load(setup, [Ask(0, f"r{index}", 1200, 8, turns, 0) for index in range(6)])
+
+
+def as_if_nothing_was_kept(monkeypatch) -> None:
+    monkeypatch.setattr(bounds, "_kept_entries", lambda phase, rank: (0, 0))
+
+
+def as_if_nothing_had_to_be_kept_since(monkeypatch) -> None:
+    monkeypatch.setattr(bounds._Left, "grown", lambda left, more: left.before.pages)
+
+
+def as_if_reports_came_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(Account, "must_wait", property(lambda account: account.is_undecided))
+
+
+@pytest.mark.parametrize(
+    "mutate", [as_if_nothing_was_kept, as_if_nothing_had_to_be_kept_since, as_if_reports_came_at_once]
+)
+def test_a_promise_that_is_too_small_is_noticed(mutate, monkeypatch) -> None:
+    """The controls, on prompts of equal parts, which need little more than one part."""
+    load = equal_parts()
+    simulation = play(load, 1)
+    check_end(load, simulation)
+    assert evicted_in_parts(load, simulation) == len(load.asks)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match="was promised"):
+        play(load, 1)
