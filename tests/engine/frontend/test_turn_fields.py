@@ -4,6 +4,7 @@ import pytest
 
 from tests.engine.frontend.test_config import one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.frontend.bodies import fault_of
 
 SERVER = Options.parse(
     {"policy": "kvzip", "budget": 0.25, "min_prompt": 20, "decode_budget": 40, "policies": "all"}
@@ -36,6 +37,13 @@ def test_bad_fields(fields, words) -> None:
     sentence = one_sentence(error)
     assert error.value.field_name == "kv_turns" and sentence.startswith("kv_turns ")
     assert all(word in sentence for word in words), sentence
+
+
+def test_true_is_no_number_in_a_list_either() -> None:
+    assert fault_of({"vllm_xargs": {"kv_turns": [40, True]}}) == (
+        "kv_turns must not be true or false, got [40, true]"
+    )
+    assert fault_of({"vllm_xargs": {"kv_turns": [40, 1]}}) is None
 
 
 def test_an_answer_begins_behind_the_last_turn() -> None:

@@ -156,6 +156,19 @@ def test_fields_are_followed(server, client):
     assert line["heads"] == [[64, 64]] * 4
 
 
+def test_turns_are_evicted_one_by_one(server, client):
+    answer = complete(client, words(500), fields={"kv_turns": [150, 250, 400], "kv_budget": 0.25})
+
+    def lines() -> list[dict]:
+        return [line for line in server.evictions if line["request"].startswith(answer.id)]
+
+    assert eventually(lambda: len(lines()) == 3)
+    told = [(line["tokens"], line["kept"], line["stored"], line["phase"]) for line in lines()]
+    # A quarter of each, rounded down: 37, 25 and 37 tokens.
+    expected = [(150, 37, 150), (250, 62, 37 + 100), (400, 99, 62 + 150)]
+    assert told == [(end, ROWS * kept, ROWS * stored, "prefill") for end, kept, stored in expected]
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_endpoints(endpoint, server, client):
     full = endpoint(client, {"kv_eviction": "full"})
@@ -256,6 +269,11 @@ BAD = [
     ({"kv_prefix_len": 1.5}, "kv_prefix_len"),
     ({"kv_prefix_len": "10"}, "kv_prefix_len"),
     ({"kv_prefix_len": 1500}, "kv_prefix_len"),
+    ({"kv_turns": 100}, "kv_turns"),
+    ({"kv_turns": [120, 100]}, "strictly ascending"),
+    ({"kv_turns": [100, 1500]}, "kv_turns"),
+    ({"kv_turns": [True, 100]}, "kv_turns must not be true or false"),
+    ({"kv_turns": [100], "kv_budget": 64}, "a share of the tokens"),
     ({"kv_evictions": "snapkv"}, "kv_evictions"),
     ({"kv_window": 16}, "kv_window"),
     ({"kv_repeat_rows": [7, 8]}, "kv_repeat_rows"),  # the front-end's own

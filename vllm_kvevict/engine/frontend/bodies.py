@@ -68,6 +68,7 @@ def fault_of(request: dict[str, Any]) -> str | None:
             example = f', with the OpenAI client extra_body={{"vllm_xargs": {{"{name}": ...}}}}'
             there = f"put it there{example if place == 'vllm_xargs' else ''}"
             return f"{name} is a field of {place}, not of the request itself: {there}"
-        if isinstance(fields, dict) and isinstance(fields.get(name), bool):
-            return f"{name} must not be true or false, got {json.dumps(fields[name])}"
+        given = fields.get(name) if isinstance(fields, dict) else None
+        if any(isinstance(value, bool) for value in (given if isinstance(given, list) else [given])):
+            return f"{name} must not be true or false, got {json.dumps(given)}"
     return None
