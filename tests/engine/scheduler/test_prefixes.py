@@ -242,6 +242,20 @@ def test_requests_share_a_prefix_if_their_parameters_are_equal() -> None:
     assert one not in others and len(set(others)) == 3
 
 
+def test_a_part_is_another_prefix_where_its_window_is_smaller() -> None:
+    """A part of 400 tokens keeps 80, of which its window is 20; of several parts nothing is shared."""
+    simulation, tokens = Simulation(server(options={"min_turn": 1})), document(0, 410)
+
+    def key(name: str, fields: dict[str, Any]) -> Any:
+        return simulation.ledger.requests.key(make_request(name, tokens, 3, fields))
+
+    as_prefix, as_part = {"kv_prefix_len": 400}, {"kv_turns": [400]}
+    assert key("1", as_part) not in (None, key("2", as_prefix))
+    narrow = {"kv_params": "window=20"}
+    assert key("3", as_part | narrow) == key("4", as_prefix | narrow)
+    assert key("5", {"kv_turns": [200, 400]}) is None
+
+
 def test_other_defaults_are_another_prefix(monkeypatch) -> None:
     """Of equal parameters, whoever says so, it is the same one."""
     policy = policy_with_both_defaults(monkeypatch)

@@ -42,7 +42,7 @@ def prefix_key(
     rest = request.all_token_ids[blocks * block_size : tokens]
     # Of no tokens as well: a request of one block more has another key.
     extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
-    key = hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.config
+    key = hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.prompt.config
     prompts = repeat_prompts_of(request.sampling_params)
     return key if prompts is None else (*key, prompts)
 
