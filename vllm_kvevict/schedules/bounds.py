@@ -3,7 +3,6 @@
 Owns nothing. No request ever holds more on a rank, whatever its policy chooses.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -209,17 +208,11 @@ class Entries(NamedTuple):
 
     def and_of(self, phase: Phase, rank: RankCapacity) -> "Entries":
         """With those that a phase has left."""
-        each, shared = _kept_entries(phase, rank)
+        each, shared = schedule_of(phase).kept_entries(phase, rank)
         return Entries(self.each + each, self.shared + shared)
 
 
 NOTHING = Entries()
-
-
-@functools.lru_cache(maxsize=4096)
-def _kept_entries(phase: Phase, rank: RankCapacity) -> tuple[int, int]:
-    """As of :meth:`Schedule.kept_entries`; a prompt of many parts is asked about again with each of them."""
-    return schedule_of(phase).kept_entries(phase, rank)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def equal_parts() -> Load:
 
 
 def as_if_nothing_was_kept(monkeypatch) -> None:
-    monkeypatch.setattr(bounds, "_kept_entries", lambda phase, rank: (0, 0))
+    monkeypatch.setattr(bounds.Entries, "and_of", lambda entries, phase, rank: entries)
 
 
 def as_if_nothing_had_to_be_kept_since(monkeypatch) -> None:
