@@ -1,14 +1,11 @@
 """Answers that are evicted while they are written: against the plain model, at every position, whatever interrupts."""
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
 
 from tests.engine.support.answers import CLOSE, Rules
 from tests.engine.support.masked import masked_logits
-from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run, run_preempted
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.registry import decoding_policies
 
@@ -46,18 +43,9 @@ def test_preempted_around_a_position(models, policy: str) -> None:
     first = BUDGET + INTERVAL
     expected = None
     with evicting_engine(model, eviction={**OPTIONS, "decode_policy": policy}) as llm:
-        step = llm.llm_engine.step
-        for preempt_at in (-1, first - 1, first, first + 1, first + INTERVAL + 3):
-            steps, before = itertools.count(), num_preemptions(llm)
-
-            def counting(steps=steps, at=preempt_at) -> Any:
-                if next(steps) == at:
-                    assert llm.reset_prefix_cache(reset_running_requests=True)
-                return step()
-
-            llm.llm_engine.step = counting
-            (answer,) = run(llm, [ask], recorded=False)
-            assert num_preemptions(llm) - before == int(preempt_at >= 0)
+        for times, preempt_at in enumerate((-1, first - 1, first, first + 1, first + INTERVAL + 3)):
+            (answer,) = run_preempted(llm, [ask], preempt_at)
+            assert num_preemptions(llm) == times
             assert expected in (None, answer.tokens)
             expected = answer.tokens
 

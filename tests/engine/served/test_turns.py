@@ -3,14 +3,21 @@
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.support.answers import CLOSE
 from tests.engine.support.masked import layer_inputs, masked_logits
-from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, plain_prompts, run
+from tests.engine.support.running import (
+    Answer,
+    Ask,
+    evicting_engine,
+    num_preemptions,
+    plain_prompts,
+    run,
+    run_preempted,
+)
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 from vllm_kvevict.policies.registry import policies_for_parts
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -149,7 +156,7 @@ def repeated(
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip", "lava", "h2o"])
 def test_steps_and_preemptions_change_nothing(models, policy: str) -> None:
-    """Parts that several steps read, other requests beside them, and a preemption in every step."""
+    """Parts that several steps read, other requests beside them, and a preemption before any of six steps."""
     model, ask = (
         models("llama", heads=4, kv_heads=2),
         Ask(330, policy, RATIO, turns=(96, 200, 290), max_tokens=6),
@@ -162,16 +169,7 @@ def test_steps_and_preemptions_change_nothing(models, policy: str) -> None:
         found, *beside = run(llm, [ask, *others])
         assert found.tokens == expected.tokens and found.kept == expected.kept
         assert [other.tokens for other in beside] == [other.tokens for other in alone]
-        step = llm.llm_engine.step
-        for preempt_at in (1, 3, 5, 8, 10, 13):
-            steps, before = itertools.count(), num_preemptions(llm)
-
-            def counting(steps=steps, at=preempt_at) -> Any:
-                if next(steps) == at:
-                    assert llm.reset_prefix_cache(reset_running_requests=True)
-                return step()
-
-            llm.llm_engine.step = counting
-            (answer,) = run(llm, [ask], recorded=False)
-            assert num_preemptions(llm) - before == 1
+        for times, preempt_at in enumerate((1, 3, 5, 8, 10, 13), 1):
+            (answer,) = run_preempted(llm, [ask], preempt_at)
+            assert num_preemptions(llm) == times
             assert answer.tokens == expected.tokens

@@ -2,18 +2,16 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.support.masked import masked_logits
-from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run_preempted
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies import registry as policies
 from vllm_kvevict.schedules import registry as schedules
@@ -88,15 +86,8 @@ def answer_of(model: Path, log: Path, preempt_at: int = -1) -> tuple[Answer, lis
     """An answer, and after how many tokens it was evicted and how often preempted, which step ``preempt_at`` does."""
     options = {"policy": "toy", "budget": BUDGET, "eviction_log": str(log)}
     with evicting_engine(model, eviction=options, **POOL) as llm:
-        steps, step = itertools.count(), llm.llm_engine.step
-
-        def counting() -> list[Any]:
-            if next(steps) == preempt_at:
-                assert llm.reset_prefix_cache(reset_running_requests=True)
-            return step()
-
-        llm.llm_engine.step = counting
-        (answer,) = run(llm, [Ask(PROMPT, "toy", BUDGET, max_tokens=ANSWER)], logits=True, recorded=False)
+        ask = Ask(PROMPT, "toy", BUDGET, max_tokens=ANSWER)
+        (answer,) = run_preempted(llm, [ask], preempt_at, logits=True)
         return answer, [json.loads(line)["tokens"] for line in log.open()], num_preemptions(llm)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,26 @@ def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool =
     if recorded:
         bring_decisions(llm, [output.request_id for output in outputs], answers)
     return answers
+
+
+def run_preempted(llm: LLM, asks: Sequence[Ask], at: int, **options: Any) -> list[Answer]:
+    """All requests at once, and all that run preempted before the step of that number, 0 for the first; -1 for none.
+
+    Args:
+        options: of :func:`run`; what was kept is not recorded.
+    """
+    steps, step = itertools.count(), llm.llm_engine.step
+
+    def counted() -> Any:
+        if next(steps) == at:
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    llm.llm_engine.step = counted
+    try:
+        return run(llm, asks, recorded=False, **options)
+    finally:
+        llm.llm_engine.step = step
 
 
 def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:

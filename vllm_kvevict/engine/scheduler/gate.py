@@ -53,7 +53,7 @@ class Gate:
         """
         plan = self._requests.plan(request)
         most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
-        in_one_step = plan.prompt is not None and plan.prompt.end <= most and plan.is_read_by(plan.prompt.end)
+        in_one_step = plan.evicted_at <= most and plan.is_read_by(plan.evicted_at)
         needed = plan.reserved(self._head_dims, in_one_step)
         if not needed or self._shared.compressed.find(request) is not None:
             return False
