@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+import torch
+
+collect_ignore = [] if torch.cuda.is_available() else ["test_cuda_graphs.py"]
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,24 @@ from typing import Any
 
 import torch
 import torch._dynamo
-
-# Workers are forked: what is imported here is not imported in each of them again.
-import vllm.v1.worker.cpu_model_runner
-import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
-import vllm_kvevict.engine.worker.cpu  # noqa: F401
 from tests.engine.support.quick_starts import forked_processes
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
+if current_platform.is_cpu():
+    # Workers are forked: what is imported here is not imported in each of them again.
+
+    import vllm_kvevict.engine.worker.cpu  # noqa: F401
+
 VOCAB = 512
 KV_BYTES = 1 << 27
+GPU_SHARE = 0.3
+"""Of a GPU's memory, which must be free when an engine starts: several may run beside each other."""
 
 
 @dataclass
@@ -108,6 +111,8 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
         "max_model_len": 2048,
         "kv_cache_memory_bytes": KV_BYTES,
     }
+    if not current_platform.is_cpu():
+        defaults["gpu_memory_utilization"] = GPU_SHARE
     settings = {**defaults, **settings}
     with (
         # vLLM compiles a helper of its sampler even in eager mode, which takes longer than these tests.

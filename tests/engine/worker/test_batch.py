@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.cache.writers import writer
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import lay_out, split_by_width
-from vllm_kvevict.engine.worker.model_runners import batch_request_ids
+from vllm_kvevict.engine.worker.model_runners import BatchOrder
 
 LAYERS, HEADS, PAGE, DIM = 2, 3, 32, 32
 
@@ -130,7 +130,11 @@ def test_a_second_call_halves_the_tables_or_is_not_made(widths):
 
 def test_rows_of_both_model_runners():
     v1 = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
-    assert batch_request_ids(v1, SimpleNamespace(num_reqs=2)) == ["a", "b"]
-    v2 = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={0: "x", 4: "y", 7: "z"}))
-    common = SimpleNamespace(num_reqs=2, req_idx=np.array([7, 0, 4]))
-    assert batch_request_ids(v2, common) == ["z", "x"]
+    assert BatchOrder(v1).request_ids(2) == ["a", "b"]
+    states = [SimpleNamespace(req_ids=["z", "x", "y"]), None]
+    v2 = SimpleNamespace(req_states=None, gather_batch_req_state=lambda message, dummy: (states[dummy], 1))
+    order = BatchOrder(v2)
+    assert v2.gather_batch_req_state("message", False) == (states[0], 1)
+    assert order.request_ids(2) == ["z", "x"]
+    assert v2.gather_batch_req_state("message", True) == (None, 1)
+    assert not order.request_ids(2)

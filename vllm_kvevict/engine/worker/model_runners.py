@@ -4,17 +4,33 @@ from collections.abc import Callable
 from typing import Any
 
 
-def batch_request_ids(runner: Any, common: Any) -> list[str]:
-    """Request ids in the order of the batch rows.
+class BatchOrder:
+    """Which request each row of a step's batch is.
+
+    The V2 runner puts it into the metadata of attention for some models only, so its order is noted where it is made.
 
     Args:
         runner: the worker's model runner, V1 or V2.
-        common: vLLM's CommonAttentionMetadata of the step.
     """
-    if hasattr(runner, "req_states"):
-        names = runner.req_states.index_to_req_id
-        return [names[int(index)] for index in common.req_idx[: common.num_reqs]]
-    return list(runner.input_batch.req_ids[: common.num_reqs])
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._names: list[str] = []
+        self._is_noted = hasattr(runner, "req_states")
+        if self._is_noted:
+            gather = runner.gather_batch_req_state
+
+            def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
+                state, uniform_tokens = gather(*args, **kwargs)
+                self._names = state.req_ids if state is not None else []
+                return state, uniform_tokens
+
+            runner.gather_batch_req_state = gather_batch_req_state
+
+    def request_ids(self, num_reqs: int) -> list[str]:
+        """Of the first rows."""
+        names = self._names if self._is_noted else self._runner.input_batch.req_ids
+        return list(names[:num_reqs])
 
 
 def forbid_decode_graphs(runner: Any, when: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ from vllm_kvevict.engine.memory import head_dims
 from vllm_kvevict.engine.messages import RankMessage, StepMessage
 from vllm_kvevict.engine.worker.attach import Rank, attach
 from vllm_kvevict.engine.worker.batch import Batch, Decodes
-from vllm_kvevict.engine.worker.model_runners import batch_request_ids
+from vllm_kvevict.engine.worker.model_runners import BatchOrder
 from vllm_kvevict.engine.worker.reserve import allocate, allocate_ring
 from vllm_kvevict.engine.worker.step import Step, StepState, replayable
 from vllm_kvevict.schedules.eviction import ResidentRequest
@@ -37,6 +37,7 @@ class Runtime:
         self.vllm_config: VllmConfig = worker.vllm_config
         self.options = require_options(self.vllm_config)
         self.runner = worker.model_runner
+        self._order = BatchOrder(self.runner)
         self.residents: dict[str, ResidentRequest] = {}
         self.reserve: Tensor | None = None
         self.ring: QueryRing | None = None
@@ -114,7 +115,7 @@ class Runtime:
         # Batch rows of dummy runs have indices that belong to no request, or to another one.
         if not self._serves or self._step is None:
             return self.build_dummy(common)
-        return self._step.build(common, batch_request_ids(self.runner, common))
+        return self._step.build(common, self._order.request_ids(common.num_reqs))
 
     def build_dummy(self, common: Any) -> StepState:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
