@@ -203,11 +203,9 @@ def test_what_is_refused_changes_nothing(cache):
     with pytest.raises(ValueError, match="there is no shared entry 7"):
         cache.open([(7, None)])
     loans.freeze(7, donor)
-    with pytest.raises(ValueError, match="no rows of its own"):
-        loans.freeze(8, donor)
     with pytest.raises(ValueError, match="columns 2 to 3 of request slot 0 cannot be frozen"):
         loans.freeze(8, donor, 1)
-    with pytest.raises(ValueError, match="no rows of its own"):
+    with pytest.raises(ValueError, match="there is a shared entry 7"):
         loans.freeze(7, read(cache, 5))
     even = read(cache, 32, [32] * 4)
     loans.freeze(8, even)
@@ -242,6 +240,73 @@ def test_pages_that_move_are_found(cache):
     )
     for slot in (donor, fork, cache.open([(7, None)])):
         assert all(torch.equal(*pair) for pair in zip(content, entries(cache, slot), strict=True))
+
+
+# What further evictions leave behind what the first has left, which stays as it is.
+
+
+def evict_on(cache, slot, tokens, kept):
+    """A request stores so many tokens more, and keeps so many of them in each row."""
+    before = cache.lengths.of(slot).ravel()
+    append(cache, slot, tokens)
+    for layer in range(L):
+        rows = slice(layer * H, (layer + 1) * H)
+        cache.compact(slot, layer, [torch.arange(count) for count in kept[rows]], before[rows])
+    cache.settle(slot)
+
+
+def test_a_chain_of_evictions_and_a_branch(cache):
+    """Rows end unevenly, one keeps nothing of the second part, and one ends with a page."""
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    loans.freeze(1, donor)
+    evict_on(cache, donor, 60, [40, 26, 0, 31])
+    loans.freeze(2, donor)
+    assert loans[2].first.tolist() == [2, 2, 0, 1]
+    assert (loans[2].full.tolist(), loans[2].rest.tolist()) == ([1, 1, 0, 1], [8, 0, 1, 0])
+    kept = [sum(pair) for pair in zip(KEPT, [40, 26, 0, 31], strict=True)]
+    content, first = entries(cache, donor), loans.checksum(1)
+    fork = cache.open([(1, None), (2, None)])
+    assert cache.lengths.of(fork).ravel().tolist() == kept
+    assert all(torch.equal(*pair) for pair in zip(content, entries(cache, fork), strict=True))
+    assert cache.held(fork) == 2  # copies of the partial pages
+    branch = cache.open([(1, None)])
+    assert cache.lengths.of(branch).ravel().tolist() == KEPT
+    evict_on(cache, branch, 50, [10, 50, 20, 5])
+    loans.freeze(3, branch)
+    for slot in (donor, fork, branch):
+        append(cache, slot, 40)
+        cache.verify()
+    again = cache.open([(1, None), (2, None)])
+    assert all(torch.equal(*pair) for pair in zip(content, entries(cache, again), strict=True))
+    assert loans.checksum(1) == first
+    assert same(cache, cache.open([(1, None), (3, None)]), branch, 1)
+
+
+def test_a_chain_goes_from_its_end(cache):
+    loans, donor = cache.loans, read(cache, 100, KEPT)
+    loans.freeze(1, donor)
+    evict_on(cache, donor, 60, [40, 26, 0, 31])
+    loans.freeze(2, donor)
+    with pytest.raises(ValueError, match=rf"shared entry 1 is borrowed by request slots \[{donor}\]"):
+        loans.drop(1)
+    content = entries(cache, donor)
+    loans.drop(2)
+    assert (loans.borrowers(1), cache.borrowed(donor)) == ([donor], int(loans[1].full.sum()))
+    cache.verify()
+    # What it keeps after that follows the first entry.
+    evict_on(cache, donor, 40, [3, 4, 5, 6])
+    loans.freeze(3, donor)
+    assert loans[3].first.tolist() == loans[1].full.tolist()
+    loans.drop(3)
+    loans.drop(1)
+    assert all(
+        torch.equal(one, two[:, : one.shape[1]])
+        for one, two in zip(content, entries(cache, donor), strict=True)
+    )
+    assert cache.borrowed(donor) == 0 and loans.pages == {True: 0, False: 0}
+    cache.verify()
+    cache.close([donor])
+    assert cache.physical_pages == 0
 
 
 # Whole columns that were read, each part of them behind its parents.
@@ -335,11 +400,13 @@ def test_what_columns_cannot_be_frozen_begun_with_or_dropped(cache):
     with pytest.raises(ValueError, match="columns 0 to 4 of request slot 0 cannot be frozen"):
         cache.loans.freeze(1, donor, 4)
     cache.loans.freeze(1, donor, 2)
-    with pytest.raises(ValueError, match="columns 2 to 3"):
+    with pytest.raises(ValueError, match="there is a shared entry 1"):
         cache.loans.freeze(1, donor, 1)
     with pytest.raises(ValueError, match="columns 2 to 2"):
         cache.loans.freeze(2, donor, 0)
-    with pytest.raises(ValueError, match="shared entry 1 begins with column 0, not 1"):
+    with pytest.raises(ValueError, match="no rows of its own"):
+        cache.loans.freeze(2, donor)
+    with pytest.raises(ValueError, match="shared entry 1 does not follow"):
         cache.open([(1, 1), (1, 1)])
     with pytest.raises(ValueError, match="there is no shared entry 2"):
         cache.open([(1, 2), (2, 1)])

@@ -1,12 +1,13 @@
 """Shared entries: KV that belongs to no request, is never written again, and is borrowed by those that begin with it.
 
 What several requests begin with is stored once. A request that was evicted leaves all that it keeps (a compressed
-prefix); one that has read a prompt leaves whole columns of its page table, behind those that it borrows itself (an
-uncompressed prefix, a chain of entries that each follow their parents). It goes on with the same pages, borrowed.
+prefix); one that has read a prompt leaves whole columns of its page table (an uncompressed prefix). Either leaves what
+comes behind the columns that it borrows itself: entries form chains. It goes on with the same pages, borrowed.
 
     shared entry             [page][page][page][part]          all its own; the part is a copy, zero behind its entries
                                 |     |     |     copied
     row of a borrower        [  .][  .][  .][part][page]...     borrowed, then its own: it writes behind its entries
+    an entry that follows                   [page][page][part]  begins with what that part has become
 
 Owns the shared entries and what each request borrows. A page has one owner, a shared entry or a request; no page needs
 a count of its users, since whoever borrows an entry borrows the front of each row of it. Full pages are shared as they
@@ -34,16 +35,16 @@ class SharedEntry:
     """Pages of each row. Its page table, int32 [rows, columns], is arbitrary behind the pages of a row.
 
     Attributes:
-        full: int64 [rows], full pages of each row, on the host.
+        first: int64 [rows], columns of each row that come before it, those of its parents, on the host.
+        full: int64 [rows], its full pages of each row.
         rest: int64 [rows], entries in a row's last page, which is partial; 0: there is none.
-        first: columns of its parents, which come before it.
         is_compressed: whether it is what an eviction left.
     """
 
     table: torch.Tensor
+    first: IntArray
     full: IntArray
     rest: IntArray
-    first: int
     is_compressed: bool
 
     @cached_property
@@ -52,7 +53,7 @@ class SharedEntry:
         return self.behind(np.zeros_like(self.full))
 
     def behind(self, first: IntArray) -> torch.Tensor:
-        """Those from column first[r] of each row r on."""
+        """Those from its own column first[r] of each row r on."""
         return pages_between(self.table, first, self.full + (self.rest > 0))
 
 
@@ -94,32 +95,45 @@ class Loans:
 
         Args:
             columns: how many of the request's next columns, behind those that it borrows; None: all that it holds
-                after an eviction, which takes a page for each row that ends within one.
+                behind them after an eviction, which takes a page for each row that ends within one.
 
         Raises:
             ValueError: there is such an entry; or the request does not hold so many full columns; or it holds nothing,
-                or borrows, where all is asked for.
+                or borrows what is uncompressed, where all is asked for.
             RuntimeError: the pool has too few free pages. Nothing has changed.
         """
+        if number in self._entries:
+            raise ValueError(f"there is a shared entry {number}")
         rows, size = self.rows, self.rows.page_size
-        first, lengths = int(self.columns[request_slot].max()), rows.lengths.of(request_slot).ravel()
-        if columns is not None:
-            stop = first + columns
-            uneven = int(self.columns[request_slot].min()) < first
-            uneven |= any(self[n].is_compressed for n, _ in self._loans.get(request_slot, ()))
-            if number in self._entries or columns < 1 or stop * size > lengths.min() or uneven:
-                raise ValueError(f"columns {first} to {stop} of request slot {request_slot} cannot be frozen")
-            lengths = np.full_like(lengths, stop * size)
-        elif number in self._entries or first or not lengths.any():
-            raise ValueError(f"request slot {request_slot} holds no rows of its own that could be shared")
+        first, lengths = self.columns[request_slot].copy(), self._lengths_to_share(request_slot, columns)
         full, rest = lengths // size - first, lengths % size
         rows.pool.require(int((rest > 0).sum()))
-        width = int((full + (rest > 0)).max())
-        table = rows.tables.region(request_slot)[:, first : first + width].clone()
+        table = self._behind(request_slot, first, int((full + (rest > 0)).max()))
         self._copy_partial(table, full, rest)
-        self._entries[number] = entry = SharedEntry(table, full, rest, first, columns is None)
+        self._entries[number] = entry = SharedEntry(table, first, full, rest, columns is None)
         self.pages[entry.is_compressed] += len(entry.pages)
         self._lend(request_slot, [(number, columns)], full)
+
+    def _lengths_to_share(self, request_slot: int, columns: int | None) -> IntArray:
+        """Up to where each row of a request is to be shared, int64 [rows]; arguments and errors as of `freeze`."""
+        size, borrowed = self.rows.page_size, self.columns[request_slot]
+        lengths = self.rows.lengths.of(request_slot).ravel()
+        kinds = {self[number].is_compressed for number, _ in self._loans.get(request_slot, ())}
+        if columns is None:
+            if not lengths.any() or False in kinds:
+                raise ValueError(f"request slot {request_slot} holds no rows of its own that could be shared")
+            return lengths
+        first = int(borrowed.max())
+        stop = first + columns
+        if columns < 1 or stop * size > lengths.min() or int(borrowed.min()) < first or True in kinds:
+            raise ValueError(f"columns {first} to {stop} of request slot {request_slot} cannot be frozen")
+        return np.full_like(lengths, stop * size)
+
+    def _behind(self, request_slot: int, first: IntArray, width: int) -> torch.Tensor:
+        """A request's page table from column first[r] of each row r on, int32 [rows, width]."""
+        region = self.rows.tables.region(request_slot)
+        column = to_device(first, region.device)[:, None] + torch.arange(width, device=region.device)
+        return region.gather(1, column.clamp_(max=region.shape[1] - 1))
 
     def begin(self, request_slot: int, parts: Sequence[Loan]) -> None:
         """Begin an empty request with shared entries, one after the other.
@@ -134,8 +148,9 @@ class Loans:
         full = rest = np.zeros(tables.num_rows, np.int64)
         for number, columns in parts:
             entry = self[number]
-            if (full != entry.first).any() or rest.any():
-                raise ValueError(f"shared entry {number} begins with column {entry.first}, not {full.max()}")
+            # An entry that is not compressed does not begin with what its parent has in partial pages.
+            if (full != entry.first).any() or (rest.any() and not entry.is_compressed):
+                raise ValueError(f"shared entry {number} does not follow the columns before it")
             full = full + (entry.full if columns is None else columns)
             rest = entry.rest if columns is None else rest
         rows.pool.require(int((rest > 0).sum()))
@@ -155,25 +170,35 @@ class Loans:
     def shorten(self, request_slot: int, rows: slice, columns: IntArray) -> None:
         """Some rows of a request borrow fewer pages, columns[r] each: it has copies of all else that they keep."""
         self.columns[request_slot, rows] = columns
-        most, parts = int(self.columns[request_slot].max()), self._loans.pop(request_slot, [])
+        parts = self._loans.pop(request_slot, [])
         # Of its loans only those remain that some row goes on with, and as much of them.
-        rest = [(number, count, most - self[number].first) for number, count in parts]
-        if kept := [(n, count and min(count, left)) for n, count, left in rest if left > 0]:
+        rest = [(number, count, left) for number, count in parts if (left := self._left(request_slot, number))]
+        if kept := [(n, count and min(count, left)) for n, count, left in rest]:
             self._loans[request_slot] = kept
+
+    def _left(self, request_slot: int, number: int) -> int:
+        """The most columns that some row of a request borrows from the first of an entry on."""
+        return max(0, int((self.columns[request_slot] - self[number].first).max()))
 
     def drop(self, number: int) -> None:
         """End a shared entry and free its pages. What one request borrows of a compressed one becomes that request's.
 
+        Entries that follow it go before it.
+
         Raises:
-            ValueError: there is no such entry; or a request borrows of it, several do of a compressed one.
+            ValueError: there is no such entry; or a request borrows of it, several do of a compressed one; or one does
+                of an entry that follows it.
         """
         entry, borrowers = self[number], self.borrowers(number)
-        if len(borrowers) > (1 if entry.is_compressed else 0):
+        is_last = all(self._loans[slot][-1][0] == number for slot in borrowers)
+        if len(borrowers) > (1 if entry.is_compressed else 0) or not is_last:
             raise ValueError(f"shared entry {number} is borrowed by request slots {borrowers}")
         self.pages[entry.is_compressed] -= len(entry.pages)
-        self.rows.pool.give(entry.behind(self.columns[borrowers[0]]) if borrowers else entry.pages)
         for request_slot in borrowers:
-            self.end(request_slot)
+            self.rows.pool.give(entry.behind(self.columns[request_slot] - entry.first))
+            self.shorten(request_slot, slice(None), entry.first)
+        if not borrowers:
+            self.rows.pool.give(entry.pages)
         del self._entries[number]
 
     def checksum(self, number: int) -> int:
@@ -216,14 +241,22 @@ class Loans:
 
     def _joined(self, parts: Sequence[Loan]) -> torch.Tensor:
         """Page tables of shared entries one after the other, int32 [rows, columns]."""
-        none = self.rows.tables.arena.new_empty(self.rows.tables.num_rows, 0)
-        return torch.cat([none, *(self._entries[number].table[:, :columns] for number, columns in parts)], 1)
+        arena, entries = self.rows.tables.arena, [(self._entries[number], count) for number, count in parts]
+        tables = [(entry.first, entry.table[:, :count]) for entry, count in entries]
+        width = max((int(first.max()) + table.shape[1] for first, table in tables), default=0)
+        joined = arena.new_zeros(self.rows.tables.num_rows, width)
+        for first, table in tables:
+            column = torch.arange(table.shape[1], device=arena.device)
+            # Behind its pages an entry's table may say anything, and the next one's is written over that.
+            joined.scatter_(1, to_device(first, arena.device)[:, None] + column, table)
+        return joined
 
     def _lend(self, request_slot: int, parts: Sequence[Loan], full: IntArray) -> None:
         """Let a request borrow more full pages of each row; without any it does not depend on an entry."""
         if full.any():
             self.columns[request_slot] += full
-            self._loans.setdefault(request_slot, []).extend(parts)
+            lent = [part for part in parts if self[part[0]].full.any()]
+            self._loans.setdefault(request_slot, []).extend(lent)
 
     def _copy_partial(self, table: torch.Tensor, full: IntArray, rest: IntArray) -> None:
         """Replace the partial page of each row in a page table by a copy, zero behind its entries."""
