@@ -275,9 +275,10 @@ class Admission:
         plan: the request's, the same in each of its admissions.
         by_layer: whether its first step evicts it, layer by layer, each layer into the pages of the one before.
         reserved_at: where in the workers' reserve its place begins; None if it needs none.
-        prefix: number of the compressed prefix it begins with, which is evicted already; None if it reads it itself.
+        prefixes: numbers of the compressed prefixes that it begins with, each behind the one before; what they have
+            was evicted already.
         segments: number of each segment that it begins with, which are not, and how many columns of it.
-        cached: tokens in them.
+        tokens: those in either, which it has stored from the start.
     """
 
     request_id: str
@@ -285,13 +286,6 @@ class Admission:
     plan: Plan
     by_layer: bool = False
     reserved_at: int | None = None
-    prefix: int | None = None
+    prefixes: tuple[int, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
-    cached: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that it has stored from the start."""
-        if self.prefix is None or self.plan.prompt is None:
-            return self.cached
-        return self.plan.prompt.end
+    tokens: int = 0

@@ -5,6 +5,7 @@ lengths and know nothing of the ledger, so that every disagreement shows.
 """
 
 import functools
+import itertools
 import random
 import zlib
 from collections import deque
@@ -84,9 +85,9 @@ class Resident:
     @property
     def needs_sums(self) -> bool:
         """Whether what its prompt adds up to is still needed; a cached prefix was evicted before."""
-        if self.plan.prompt is None or self.admission.prefix is not None:
-            return False
         end = self.plan.evicted_at
+        if self.admission.tokens >= end:
+            return False
         return self.tokens < end or (self.repeats_prompt and self.repeated != end)
 
     @property
@@ -107,8 +108,8 @@ class Resident:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether it has as many tokens as its prompt when that is evicted for the last time."""
-        return self.plan.prompt is not None and self.tokens == self.plan.prompt.end
+        """Whether it has as many tokens as its prompt, or a part of it, when that is evicted for the last time."""
+        return any(self.tokens == part.end for part in self.plan.parts)
 
 
 def extra_tokens(resident: Resident, position: int) -> int:
@@ -156,6 +157,7 @@ class Workers:
         self.blocks: set[int] = set()
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
+        self._parents: dict[int, int | None] = {}
         self.segments: dict[int, list[int | None]] = {}
         self.hits = self.shares = 0
         self.dropped: list[int] = []
@@ -193,7 +195,17 @@ class Workers:
 
     def cached_pages(self, rank: int) -> int:
         """Pages of a rank that cached prefixes hold."""
-        return sum(self.pages(rows[rank]) for rows in self.cached.values())
+        return sum(self._cached_pages(number, rank) for number in self.cached)
+
+    def _cached_pages(self, number: int, rank: int) -> int:
+        """Pages of a rank that a cached prefix holds behind its parent."""
+        return self.pages(self.cached[number][rank]) - int(self._lent_by(self._parents[number])[rank].sum())
+
+    def _lent_by(self, number: int | None) -> list[np.ndarray]:
+        """Full pages of each row, by rank, of a cached prefix with its parents."""
+        if number is None:
+            return [np.zeros(shape, np.int64) for shape in self.setup.shapes]
+        return [rows // PAGE for rows in self.cached[number]]
 
     def segment_pages(self, rank: int) -> int:
         """Pages of a rank that segments hold."""
@@ -211,11 +223,13 @@ class Workers:
             assert not users, f"segment {number} is dropped while {users} borrow it"
             del self.segments[number]
             return
-        borrowers = self.borrowers(number)
-        lends = any((rows // PAGE).any() for rows in self.cached[number])
+        borrowers, parent = self.borrowers(number), self._parents.pop(number)
+        assert number not in self._parents.values(), f"prefix {number} is dropped before one that follows it"
+        before = self._lent_by(parent)
+        lends = any((rows != own).any() for rows, own in zip(self._lent_by(number), before, strict=True))
         assert len(borrowers) <= 1 or not lends, f"prefix {number} is dropped while {borrowers} borrow it"
         for name in borrowers:
-            self.live[name].lent = self.live[name].prefix = None
+            self.live[name].lent, self.live[name].prefix = before, parent
         del self.cached[number]
 
     def _store(self, resident: Resident) -> None:
@@ -223,12 +237,13 @@ class Workers:
         number, resident.store = resident.store, None
         if number is not None and resident.is_at_end:
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
+            self._parents[number] = resident.prefix
             self._note_origin(number, resident)
             self._borrow(resident, number)
 
     def _borrow(self, resident: Resident, number: int) -> None:
         resident.prefix = number
-        resident.lent = [rows // PAGE for rows in self.cached[number]]
+        resident.lent = self._lent_by(number)
 
     def _freeze(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
         """Make segments of what a request has read, behind those that it borrows."""
@@ -275,24 +290,26 @@ class Workers:
             self._check_fresh(number, admission.request_id)
             assert 0 < columns * PAGE <= len(self.segments[number])
             tokens += self.segments[number][: columns * PAGE]
-        assert len(tokens) == admission.cached < len(resident.prompt)
+        assert len(tokens) == admission.tokens < len(resident.prompt)
         for own, shared in zip(resident.prompt, tokens, strict=False):
             assert shared in (own, None), "it begins with another request's tokens"
         for rows in resident.kv_len:
-            rows += admission.cached
-        resident.tokens = admission.cached
+            rows += admission.tokens
+        resident.tokens = admission.tokens
         self._lend(resident, admission.segments)
         self.shares += 1
 
     def _open(self, admission: Admission) -> Resident:
         """Open a request, with what its cached prefix holds if it has one."""
         rows = [np.zeros(shape, dtype=np.int64) for shape in self.setup.shapes]
-        if admission.prefix is None:
+        if not admission.prefixes:
             return Resident(admission, rows, resets=self.resets)
-        self._check_fresh(admission.prefix, admission.request_id)
-        rows = [kept.copy() for kept in self.cached[admission.prefix]]
+        for parent, number in itertools.pairwise([None, *admission.prefixes]):
+            assert self._parents[number] == parent, f"prefix {number} does not follow {parent}"
+            self._check_fresh(number, admission.request_id)
+        rows = [kept.copy() for kept in self.cached[number]]
         resident = Resident(admission, rows, tokens=admission.tokens, resets=self.resets)
-        self._borrow(resident, admission.prefix)
+        self._borrow(resident, number)
         self.hits += 1
         return resident
 
@@ -464,7 +481,7 @@ class Workers:
             name: (resident.admission.epoch, resident.tokens, held)
             for (name, resident), held in zip(self.live.items(), pages, strict=True)
         }
-        prefixes = {number: self.pages(kept[rank]) for number, kept in self.cached.items()}
+        prefixes = {number: self._cached_pages(number, rank) for number in self.cached}
         rows_of_rank = self.ranks[rank].rows
         segments = {number: len(x) // PAGE * rows_of_rank for number, x in self.segments.items()}
         return RankMessage(

@@ -39,7 +39,7 @@ class Account:
         tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         borrowed: pages of each rank that it borrows.
-        prefix: the compressed prefix that it borrows pages of.
+        prefix: the last compressed prefix that it borrows pages of; it borrows those of its parents, too.
         segment: the last of the segments that it borrows pages of.
         in_one_step: whether its first step reads all up to its eviction.
         waits_for_stages: whether pipeline stages decide together what it keeps.
@@ -367,11 +367,15 @@ class Account:
         self.prefix = prefix
 
     def own_prefix(self) -> Need:
-        """What it borrows of a prefix becomes its own; what it needs then."""
-        held = [sum(pair) for pair in zip(self.held, self.borrowed, strict=True)]
-        peak = [sum(pair) for pair in zip(self.terms.peak, self.borrowed, strict=True)]
+        """What it borrows of the last prefix becomes its own, and it goes on behind that one's parent; what it needs
+        then."""
+        prefix = self.prefix
+        assert prefix is not None
+        held = [sum(pair) for pair in zip(self.held, prefix.full_pages, strict=True)]
+        peak = [sum(pair) for pair in zip(self.terms.peak, prefix.full_pages, strict=True)]
         self.terms = replace(self.terms, peak=peak)
-        self.borrowed, self.prefix = [0] * len(held), None
+        self.borrowed = [all_of_it - own for all_of_it, own in zip(self.borrowed, prefix.full_pages, strict=True)]
+        self.prefix = prefix.parent
         return held, self.promise
 
     def follow(self, segment: Segment | None) -> None:

@@ -84,7 +84,7 @@ class AdmissionControl:
         replayed = replayed or {}
         if isinstance(begins_with, Prefix):
             prefix, tokens, replayed = begins_with, begins_with.tokens, {}
-            borrowed = list(prefix.full_pages)
+            borrowed = prefix.borrowed
             counts = [prefix.kept[rank] for rank in range(len(ranks))]
             until = (self.bounds.most_held(plan, *rank, to_read) for rank in enumerate(counts))
             terms = Terms([pages - shared for pages, shared in zip(until, borrowed, strict=True)])

@@ -27,7 +27,7 @@ from vllm_kvevict.engine.scheduler.extra_tokens import Turn
 from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.requests import KeyOf, Requests
+from vllm_kvevict.engine.scheduler.requests import KeysOf, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.engine.scheduler.terms import Need
@@ -53,7 +53,7 @@ class PageLedger(KVCacheManager):
         options: Options,
         control: AdmissionControl,
         head_dims: HeadDims,
-        prefix_key: KeyOf = lambda request, plan: None,
+        prefix_keys: KeysOf = lambda request, plan: {},
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
@@ -62,7 +62,7 @@ class PageLedger(KVCacheManager):
         **kwargs: Any,
     ):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the heads
-        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_key``, ``fewest_read``),
+        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_keys``, ``fewest_read``),
         :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted), :class:`AdapterPlaces`,
         :class:`UncompressedPrefixes` (``waiting_requests``) and :class:`Gate` (``tokens_left``)."""
         super().__init__(*args, **kwargs)
@@ -70,7 +70,7 @@ class PageLedger(KVCacheManager):
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
         self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
-        self._key_of: KeyOf = prefix_key if self.enable_caching else lambda request, plan: None
+        self._keys_of: KeysOf = prefix_keys if self.enable_caching else lambda request, plan: {}
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
         self.outbox = Outbox()
@@ -90,7 +90,7 @@ class PageLedger(KVCacheManager):
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
         self.books = Books(ranks, self.others)
-        self.requests = Requests(self.options, control, self._key_of, self._fewest_read)
+        self.requests = Requests(self.options, control, self._keys_of, self._fewest_read)
         self.turn = Turn(self.requests)
         self.shared = SharedStore(
             self.outbox,
@@ -238,9 +238,9 @@ class PageLedger(KVCacheManager):
                 account.plan,
                 account.terms.by_layer,
                 account.reserved_at,
-                None if prefix is None else prefix.number,
+                () if prefix is None else tuple(entry.number for entry in prefix.chain())[::-1],
                 segment.parts(self.shared.uncompressed.columns_of(account)) if segment else (),
-                account.tokens if segment else 0,
+                account.tokens,
             )
         )
         if account.reserved_at is not None:
@@ -323,11 +323,12 @@ class PageLedger(KVCacheManager):
         else:
             tokens = max(account.prefill_len, account.tokens)
             most = self.bounds.most_held(account.plan, index, count, tokens)
-            need = account.on_complete_report(index, count, most, prefix.full_pages[index] if prefix else 0)
+            last = prefix or account.prefix
+            need = account.on_complete_report(index, count, most, last.borrowed[index] if last else 0)
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
+            self.shared.compressed.borrow(prefix, request_id, account.prefix)
             account.borrow(prefix)
-            self.shared.compressed.borrow(prefix, request_id)
             self.shared.compressed.drop_forgotten()
         if phase is not None and not account.awaits_reports:
             self.requests.keep(request_id, account)

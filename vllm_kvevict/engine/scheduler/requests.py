@@ -19,8 +19,8 @@ from vllm_kvevict.schedules.plan import Plan
 
 logger = init_logger("vllm.kv_eviction")
 
-KeyOf = Callable[[Request, Plan], Hashable | None]
-"""By what a request finds a compressed prefix, None if it can find none."""
+KeysOf = Callable[[Request, Plan], dict[int, Hashable]]
+"""By what a request finds compressed prefixes, by their tokens, the shortest first."""
 
 
 class Requests:
@@ -37,16 +37,16 @@ class Requests:
         ring_parts: answers whose queries the workers can keep at once.
     """
 
-    def __init__(self, options: Options, control: AdmissionControl, key_of: KeyOf, fewest_read: int):
+    def __init__(self, options: Options, control: AdmissionControl, keys_of: KeysOf, fewest_read: int):
         self.options, self.control = options, control
-        self._key_of, self.fewest_read = key_of, fewest_read
+        self._keys_of, self.fewest_read = keys_of, fewest_read
         self.accounts: dict[str, Account] = {}
         self.in_flight: dict[str, Request] = {}
         self.kept: dict[str, Known] = {}
         self.has_w_o = self.has_rotary = True
         self.ring_parts = 0
         self._plans: dict[str, Plan] = {}
-        self._keys: dict[str, Hashable | None] = {}
+        self._keys: dict[str, dict[int, Hashable]] = {}
         self._until_read: dict[str, tuple[int, list[int]]] = {}
 
     def learn(self, has_w_o: bool, has_rotary: bool, ring_parts: int = 0) -> None:
@@ -81,11 +81,11 @@ class Requests:
         found = {PROJECTIONS: self.has_w_o, ROTARY_EMBEDDING: self.has_rotary}
         return next((part.words for part in config.needs_of_model if not found[part]), None)
 
-    def key(self, request: Request) -> Hashable | None:
-        """What a request's prefix is cached under; None if it has none that could be cached."""
+    def keys(self, request: Request) -> dict[int, Hashable]:
+        """What a request's prefixes are cached under, by their tokens; none if it has none that could be cached."""
         name = request.request_id
         if name not in self._keys:
-            self._keys[name] = self._key_of(request, self.plan(request))
+            self._keys[name] = self._keys_of(request, self.plan(request))
         return self._keys[name]
 
     def pages_until_read(self, request: Request) -> list[int]:

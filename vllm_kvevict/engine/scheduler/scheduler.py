@@ -24,7 +24,7 @@ from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.shared.prefixes import prefix_key
+from vllm_kvevict.engine.scheduler.shared.prefixes import prefix_keys
 from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -103,8 +103,8 @@ class EvictionScheduler(Scheduler):
             fewest_read=2 if self.num_spec_tokens else 1,
             most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
             blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),
-            prefix_key=partial(
-                prefix_key,
+            prefix_keys=partial(
+                prefix_keys,
                 block_size=self.hash_block_size,
                 hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             ),

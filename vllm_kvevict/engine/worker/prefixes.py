@@ -42,7 +42,7 @@ class CachedPrefixes:
             self.loans.freeze(part[0], request_slot, part[1])
 
     def store(self, request_id: str, request_slot: int) -> None:
-        """A request was evicted and holds nothing but its prefix: keep that, if it is to be cached."""
+        """A request was evicted and holds nothing but its prefix: keep what is new of that, if it is to be cached."""
         number = self._expected.pop(request_id, None)
         if number is not None:
             self.loans.freeze(number, request_slot)
@@ -50,7 +50,7 @@ class CachedPrefixes:
 
     def open(self, admission: Admission) -> int:
         """Begin a request with what is cached of it, if anything is, and return its slot."""
-        compressed = () if admission.prefix is None else ((admission.prefix, None),)
+        compressed = [(number, None) for number in admission.prefixes]
         return self.cache.open(compressed or admission.segments)
 
     def drop(self, numbers: Sequence[int]) -> None:

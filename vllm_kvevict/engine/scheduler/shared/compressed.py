@@ -1,6 +1,7 @@
 """Prefixes that requests share compressed: which there are, who begins with one, who uses it, which go.
 
-Owns them. A prefix takes only memory that nobody was promised, and none goes that two requests use.
+Owns them. A prefix takes only memory that nobody was promised, and none goes that two requests use, or that another
+one follows: what a prompt in parts leaves forms a chain, with a branch wherever two prompts part.
 
     reading    a request was admitted that reads the prefix; others that begin with it wait for that
        |
@@ -23,6 +24,7 @@ from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 
 logger = init_logger("vllm.kv_eviction")
@@ -42,19 +44,16 @@ class CompressedPrefixes(Entries[Prefix]):
         self.held = [0] * len(books.ranks)
         self._dropped = 0
         self._by_key: dict[Hashable, Prefix] = {}
-        self._by_producer: dict[tuple[str, int], Prefix] = {}
-        # Of these there are few, also where thousands are cached: whatever is asked in every step looks at them alone.
-        self._borrowed: dict[int, Prefix] = {}
+        self._by_producer: dict[tuple[str, int], dict[int, Prefix]] = {}
+        """Those that are being read or stored, by their tokens."""
+        self._storing = 0
+        self._totals = Totals(len(books.ranks))
         self._forgotten: dict[int, Prefix] = {}
-
-    @property
-    def _storing(self) -> list[Prefix]:
-        return [prefix for prefix in self._by_producer.values() if prefix.is_storing]
 
     @property
     def num_ready(self) -> int:
         """How many are ready, also those that no further request may begin with."""
-        return len(self) - len(self._storing)
+        return len(self) - self._storing
 
     @property
     def awaits_reports(self) -> bool:
@@ -64,52 +63,67 @@ class CompressedPrefixes(Entries[Prefix]):
     # Who begins with one.
 
     def known(self, request: Request) -> Prefix | None:
-        """The prefix that a request may begin with or wait for, if there is one. Changes nothing."""
-        return self._by_key.get(self._requests.key(request))
+        """The longest prefix that a request may begin with or wait for, if there is one. Changes nothing."""
+        keys = reversed(self._requests.keys(request).values())
+        return next((self._by_key[key] for key in keys if key in self._by_key), None)
 
     def find(self, request: Request) -> Prefix | None:
         """The prefix that a request can begin with now. Modifies the order: one that is ready counts as used.
 
-        One that does not fit the pool together with the rest of the prompt is not used: the request reads all of its
+        One that does not fit the pool together with the rest of the prompt is not used: the request reads more of its
         prompt, and the prefix is dropped if its pages are needed.
         """
-        prefix = self.known(request)
-        if prefix is None or not prefix.is_ready:
-            return None
-        self.touch(prefix)
-        if request.num_tokens - prefix.tokens < self._requests.fewest_read:
-            return None
+        for key in reversed(self._requests.keys(request).values()):
+            prefix = self._by_key.get(key)
+            if prefix is None or not prefix.is_ready:
+                continue
+            self.touch(prefix)
+            if request.num_tokens - prefix.tokens >= self._requests.fewest_read and self._fits(request, prefix):
+                return prefix
+        return None
+
+    def _fits(self, request: Request, prefix: Prefix) -> bool:
+        """Whether the pool can hold a prefix and the rest of a request's prompt."""
+        held, borrowed = prefix.held_by_chain, prefix.borrowed
+        plan, bounds = self._requests.plan(request), self._requests.control.bounds
         for rank, capacity in enumerate(self._books.ranks):
-            own = prefix.kept[rank].at(request.num_tokens) - prefix.full_pages[rank]
-            if prefix.held[rank] + own > capacity.pages:
+            own = bounds.most_held(plan, rank, prefix.kept[rank], request.num_tokens) - borrowed[rank]
+            if held[rank] + own > capacity.pages:
                 logger.debug_once(
                     "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "
                     "pool together with the compressed prefix",
                     request.request_id,
                 )
-                return None
-        return prefix
+                return False
+        return True
+
+    def touch(self, entry: Prefix) -> None:
+        """A prefix counts as used now, and its parents right after it. Modifies the order alone."""
+        for prefix in entry.chain():
+            super().touch(prefix)
 
     def begin(self, request: Request, account: Account) -> None:
-        """A request was admitted: it borrows a prefix, or others may wait for the one that it reads."""
+        """A request was admitted: it borrows a prefix, and others may wait for those that it reads."""
         if account.prefix is not None:
             self.borrow(account.prefix, request.request_id)
-            return
-        key, known = self._requests.key(request), self.known(request)
-        if known is None and key is not None:
-            producer, phase = (request.request_id, account.epoch), account.plan.prompt
-            assert phase is not None, "a prefix that is kept whole has no key"
-            prefix = Prefix(self.outbox.new_number(), key, phase.end, producer, [0] * len(self.held))
-            self._by_key[key] = self._by_producer[producer] = prefix
-        elif known is not None and known.is_ready:
-            self.touch(known)
+        begins = 0 if account.prefix is None else account.prefix.tokens
+        producer = request.request_id, account.epoch
+        for tokens, key in self._requests.keys(request).items():
+            if tokens <= begins:
+                continue
+            known = self._by_key.get(key)
+            if known is not None:
+                if known.is_ready:
+                    self.touch(known)
+                return
+            prefix = Prefix(self.outbox.new_number(), key, tokens, producer, [0] * len(self.held))
+            self._by_key[key] = self._by_producer.setdefault(producer, {})[tokens] = prefix
 
     # From reading to ready.
 
     def produced_by(self, name: str, epoch: int, tokens: int) -> Prefix | None:
         """The prefix of so many tokens that an admission of a request stores, None if it stores none or it is ready."""
-        prefix = self._by_producer.get((name, epoch))
-        return prefix if prefix is not None and prefix.tokens == tokens else None
+        return self._by_producer.get((name, epoch), {}).get(tokens)
 
     def store(self, name: str, account: Account) -> None:
         """Cache what the step that is being scheduled leaves of a prefix, if there is room for that.
@@ -117,7 +131,7 @@ class CompressedPrefixes(Entries[Prefix]):
         Until the reports it takes copies of the pages that are not full, at most one for each row. They go where nobody
         was promised anything, and in the place of prefixes that nobody uses now.
         """
-        prefix = self._by_producer.get((name, account.epoch))
+        prefix = self.produced_by(name, account.epoch, account.tokens)
         if prefix is None:
             return
         copies = [rank.rows for rank in self._books.ranks]
@@ -127,10 +141,20 @@ class CompressedPrefixes(Entries[Prefix]):
             )
             self._cancel(prefix)
             return
-        prefix.is_storing = True
+        prefix.is_storing, prefix.parent = True, account.prefix
+        if prefix.parent is not None:
+            prefix.parent.children += 1
         self._stored[prefix.number] = prefix
         self.outbox.store(name, prefix.number)
+        self._count_storing(prefix, 1)
         self._count(prefix, copies)
+
+    def _count_storing(self, prefix: Prefix, more: int) -> None:
+        """A prefix begins to be stored (1), or is not any more (-1)."""
+        self._storing += more
+        for entry in prefix.chain():
+            entry.storing += more
+            self._totals.count(entry)
 
     def _make_room_for(self, pages: Sequence[int]) -> bool:
         while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
@@ -151,14 +175,24 @@ class CompressedPrefixes(Entries[Prefix]):
         """
         prefix.keep(rank, count, partial_pages)
         held = list(prefix.held)
-        held[rank] = count.pages
+        held[rank] = prefix.pages_of(rank, count)
         self._count(prefix, held)
         if prefix.is_ready:
+            self._end_producing(prefix)
+            self._count_storing(prefix, -1)
+
+    def _end_producing(self, prefix: Prefix) -> None:
+        """Nobody is reading or storing a prefix any more."""
+        produced = self._by_producer[prefix.producer]
+        del produced[prefix.tokens]
+        if not produced:
             del self._by_producer[prefix.producer]
 
     def _cancel(self, prefix: Prefix) -> None:
         """A prefix will not be stored after all; who waits for it need not any more."""
-        del self._by_producer[prefix.producer]
+        self._end_producing(prefix)
+        if prefix.is_storing:
+            self._count_storing(prefix, -1)
         self._remove(prefix)
 
     def _count(self, prefix: Prefix, pages: Sequence[int]) -> None:
@@ -167,13 +201,29 @@ class CompressedPrefixes(Entries[Prefix]):
         self._books.cache(more)
         self.held = [sum(pair) for pair in zip(self.held, more, strict=True)]
         prefix.held = list(pages)
+        self._totals.count(prefix)
 
     # From ready to dropped.
 
-    def borrow(self, prefix: Prefix, name: str) -> None:
-        """A request uses pages of a prefix."""
+    def borrow(self, prefix: Prefix, name: str, before: Prefix | None = None) -> None:
+        """A request uses pages of a prefix.
+
+        Args:
+            before: which it used until now; this one follows it.
+        """
+        if before is not None:
+            before.borrowers.discard(name)
         prefix.borrowers.add(name)
-        self._borrowed[prefix.number] = prefix
+        for entry in prefix.chain(before):
+            entry.users += 1
+            self._totals.count(entry)
+
+    def _give_back(self, prefix: Prefix, name: str) -> None:
+        """A request does not use pages of a prefix any more."""
+        prefix.borrowers.discard(name)
+        for entry in prefix.chain():
+            entry.users -= 1
+            self._totals.count(entry)
 
     def part_from(self, name: str, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others.
@@ -182,23 +232,19 @@ class CompressedPrefixes(Entries[Prefix]):
             untold: what the workers were not told of it.
         """
         if account.prefix is not None:
-            account.prefix.borrowers.discard(name)
-            if not account.prefix.borrowers:
-                self._borrowed.pop(account.prefix.number, None)
-            self.drop_forgotten()
-        prefix = self._by_producer.get((name, account.epoch))
-        if prefix is None:
-            return
-        is_dispatched = prefix.is_storing and not untold.is_store
-        if not is_dispatched or account.is_undecided or untold.is_answer:
-            self._cancel(prefix)
-            return
-        # Until its step is done the request has the pages; then the prefix does.
-        unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
-        self._count(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+            self._give_back(account.prefix, name)
+        for prefix in list(self._by_producer.get((name, account.epoch), {}).values()):
+            is_dispatched = prefix.is_storing and not untold.is_store
+            if not is_dispatched or account.is_undecided or untold.is_answer:
+                self._cancel(prefix)
+                continue
+            # Until its step is done the request has the pages; then the prefix does.
+            unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
+            self._count(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+        self.drop_forgotten()
 
     def droppable(self, forgotten: bool = False) -> Iterator[Prefix]:
-        """Prefixes that may be dropped: at first those that nobody borrows, then those that one request does.
+        """Prefixes that may be dropped now: at first those that nobody borrows, then those that one request does.
 
         The least recently used come first. Changes nothing.
 
@@ -212,9 +258,10 @@ class CompressedPrefixes(Entries[Prefix]):
                     yield prefix
 
     def _may_drop(self, prefix: Prefix) -> bool:
-        """Not with two users, nor if a request begins with it that was admitted just now."""
+        """Not with two users, nor before one that follows it, nor if a request begins with it that was admitted just
+        now."""
         is_new = not prefix.borrowers.isdisjoint(self.outbox.admitted)
-        return prefix.is_ready and prefix.num_users <= 1 and not is_new
+        return prefix.is_ready and prefix.num_users <= 1 and not prefix.children and not is_new
 
     def next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
         """The prefix that goes next to make room, but for one; it frees something. Changes nothing."""
@@ -226,21 +273,24 @@ class CompressedPrefixes(Entries[Prefix]):
         return None
 
     def droppable_pages(self, untouchable: Prefix | None = None) -> list[int]:
-        """Pages of each rank that are free once all are dropped that may be, apart from one. Changes nothing."""
-        pages = list(self.held)
-        for prefix in {*self._borrowed.values(), *self._storing, *([untouchable] if untouchable else [])}:
-            goes = prefix is not untouchable and self._may_drop(prefix)
-            for rank, held in enumerate(prefix.held):
-                pages[rank] -= held - (prefix.freed(rank) if goes else 0)
-        return pages
+        """Pages of each rank that are free once all are dropped that may be, one after the other, apart from one and
+        its parents. Changes nothing."""
+        begun = (self._requests.accounts[name].prefix for name in self.outbox.admitted)
+        kept = {entry for last in (untouchable, *begun) if last is not None for entry in last.chain()}
+        return [
+            free - sum(entry.counted.freed[rank] for entry in kept)
+            for rank, free in enumerate(self._totals.freed)
+        ]
 
     def drop(self, prefix: Prefix) -> None:
-        """Drop a prefix; what one request borrows of it becomes that request's own."""
+        """Drop a prefix, the last of a chain; what one request borrows of it becomes that request's own."""
         self._dropped += not prefix.is_forgotten
         self._drop(prefix)
         for name in prefix.borrowers:
             account = self._requests.accounts[name]
             self._books.hold(account, account.own_prefix())
+            if prefix.parent is not None:
+                prefix.parent.borrowers.add(name)
 
     def take_dropped(self) -> int:
         """How many were dropped to make room since the last call; those of a reset do not count. Counts anew."""
@@ -250,7 +300,9 @@ class CompressedPrefixes(Entries[Prefix]):
     def _remove(self, prefix: Prefix) -> None:
         super()._remove(prefix)
         self._count(prefix, [0] * len(self.held))
-        self._borrowed.pop(prefix.number, None)
+        self._totals.forget(prefix)
+        if prefix.parent is not None:
+            prefix.parent.children -= 1
         self._forgotten.pop(prefix.number, None)
         if not prefix.is_forgotten:
             del self._by_key[prefix.key]
@@ -269,7 +321,7 @@ class CompressedPrefixes(Entries[Prefix]):
             self._forgotten[prefix.number] = prefix
         self._by_key.clear()
         self.drop_forgotten()
-        return not any(prefix.borrowers or self._producer_goes_on(prefix) for prefix in self)
+        return not any(prefix.users or self._producer_goes_on(prefix) for prefix in self)
 
     def _producer_goes_on(self, prefix: Prefix) -> bool:
         name, epoch = prefix.producer
@@ -278,8 +330,9 @@ class CompressedPrefixes(Entries[Prefix]):
 
     def drop_forgotten(self) -> None:
         """Drop prefixes that no further request may begin with, as soon as they can be."""
-        for prefix in list(self.droppable(forgotten=True)):
-            self.drop(prefix)
+        while prefixes := list(self.droppable(forgotten=True)):
+            for prefix in prefixes:
+                self.drop(prefix)
 
     # What they hold.
 
@@ -289,14 +342,13 @@ class CompressedPrefixes(Entries[Prefix]):
         Args:
             more: one that a further request would borrow.
         """
-        pages = [0] * len(self.held)
-        for prefix in {*self._borrowed.values(), *([more] if more else [])}:
-            is_shared = any(prefix.full_pages) and len(prefix.borrowers) + (prefix is more) > 1
-            held = prefix.held if is_shared else prefix.full_pages
-            pages = [sum(pair) for pair in zip(pages, held, strict=True)]
+        pages = list(self._totals.pinned)
+        for entry in more.chain() if more is not None else ():
+            then, now = pages_pinned(entry, entry.users + 1), entry.counted.pinned
+            for rank, page_count in enumerate(then):
+                pages[rank] += page_count - now[rank]
         return pages
 
     def in_use(self) -> list[int]:
         """Pages of each rank in prefixes that requests borrow or that are being stored."""
-        used = [prefix.held for prefix in {*self._borrowed.values(), *self._storing}]
-        return [sum(pages) for pages in zip(*used, strict=True)] or [0] * len(self.held)
+        return list(self._totals.used)

@@ -3,7 +3,7 @@
 :class:`vllm_kvevict.engine.scheduler.shared.compressed.CompressedPrefixes` owns all of them, and alone writes to one.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,19 @@ from vllm.v1.request import Request
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import repeat_prompts_of
 from vllm_kvevict.engine.scheduler.shared.entries import Entry
-from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.plan import Phase, Plan
+
+Keys = dict[int, Hashable]
+"""By what each prefix of a request is found that is evicted on its own, by its tokens, the shortest first."""
 
 
-def prefix_key(
+def prefix_keys(
     request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]
-) -> Hashable | None:
-    """What two requests must have in common for one to begin with what the other keeps of its prefix.
+) -> Keys:
+    """What two requests must have in common for one to begin with what the other keeps of a prefix.
 
-    That is how it is evicted, what the model is asked when it repeats it, and everything that vLLM's own prefix cache
-    compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter and images. vLLM hashes
+    That is how it is evicted, in which parts, what the model is asked when it repeats them, and everything that vLLM's
+    own prefix cache compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter and images. vLLM hashes
     them block by block; what is left behind the last full block is hashed here likewise.
 
     Args:
@@ -30,47 +33,104 @@ def prefix_key(
         hash_function: as of ``--prefix-caching-hash-algo``.
 
     Returns:
-        None if the request has no prefix that is evicted on its own, or vLLM has not hashed it.
+        Of each part of the prompt, with all before it; none of one that ends with the prompt, or that vLLM has not
+        hashed.
     """
-    if plan.prompt is None or len(plan.parts) > 1 or plan.prompt.end >= request.num_prompt_tokens:
-        return None
-    tokens = plan.prompt.end
+    keys: Keys = {}
+    before, prompts = None, repeat_prompts_of(request.sampling_params)
+    words = None if prompts is None else prompts.to_lists()
+    for part in plan.parts:
+        if part.end >= request.num_prompt_tokens or len(request.block_hashes) < part.end // block_size:
+            break
+        tokens = _hash_of_tokens(request, part.end, block_size, hash_function)
+        # A digest, so that keys of long chains are no larger than others.
+        before = hash_function((before, tokens, *_how(part), words))
+        keys[part.end] = before
+    return keys
+
+
+def _how(part: Phase) -> tuple[Hashable, ...]:
+    """Where a part of a prompt begins and ends, and how it is evicted."""
+    config = part.config
+    return part.begins, part.end, config.policy, config.budget, config.keep_ratio, config.items
+
+
+def _hash_of_tokens(
+    request: Request, tokens: int, block_size: int, hash_function: Callable[[Any], bytes]
+) -> bytes:
+    """Of all that vLLM's prefix cache compares of a request's first tokens."""
     blocks = tokens // block_size
-    if len(request.block_hashes) < blocks:
-        return None
     last_block = request.block_hashes[blocks - 1] if blocks else None
     rest = request.all_token_ids[blocks * block_size : tokens]
     # Of no tokens as well: a request of one block more has another key.
     extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
-    key = hash_block_tokens(hash_function, last_block, rest, extra_keys), tokens, plan.prompt.config
-    prompts = repeat_prompts_of(request.sampling_params)
-    return key if prompts is None else (*key, prompts)
+    return hash_block_tokens(hash_function, last_block, rest, extra_keys)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Pages of each rank of a prefix: which are nobody's own and no drop would free, which are in use, and which are
+    free once all are dropped that may be."""
+
+    pinned: list[int]
+    used: list[int]
+    freed: list[int]
 
 
 @dataclass(eq=False)
 class Prefix(Entry):
-    """A prefix that is cached, or is going to be.
+    """A prefix that is cached, or is going to be: what an eviction has left behind what its parent holds.
 
     Attributes:
-        key: as of :func:`prefix_key`.
+        key: as of :func:`prefix_keys`.
         tokens: of the prefix.
         producer: id and epoch of the request that reads it.
         held: pages of each rank that it holds.
+        parent: the prefix that this one follows, known when it is stored; None where it begins the prompt.
+        children: how many follow it.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
-        full_pages: those of each rank that are full, which all of its borrowers use.
-        borrowers: ids of the requests that use them.
+        full_pages: its own of each rank that are full, which all of its borrowers use.
+        borrowers: ids of the requests that use them, and pages of no prefix that follows it.
+        users: how many requests use them.
+        storing: how many of itself and those that follow are being stored.
         is_storing: whether the step that evicts it was dispatched.
+        counted: what of it :class:`Totals` has added up.
     """
 
     key: Hashable
     tokens: int
     producer: tuple[str, int]
     held: list[int]
+    parent: "Prefix | None" = None
+    children: int = 0
     kept: dict[int, PageCount] = field(default_factory=dict)
     full_pages: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
+    users: int = 0
+    storing: int = 0
     is_storing: bool = False
+    counted: "Counted" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted = Counted(*([0] * len(self.held) for _ in range(3)))
+
+    def chain(self, until: "Prefix | None" = None) -> Iterator["Prefix"]:
+        """This one, its parent and so on, up to the one before ``until``."""
+        prefix: Prefix | None = self
+        while prefix is not None and prefix is not until:
+            yield prefix
+            prefix = prefix.parent
+
+    @property
+    def held_by_chain(self) -> list[int]:
+        """Pages of each rank that it and its parents hold."""
+        return [sum(pages) for pages in zip(*(prefix.held for prefix in self.chain()), strict=True)]
+
+    @property
+    def borrowed(self) -> list[int]:
+        """Pages of each rank that a request uses which begins with it, its parents' too."""
+        return [sum(pages) for pages in zip(*(prefix.full_pages for prefix in self.chain()), strict=True)]
 
     @property
     def is_ready(self) -> bool:
@@ -80,14 +140,18 @@ class Prefix(Entry):
     @property
     def num_users(self) -> int:
         """How many requests use pages of it: none if they have copied all of them, since none is full."""
-        return len(self.borrowers) if any(self.full_pages) else 0
+        return self.users if any(self.full_pages) else 0
 
     def freed(self, rank: int) -> int:
         """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
-        return self.held[rank] - (self.full_pages[rank] if self.borrowers else 0)
+        return self.held[rank] - (self.full_pages[rank] if self.users else 0)
+
+    def pages_of(self, rank: int, count: PageCount) -> int:
+        """Pages of a rank that are its own, of a request that holds it."""
+        return count.pages - (0 if self.parent is None else self.parent.borrowed[rank])
 
     def keep(self, rank: int, count: PageCount, partial_pages: int) -> None:
         """A rank has stored it; see the attributes."""
         self.kept[rank] = count
         self.full_pages = self.full_pages or [0] * len(self.held)
-        self.full_pages[rank] = count.pages - partial_pages
+        self.full_pages[rank] = self.pages_of(rank, count) - partial_pages

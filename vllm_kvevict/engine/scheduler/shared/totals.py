@@ -1,0 +1,54 @@
+"""Sums over all compressed prefixes that admission asks for in every step, kept up to date.
+
+Owns the sums, and what of each prefix is in them. Chains may be long and many: nothing here looks at all of them.
+"""
+
+from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
+
+
+def pages_pinned(prefix: Prefix, users: int) -> list[int]:
+    """Pages of each rank that are not counted as any borrower's and that no drop would free, with so many users."""
+    if not users or not prefix.full_pages:
+        return [0] * len(prefix.held)
+    # What a single one uses becomes its own.
+    return list(prefix.held if users > 1 and any(prefix.full_pages) else prefix.full_pages)
+
+
+def _pages_used(prefix: Prefix) -> list[int]:
+    return list(prefix.held if prefix.users or prefix.storing else [0] * len(prefix.held))
+
+
+def _pages_freed(prefix: Prefix) -> list[int]:
+    if prefix.storing or not prefix.is_ready or prefix.num_users > 1:
+        return [0] * len(prefix.held)
+    return [prefix.freed(rank) for rank in range(len(prefix.held))]
+
+
+class Totals:
+    """Sums over prefixes.
+
+    Attributes:
+        pinned, used, freed: as of :class:`Counted`.
+    """
+
+    def __init__(self, num_ranks: int):
+        self.pinned, self.used, self.freed = ([0] * num_ranks for _ in range(3))
+
+    def count(self, prefix: Prefix) -> None:
+        """What a prefix holds, or who uses it, has changed."""
+        self._replace(prefix, Counted(pages_pinned(prefix, prefix.users), _pages_used(prefix), _pages_freed(prefix)))
+
+    def forget(self, prefix: Prefix) -> None:
+        """A prefix is gone."""
+        nothing = [0] * len(prefix.held)
+        self._replace(prefix, Counted(nothing, nothing, nothing))
+
+    def _replace(self, prefix: Prefix, now: Counted) -> None:
+        before, prefix.counted = prefix.counted, now
+        for total, added, removed in (
+            (self.pinned, now.pinned, before.pinned),
+            (self.used, now.used, before.used),
+            (self.freed, now.freed, before.freed),
+        ):
+            for rank, pages in enumerate(added):
+                total[rank] += pages - removed[rank]
