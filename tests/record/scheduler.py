@@ -148,7 +148,8 @@ def _answer(answer: Answer) -> str:
 def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
     plan = admission.plan
     segments = [[numbers.of(number), columns] for number, columns in admission.segments]
-    how = [admission.by_layer, admission.reserved_at, numbers.of(admission.prefixes[-1] if admission.prefixes else None), segments]
+    last = admission.prefixes[-1] if admission.prefixes else None
+    how = [admission.by_layer, admission.reserved_at, numbers.of(last), segments]
     end = plan.prompt and plan.prompt.end
     return [admission.request_id, admission.epoch, plan.config.label, end, *how, admission.tokens]
 

@@ -172,7 +172,9 @@ class Loans:
         self.columns[request_slot, rows] = columns
         parts = self._loans.pop(request_slot, [])
         # Of its loans only those remain that some row goes on with, and as much of them.
-        rest = [(number, count, left) for number, count in parts if (left := self._left(request_slot, number))]
+        rest = [
+            (number, count, left) for number, count in parts if (left := self._left(request_slot, number))
+        ]
         if kept := [(n, count and min(count, left)) for n, count, left in rest]:
             self._loans[request_slot] = kept
 

@@ -572,7 +572,9 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
         prefixes.store("d:0", donor)
         prefixes.store("d:0", donor)  # once
         prefixes.verify()
-        slot = prefixes.open(Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefixes=(1,)))
+        slot = prefixes.open(
+            Admission("d:1", 1, plan_of(EvictionConfig("snapkv", budget=64), 100), prefixes=(1,))
+        )
         assert prefixes.holdings() == {1: 4}
         cache.storage[cache.loans[1].pages[0].item(), 3] += 1
         with pytest.raises(RuntimeError, match="written to compressed prefix 1") if check else nullcontext():

@@ -374,7 +374,9 @@ class Account:
         held = [sum(pair) for pair in zip(self.held, prefix.full_pages, strict=True)]
         peak = [sum(pair) for pair in zip(self.terms.peak, prefix.full_pages, strict=True)]
         self.terms = replace(self.terms, peak=peak)
-        self.borrowed = [all_of_it - own for all_of_it, own in zip(self.borrowed, prefix.full_pages, strict=True)]
+        self.borrowed = [
+            all_of_it - own for all_of_it, own in zip(self.borrowed, prefix.full_pages, strict=True)
+        ]
         self.prefix = prefix.parent
         return held, self.promise
 

@@ -24,8 +24,8 @@ from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
-from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -78,7 +78,9 @@ class CompressedPrefixes(Entries[Prefix]):
             if prefix is None or not prefix.is_ready:
                 continue
             self.touch(prefix)
-            if request.num_tokens - prefix.tokens >= self._requests.fewest_read and self._fits(request, prefix):
+            if request.num_tokens - prefix.tokens >= self._requests.fewest_read and self._fits(
+                request, prefix
+            ):
                 return prefix
         return None
 
@@ -141,9 +143,7 @@ class CompressedPrefixes(Entries[Prefix]):
             )
             self._cancel(prefix)
             return
-        prefix.is_storing, prefix.parent = True, account.prefix
-        if prefix.parent is not None:
-            prefix.parent.children += 1
+        prefix.follow(account.prefix)
         self._stored[prefix.number] = prefix
         self.outbox.store(name, prefix.number)
         self._count_storing(prefix, 1)
@@ -153,7 +153,7 @@ class CompressedPrefixes(Entries[Prefix]):
         """A prefix begins to be stored (1), or is not any more (-1)."""
         self._storing += more
         for entry in prefix.chain():
-            entry.storing += more
+            entry.count(storing=more)
             self._totals.count(entry)
 
     def _make_room_for(self, pages: Sequence[int]) -> bool:
@@ -215,14 +215,14 @@ class CompressedPrefixes(Entries[Prefix]):
             before.borrowers.discard(name)
         prefix.borrowers.add(name)
         for entry in prefix.chain(before):
-            entry.users += 1
+            entry.count(users=1)
             self._totals.count(entry)
 
     def _give_back(self, prefix: Prefix, name: str) -> None:
         """A request does not use pages of a prefix any more."""
         prefix.borrowers.discard(name)
         for entry in prefix.chain():
-            entry.users -= 1
+            entry.count(users=-1)
             self._totals.count(entry)
 
     def part_from(self, name: str, account: Account, untold: TakenBack) -> None:
@@ -301,8 +301,7 @@ class CompressedPrefixes(Entries[Prefix]):
         super()._remove(prefix)
         self._count(prefix, [0] * len(self.held))
         self._totals.forget(prefix)
-        if prefix.parent is not None:
-            prefix.parent.children -= 1
+        prefix.leave_parent()
         self._forgotten.pop(prefix.number, None)
         if not prefix.is_forgotten:
             del self._by_key[prefix.key]

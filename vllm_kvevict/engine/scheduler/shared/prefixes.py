@@ -19,9 +19,7 @@ Keys = dict[int, Hashable]
 """By what each prefix of a request is found that is evicted on its own, by its tokens, the shortest first."""
 
 
-def prefix_keys(
-    request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]
-) -> Keys:
+def prefix_keys(request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]) -> Keys:
     """What two requests must have in common for one to begin with what the other keeps of a prefix.
 
     That is how it is evicted, in which parts, what the model is asked when it repeats them, and everything that vLLM's
@@ -121,6 +119,28 @@ class Prefix(Entry):
         while prefix is not None and prefix is not until:
             yield prefix
             prefix = prefix.parent
+
+    def follow(self, parent: "Prefix | None") -> None:
+        """It is being stored, behind another prefix."""
+        self.parent, self.is_storing = parent, True
+        if parent is not None:
+            parent.count(children=1)
+
+    def leave_parent(self) -> None:
+        """It is gone."""
+        if self.parent is not None:
+            self.parent.count(children=-1)
+
+    def count(self, users: int = 0, storing: int = 0, children: int = 0) -> None:
+        """So many more, or fewer, requests use it, of it and those that follow are being stored, and follow it."""
+        self.users += users
+        self.children += children
+        self.storing += storing
+
+    def note(self, counted: "Counted") -> "Counted":
+        """What of it is added up from now on; returns what was until now."""
+        before, self.counted = self.counted, counted
+        return before
 
     @property
     def held_by_chain(self) -> list[int]:

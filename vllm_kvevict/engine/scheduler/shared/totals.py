@@ -36,7 +36,9 @@ class Totals:
 
     def count(self, prefix: Prefix) -> None:
         """What a prefix holds, or who uses it, has changed."""
-        self._replace(prefix, Counted(pages_pinned(prefix, prefix.users), _pages_used(prefix), _pages_freed(prefix)))
+        self._replace(
+            prefix, Counted(pages_pinned(prefix, prefix.users), _pages_used(prefix), _pages_freed(prefix))
+        )
 
     def forget(self, prefix: Prefix) -> None:
         """A prefix is gone."""
@@ -44,7 +46,7 @@ class Totals:
         self._replace(prefix, Counted(nothing, nothing, nothing))
 
     def _replace(self, prefix: Prefix, now: Counted) -> None:
-        before, prefix.counted = prefix.counted, now
+        before = prefix.note(now)
         for total, added, removed in (
             (self.pinned, now.pinned, before.pinned),
             (self.used, now.used, before.used),
