@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = (
-    512  # about as many as keep a large GPU busy; not asked of the device, for the same sums everywhere
-)
+_SUMS, _SHARES = (256, 64, 8, 4), (384, 64, 8, 4)
+"""Of the two kernels that read keys: programs, keys of a tile, warps of a program (with few rows half of them), and
+stages, since a tile needs its page ids, which come from memory, too. The programs are about as many as a large GPU runs
+at once; they are not asked of the device, for the same sums everywhere."""
+_KEYS_FIRST = True  # a tile of shares is [keys, rows], so that threads hold what they add up
+_REVERSED = True  # the second kernel begins with the keys that the first one read last, which may still be in the cache
 _LOG2E = tl.constexpr(math.log2(math.e))
 _HALF_LIFE = tl.constexpr(12)  # of rows "recent", in tokens
 _LOWEST = tl.constexpr(-1e30)  # below any logit, and finite: a row may see no key of a split
@@ -49,31 +52,25 @@ def window_attention(
         ValueError: dtypes or shapes do not fit, or `rows` is none of these.
     """
     _check(query, storage, table, n, rows)
-    window, heads, head_dim = query.shape
+    window, heads, _ = query.shape
     kv_heads, m, group = table.shape[0], n - window, heads // table.shape[0]
-    padded, block_heads, block_n = _tile(window, group, head_dim, query.dtype)
-    blocks = kv_heads * triton.cdiv(group, block_heads)
-    first, second = _split(n, block_n, blocks), _split(m, block_n, blocks)
-    splits, lines = triton.cdiv(n, first), block_heads * padded
-    shapes = (2, blocks, splits, lines), (2, blocks, lines), (heads, m)
-    partial, total, out = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    sizes = _sizes(query, group, page_size)
+    blocks, lines = kv_heads * triton.cdiv(group, sizes["BLOCK_HEADS"]), sizes["BLOCK_HEADS"] * sizes["ROWS"]
+    sums, shares = (_launched(*chosen[1:], query.dtype, lines) for chosen in (_SUMS, _SHARES))
+    first = _split(n, sums["BLOCK_N"], blocks, _SUMS[0])
+    second = _split(m, shares["BLOCK_N"], blocks, _SHARES[0])
+    splits = triton.cdiv(n, first)
+    shapes = (2, blocks, splits, lines), (blocks, lines), (heads, m)
+    partial, offset, out = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
     where = (query, *query.stride()[:2], storage, table, table.stride(0), n, scale)
-    sizes = {
-        "WINDOW": window,
-        "GROUP": group,
-        "SOFTCAP": float(softcap),
-        "PAGE_SIZE": page_size,
-        "HEAD_DIM": head_dim,
-        "ROWS": padded,
-        "BLOCK_HEADS": block_heads,
-        "BLOCK_N": block_n,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "num_warps": 8 if lines >= 128 else 4,
-        "num_stages": 3,  # a tile needs its page ids, and they come from memory, too
-    }
-    _row_sums[(blocks, splits)](*where, first, *partial, **sizes)
-    _join[(blocks,)](*partial, *total, splits, WINDOW=window, HOW=rows, BLOCK_M=lines, CHUNK=16)
-    _combine[(blocks, triton.cdiv(m, second))](*where, second, *total, out, HOW=rows, **sizes)
+    kind = {**sizes, "SOFTCAP": float(softcap)}
+    _row_sums[(blocks, splits)](*where, first, *partial, **kind, **sums)
+    joined = {"WINDOW": window, "HOW": rows, "ROWS": sizes["ROWS"], "BLOCK_M": lines, "CHUNK": 32}
+    _join[(blocks,)](*partial, offset, splits, **joined, num_warps=8)
+    order = {"KEYS_FIRST": _KEYS_FIRST, "REVERSED": _REVERSED}
+    _combine[(blocks, triton.cdiv(m, second))](
+        *where, second, offset, out, HOW=rows, **order, **kind, **shares
+    )
     return out
 
 
@@ -121,19 +118,39 @@ def _check(query: Tensor, storage: Tensor, table: Tensor, n: int, rows: str) -> 
         raise ValueError(f"rows must be mean, max or recent, not {rows!r}")
 
 
-def _tile(window: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Padded rows of a query head, query heads of a block of rows, and keys of a tile."""
+def _sizes(query: Tensor, group: int, page_size: int) -> dict[str, int]:
+    """What both kernels that read keys are compiled for; of a block, the padded rows of a head and the query heads."""
+    window, _, head_dim = query.shape
     rows = triton.next_power_of_2(window)
-    wide = dtype == torch.float32  # no tensor cores: a larger tile would not fit the registers
+    wide = query.dtype == torch.float32  # no tensor cores: a larger block would not fit the registers
     most = max(1, (32 if wide else 128 if head_dim <= 128 else 64) // rows)
-    heads = max(min(triton.next_power_of_2(group), most), 16 // rows)  # a matrix product has at least 16 rows
-    return rows, heads, 32 if wide else 64
+    # A matrix product has at least 16 rows.
+    heads = max(min(triton.next_power_of_2(group), most), 16 // rows)
+    return {
+        "WINDOW": window,
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "ROWS": rows,
+        "BLOCK_HEADS": heads,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+    }
 
 
-def _split(n: int, block_n: int, blocks: int) -> int:
+def _launched(block_n: int, warps: int, stages: int, dtype: torch.dtype, lines: int) -> dict[str, int]:
+    """How a kernel with some rows in a block is launched."""
+    wide = dtype == torch.float32
+    return {
+        "BLOCK_N": min(block_n, 32) if wide else block_n,
+        "num_warps": warps if lines >= 128 else max(warps // 2, 4),
+        "num_stages": min(stages, 3) if wide else stages,
+    }
+
+
+def _split(n: int, block_n: int, blocks: int, programs: int) -> int:
     """Keys of one program, a multiple of block_n, where each of `blocks` blocks of rows needs n keys."""
     tiles = triton.cdiv(n, block_n)
-    return block_n * triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
+    return block_n * triton.cdiv(tiles, max(1, programs // blocks))
 
 
 @triton.jit
@@ -153,17 +170,22 @@ def _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROW
 
 
 @triton.jit
-def _logits(q, storage, pages, key, n, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D):
-    """Logits, times log2(e), of some keys int32 [BLOCK_N]; `pages` is the table's row. Keys from n on count as 0."""
+def _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, BLOCK_D):
+    """Some keys int32 [BLOCK_N] as [BLOCK_N, BLOCK_D]; `pages` is the table's row. Those from n on are 0."""
     page = tl.load(pages + key // PAGE_SIZE, mask=key < n, other=0).to(tl.int64)
     place = page * (2 * PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
     d = tl.arange(0, BLOCK_D)[None, :]
-    k = tl.load(storage + place[:, None] + d, mask=(key < n)[:, None] & (d < HEAD_DIM), other=0.0)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return tl.load(storage + place[:, None] + d, mask=(key < n)[:, None] & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def _logits(products, scale, SOFTCAP):
+    """Logits, times log2(e), of products of queries and keys."""
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (1 + exp(2 x))
-        logits = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(logits * (2 / SOFTCAP * _LOG2E)))
-    return logits * _LOG2E
+        logits = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(products * (scale * (2 / SOFTCAP * _LOG2E))))
+        return logits * _LOG2E
+    return products * (scale * _LOG2E)
 
 
 # Lengths differ from prompt to prompt: none may need a compilation of its own.
@@ -201,8 +223,10 @@ def _row_sums(
     start = tl.program_id(1) * per_split
     for first in range(start, tl.minimum(start + per_split, n), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        logits = _logits(q, storage, pages, key, n, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D)
-        logits = tl.where(key[None, :] <= last[:, None], logits, float("-inf"))
+        k = _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, BLOCK_D)
+        logits = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+        if first + BLOCK_N > n - WINDOW:
+            logits = tl.where(key[None, :] <= last[:, None], logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
         highest = higher
@@ -215,15 +239,15 @@ def _row_sums(
 def _join(
     maxima,
     sums,
-    highest,
-    factor,
+    offset,
     splits,
     WINDOW: tl.constexpr,
     HOW: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of each row the largest logit of all keys, and what turns an exponential into the row's part of the result."""
+    """Of each row what its logits exceed the logarithm of their parts of the result by, to the base 2."""
     line = tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -235,8 +259,12 @@ def _join(
         higher = tl.maximum(top, tl.max(part, 0))
         total = total * tl.exp2(top - higher) + tl.sum(part_sum * tl.exp2(part - higher[None, :]), 0)
         top = higher
-    tl.store(highest + tl.program_id(0) * BLOCK_M + line, top)
-    tl.store(factor + tl.program_id(0) * BLOCK_M + line, 1.0 / (total * (WINDOW if HOW == "mean" else 1)))
+    exceeds = top + tl.log2(total * (WINDOW if HOW == "mean" else 1))
+    row = line % ROWS
+    if HOW == "recent":
+        exceeds += (WINDOW - 1 - row) / _HALF_LIFE
+    # A row that only pads the window has no part.
+    tl.store(offset + tl.program_id(0) * BLOCK_M + line, tl.where(row < WINDOW, exceeds, float("inf")))
 
 
 @triton.jit(do_not_specialize=["table_stride", "n", "per_split"])
@@ -250,10 +278,11 @@ def _combine(
     n,
     scale,
     per_split,
-    highest,
-    factor,
+    offset,
     out,
     HOW: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    REVERSED: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -270,21 +299,34 @@ def _combine(
     q = _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROWS, BLOCK_HEADS, BLOCK_D)
     kv_head = tl.program_id(0) // blocks
     pages = table + kv_head.to(tl.int64) * table_stride
-    line = tl.arange(0, BLOCK_HEADS * ROWS)
-    top = tl.load(highest + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
-    scaling = tl.load(factor + tl.program_id(0) * (BLOCK_HEADS * ROWS) + line)
-    scaling = tl.where(line % ROWS < WINDOW, scaling, 0.0)
-    if HOW == "recent":
-        scaling *= tl.exp2((line % ROWS - (WINDOW - 1)) / _HALF_LIFE)
+    exceeds = tl.load(offset + tl.program_id(0) * (BLOCK_HEADS * ROWS) + tl.arange(0, BLOCK_HEADS * ROWS))
     head = tl.program_id(0) % blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     m = n - WINDOW
-    target = out + (kv_head * GROUP + head).to(tl.int64)[:, None] * m
-    start = tl.program_id(1) * per_split
+    target = out + (kv_head * GROUP + head).to(tl.int64) * m
+    split = tl.program_id(1)
+    if REVERSED:
+        split = tl.num_programs(1) - 1 - split
+    start = split * per_split
     for first in range(start, tl.minimum(start + per_split, m), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        logits = _logits(q, storage, pages, key, m, scale, SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D)
-        shares = tl.exp2(logits - top[:, None]) * scaling[:, None]
-        shares = tl.reshape(shares, [BLOCK_HEADS, ROWS, BLOCK_N])
-        # Rows that only pad the window have shares of 0, which change neither.
-        received = tl.sum(shares, 1) if HOW == "mean" else tl.max(shares, 1)
-        tl.store(target + key[None, :], received, mask=(head < GROUP)[:, None] & (key < m)[None, :])
+        k = _load_keys(storage, pages, key, m, PAGE_SIZE, HEAD_DIM, BLOCK_D)
+        if KEYS_FIRST:
+            logits = _logits(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, SOFTCAP)
+            shares = tl.reshape(logits - exceeds[None, :], [BLOCK_N, BLOCK_HEADS, ROWS])
+            received = _received(shares, 2, HOW)
+            exists = (key < m)[:, None] & (head < GROUP)[None, :]
+            tl.store(target[None, :] + key[:, None], received, mask=exists)
+        else:
+            logits = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+            shares = tl.reshape(logits - exceeds[:, None], [BLOCK_HEADS, ROWS, BLOCK_N])
+            received = _received(shares, 1, HOW)
+            exists = (head < GROUP)[:, None] & (key < m)[None, :]
+            tl.store(target[:, None] + key[None, :], received, mask=exists)
+
+
+@triton.jit
+def _received(logarithms, AXIS: tl.constexpr, HOW: tl.constexpr):
+    """What keys receive of some rows, from the logarithms of its parts."""
+    if HOW == "mean":
+        return tl.sum(tl.exp2(logarithms), AXIS)
+    return tl.exp2(tl.max(logarithms, AXIS))
