@@ -1,9 +1,10 @@
 """Each Triton kernel compared with the least time that its memory traffic takes: ``python -m benchmarks.gpu.kernels``.
 
 Shapes of Llama-3.1-8B. The floor of a kernel is the time that its bytes take at the speed of a copy on the same card:
-operands and results once each, but the keys of the window's attention twice and the keys of a radix search eight times,
-once for each byte, as these algorithms have it. Results are compared with plain torch first, and every timing starts
-with a cold cache. Kernels that move a few MB are bound by their launches instead, which take microseconds.
+operands and results once each, but the keys of the window's attention twice, and those of a radix search three times,
+to count two digits and to copy aside what is left, as these algorithms have it. Results are compared with plain torch
+first, and every timing starts with a cold cache. Kernels that move a few MB are bound by their launches instead, which
+take microseconds.
 """
 
 import argparse
@@ -121,6 +122,7 @@ def searches(context: int, layers: int) -> list[Operation]:
     scores = torch.rand(layers * KV_HEADS, m, device=common.DEVICE).pow_(4)
     keys = radix_select.order_keys(scores)
     common.check("order_keys", keys, radix_select.reference_order_keys(scores), tolerance=0)
+    passes = radix_select.EARLY + 1
     found = [
         operation("order_keys, all layers", lambda: radix_select.order_keys(scores), nbytes(scores, keys))
     ]
@@ -139,7 +141,7 @@ def searches(context: int, layers: int) -> list[Operation]:
         wanted = radix_select.reference_cuts(rows, counts)
         common.check("cuts", cut(), wanted, tolerance=0)
         common.check("torch.topk", top(), wanted, tolerance=0)
-        found.append(operation(f"cuts, all layers, {name}", cut, len(radix_select.SHIFTS) * nbytes(keys)))
+        found.append(operation(f"cuts, all layers, {name}", cut, passes * nbytes(keys)))
         instead = Contender(f"  the same by torch.topk, {name}", top)
         found.append(Operation(instead, nbytes(keys), has_target=False))
     return found

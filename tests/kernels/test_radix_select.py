@@ -9,6 +9,7 @@ import torch
 from vllm_kvevict.kernels.radix_select import (
     FIRST,
     SHIFTS,
+    bits,
     cuts,
     descend,
     digit_counts,
@@ -86,10 +87,10 @@ def test_digit_counts(device, rows, n):
     keys = _keys(rows, n)
     pivot = keys[:, n // 3, None]
     for shift in SHIFTS:
-        prefix = pivot >> shift >> 8  # of a negative key with sign bits, which do not count
+        prefix = pivot >> shift >> bits(shift)  # of a negative key with sign bits, which do not count
         expected = reference_digit_counts(keys, prefix, shift)
         assert expected.sum() > 0
-        for given in (prefix, prefix & ((1 << (56 - shift)) - 1)):
+        for given in (prefix, prefix & ((1 << (64 - bits(shift) - shift)) - 1)):
             assert torch.equal(digit_counts(keys.to(device), given.to(device), shift).cpu(), expected)
 
 
@@ -135,8 +136,22 @@ def test_histograms_of_several_ranks_add_up(device):
     assert torch.equal(prefix, reference_cuts(keys, wanted[:, 0]))
 
 
+@pytest.mark.parametrize("alike", [40, 3000])
+def test_a_rank_on_its_own_finds_the_same(device, alike):
+    """Whether few keys of a row are left after the first digits, or more than there is room for aside."""
+    keys = _keys(3, 9000)
+    keys[:, :40] = torch.arange(40) + 2**40
+    keys[1, :alike] = torch.arange(alike) + 2**40
+    above = (keys >= 2**41).sum(1)
+    for counts in (above + 1, above + 20, above + 40):
+        expected = reference_cuts(keys, counts)
+        assert torch.equal(cuts(keys.to(device), counts).cpu(), expected)
+        assert torch.equal(cuts(keys.to(device), counts, torch.clone).cpu(), expected)
+
+
 def launches() -> Iterator[Callable[[], object]]:
     """Representative calls, to be compiled for GPUs."""
     for dtype in (torch.float32, torch.bfloat16):
         yield partial(order_keys, _scores(2, 100).to(dtype))
     yield partial(cuts, _keys(2, 100), [3, 4])
+    yield partial(cuts, _keys(2, 100), [3, 4], torch.clone)
