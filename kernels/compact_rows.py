@@ -7,27 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 128, 8
+_BLOCK, _WARPS = 256, 8
 _SEGMENT_BYTES = 256
 """Of an entry that one program moves: memory is slow at giving less at once."""
-_AHEAD = 1
-"""What is read while the block before is moved: 0 nothing, 1 where the entries lie, 2 the entries, too."""
-
-
-@triton.jit
-def _places(
-    kept, table, stay, begin, count, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of a block of survivors: which move, and where their keys lie in the storage and are to lie."""
-    entry = begin + tl.arange(0, BLOCK)
-    source = tl.load(kept + entry, mask=entry < count, other=0)
-    moves = (entry < count) & (source != entry)  # the first entries often stay where they are
-    source, target = stay + source, stay + entry
-    source_page = tl.load(table + source // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
-    page = tl.load(table + target // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
-    read = source_page * (2 * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
-    written = page * (2 * PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
-    return moves, read, written
 
 
 @triton.jit
@@ -42,7 +24,6 @@ def _compact_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     row = tl.program_id(0)
     start = tl.load(starts + row)
@@ -57,25 +38,19 @@ def _compact_rows(
     # comes from kept[i] >= i, since kept ascends strictly. So what a block overwrites lies before its end, and all
     # that later blocks read lies behind it; within the block, everything is read before anything is written. Entries
     # that stay shift both alike.
-    head = (dim < HEAD_DIM)[None, :]
-    moves, read, written = _places(kept, table, stay, 0, count, PAGE_SIZE, HEAD_DIM, BLOCK)
-    if AHEAD == 2:
-        data = tl.load(storage + read[:, None], mask=moves[:, None] & head)
     for begin in range(0, count, BLOCK):
-        if AHEAD == 0:
-            moves, read, written = _places(kept, table, stay, begin, count, PAGE_SIZE, HEAD_DIM, BLOCK)
-        if AHEAD < 2:
-            data = tl.load(storage + read[:, None], mask=moves[:, None] & head)
-        now, moved, target = data, moves[:, None] & head, storage + written[:, None]
-        if AHEAD > 0:
-            moves, read, written = _places(
-                kept, table, stay, begin + BLOCK, count, PAGE_SIZE, HEAD_DIM, BLOCK
-            )
-        if AHEAD == 2:
-            # The next block's entries lie behind all that this one overwrites.
-            data = tl.load(storage + read[:, None], mask=moves[:, None] & head)
+        entry = begin + tl.arange(0, BLOCK)
+        source = tl.load(kept + entry, mask=entry < count, other=0)
+        moves = (entry < count) & (source != entry)  # the first entries often stay where they are
+        source, target = stay + source, stay + entry
+        source_page = tl.load(table + source // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
+        page = tl.load(table + target // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
+        mask = moves[:, None] & (dim < HEAD_DIM)[None, :]
+        read = source_page * (2 * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
+        data = tl.load(storage + read[:, None], mask=mask)
         tl.debug_barrier()
-        tl.store(target, now, mask=moved)
+        written = page * (2 * PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
+        tl.store(storage + written[:, None], data, mask=mask)
 
 
 def compact_rows(
@@ -118,7 +93,6 @@ def compact_rows(
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK,
         BLOCK_D=block_d,
-        AHEAD=_AHEAD,
         num_warps=_WARPS,
         num_stages=1,
     )

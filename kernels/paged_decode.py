@@ -17,6 +17,7 @@ from vllm_kvevict.kernels.decode_attention import Rows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SHORTEST_PART = tl.constexpr(256)  # entries; less is not worth another program
+_PER_SM = 16  # programs for each multiprocessor
 _WORKSPACE_BYTES = 128 << 20
 _TILE_BYTES = 16 << 10
 
@@ -358,7 +359,7 @@ class PagedDecode:
             SOFTCAP=self.softcap > 0,
             BY_ADDRESS=rows.arena.dtype == torch.int64,
             # Page ids, then keys and values: with fewer stages no block would be on its way while one is attended to.
-            num_stages=5,
+            num_stages=4,
         )
 
     def _combine(self, output: Tensor, where: tuple) -> None:
@@ -377,12 +378,12 @@ class PagedDecode:
         )
 
     def _programs(self, requests: int) -> int:
-        """Programs per row, which take its parts in turn: enough to fill the device if all rows are long.
+        """Programs per row, which take its parts in turn: far more than fill the device if all rows are long.
 
-        Most rows are short and leave programs without work. That costs little, and a few spare ones spread the parts
-        of a row that is much longer than the others.
+        Most rows are short and leave programs without work. That costs little, and spare ones spread the parts of a
+        row that is much longer than the others.
         """
-        wanted = triton.cdiv(4 * self.num_sms, requests * self.num_kv_heads)
+        wanted = triton.cdiv(_PER_SM * self.num_sms, requests * self.num_kv_heads)
         return min(max(wanted, 4), self.parts)
 
 

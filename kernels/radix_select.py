@@ -15,19 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 FIRST = torch.iinfo(torch.int64).max  # a cut that no key of a score reaches
-_BITS = 7
-"""Of each digit but the first, which has 8: to count 128 values takes half as many instructions as to count 256."""
-SHIFTS = (56, *range(56 - _BITS, -1, -_BITS))  # of the digits, in the order in which they are compared
-EARLY = (
-    2  # digits that are counted among all keys: the sign and exponent of a score, and 6 bits of its mantissa
-)
-_VALUES = 256  # of the first digit
+SHIFTS = (
+    56,
+    48,
+    40,
+    32,
+    24,
+    16,
+    8,
+    0,
+)  # of the digits, one byte each, in the order in which they are compared
+EARLY = 2  # digits counted among all keys: the sign and exponent of a score, and 7 bits of its mantissa
 _PART = 16  # there is room aside for one key of so many
-_BLOCK, _WARPS = 4096, 8  # keys that a program counts at once, and its warps
-_TILES = 1  # how often it does
-_GATHER_BLOCK, _GATHER_WARPS = 4096, 8
-_FINISH_BLOCK, _FINISH_WARPS = 2048, 8
-_FINISH = True  # one launch for all digits that are left, where no ranks have to be asked
+_BLOCK, _WARPS = 2048, 8  # keys that a program counts, and its warps
+_GATHER_BLOCK, _GATHER_WARPS = 1024, 4
 
 
 class Candidates(NamedTuple):
@@ -58,18 +59,13 @@ def order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tens
     return keys
 
 
-def bits(shift: int) -> int:
-    """Of the digit with this shift."""
-    return 8 if shift == SHIFTS[0] else _BITS
-
-
 def digit_counts(keys: Tensor, prefix: Tensor, shift: int, candidates: Candidates | None = None) -> Tensor:
     """How often each value of a digit occurs among the keys that share all higher digits with their row's prefix.
 
     Args:
         keys: int64 [R, N], the keys of a row side by side.
-        prefix: int64 [R, 1], contiguous: the 64 - shift - bits(shift) bits above the digit as a number, i.e. what
-            `descend` gave for the previous shift. Only that many bits of it count, so none for the first digit.
+        prefix: int64 [R, 1], contiguous: the 56 - shift bits above the digit as a number, i.e. what `descend` gave for
+            the previous shift. Only that many bits of it count, so none for the first digit.
         shift: place of the digit's lowest bit, one of `SHIFTS`.
         candidates: of `gather` for a higher digit; where they are of use they are counted instead of the keys.
 
@@ -77,13 +73,12 @@ def digit_counts(keys: Tensor, prefix: Tensor, shift: int, candidates: Candidate
         int64 [R, 256]. Of the first digit the highest bit is flipped, so that negative keys come last.
     """
     rows, n = keys.shape
-    counts = torch.zeros(rows, _VALUES, dtype=torch.int64, device=keys.device)
+    counts = torch.zeros(rows, 256, dtype=torch.int64, device=keys.device)
     if keys.numel():
-        aside, sizes, capacity = _aside(candidates)
-        _digit_counts[(triton.cdiv(n, _BLOCK * _TILES), rows)](
-            keys, prefix, counts, n, keys.stride(0), aside, sizes, capacity, shift,
-            BITS=bits(shift), BLOCK=_BLOCK, TILES=_TILES, num_warps=_WARPS,
-        )  # fmt: skip
+        aside = (None, None, 0) if candidates is None else (*candidates, candidates.keys.shape[1])
+        _digit_counts[(triton.cdiv(n, _BLOCK), rows)](
+            keys, prefix, counts, n, keys.stride(0), *aside, shift, BLOCK=_BLOCK, num_warps=_WARPS
+        )
     return counts
 
 
@@ -98,9 +93,7 @@ def descend(counts: Tensor, prefix: Tensor, missing: Tensor, shift: int) -> None
         shift: as above.
     """
     if counts.numel():
-        _descend[(counts.shape[0],)](
-            counts, prefix, missing, shift, BITS=bits(shift), VALUES=_VALUES, num_warps=4
-        )  # fmt: skip
+        _descend[(counts.shape[0],)](counts, prefix, missing, shift, num_warps=4)
 
 
 def gather(keys: Tensor, prefix: Tensor, shift: int) -> Candidates:
@@ -109,10 +102,10 @@ def gather(keys: Tensor, prefix: Tensor, shift: int) -> Candidates:
     capacity = max(n // _PART, 1024)
     found = Candidates(keys.new_empty(rows, capacity), keys.new_zeros(rows, dtype=torch.int32))
     if keys.numel():
+        sizes = {"BLOCK": _GATHER_BLOCK, "num_warps": _GATHER_WARPS}
         _gather[(triton.cdiv(n, _GATHER_BLOCK), rows)](
-            keys, prefix, *found, n, keys.stride(0), capacity, shift,
-            BLOCK=_GATHER_BLOCK, num_warps=_GATHER_WARPS,
-        )  # fmt: skip
+            keys, prefix, *found, n, keys.stride(0), capacity, shift, **sizes
+        )
     return found
 
 
@@ -140,31 +133,14 @@ def cuts(
     missing = wanted.clone(memory_format=torch.contiguous_format)
     prefix = torch.zeros_like(missing)
     candidates = None
-    alone = sum_over_ranks is None and _FINISH
-    for shift in SHIFTS[:EARLY] if alone else SHIFTS:
+    for shift in SHIFTS:
         histogram = digit_counts(keys, prefix, shift, candidates)
         if sum_over_ranks is not None:
             histogram = sum_over_ranks(histogram)
         descend(histogram, prefix, missing, shift)
         if shift == SHIFTS[EARLY - 1]:
             candidates = gather(keys, prefix, shift)
-    if alone and candidates is not None and keys.numel():
-        _search_the_rest(keys, candidates, prefix, missing)
     return torch.where(wanted == 0, FIRST, prefix)
-
-
-def _search_the_rest(keys: Tensor, candidates: Candidates, prefix: Tensor, missing: Tensor) -> None:
-    """All digits after the early ones, in place, by one program for each row."""
-    rows, n = keys.shape
-    _finish[(rows,)](
-        keys, prefix, missing, n, keys.stride(0), *_aside(candidates), SHIFTS[EARLY],
-        BITS=_BITS, BLOCK=_FINISH_BLOCK, num_warps=_FINISH_WARPS,
-    )  # fmt: skip
-
-
-def _aside(candidates: Candidates | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """What kernels take of them: keys, sizes and room for each row."""
-    return (None, None, 0) if candidates is None else (*candidates, candidates.keys.shape[1])
 
 
 def reference_order_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
@@ -185,9 +161,8 @@ def reference_digit_counts(keys: Tensor, prefix: Tensor, shift: int) -> Tensor:
     for row, above, out in zip(keys, prefix[:, 0].tolist(), counts, strict=True):
         for key in row.tolist():
             unsigned = key % 2**64
-            width = bits(shift)
-            if (unsigned >> shift >> width) == above % 2 ** (64 - width - shift):
-                out[(unsigned >> shift) % 2**width ^ (0x80 if shift == 56 else 0)] += 1
+            if (unsigned >> shift >> 8) == above % 2 ** (56 - shift):
+                out[(unsigned >> shift) % 256 ^ (0x80 if shift == 56 else 0)] += 1
     return counts
 
 
@@ -217,66 +192,43 @@ def _order_keys(scores, keys, m, row_stride, stride, first, total, BLOCK: tl.con
     tl.store(keys + row.to(tl.int64) * m + position, key, mask=mask)
 
 
-@triton.jit
-def _row(keys, n, row_stride, aside, sizes, capacity, row):
-    """Where the keys of a row lie that have to be counted, and how many there are."""
+@triton.jit(do_not_specialize=["n", "row_stride", "capacity", "shift"])
+def _digit_counts(
+    keys, prefix, counts, n, row_stride, aside, sizes, capacity, shift, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(1)
     keys += row.to(tl.int64) * row_stride
     if aside is not None:
         found = tl.load(sizes + row)
         fits = found <= capacity
         keys = tl.where(fits, aside + row.to(tl.int64) * capacity, keys)
         n = tl.where(fits, found, n)
-    return keys, n
-
-
-@triton.jit
-def _histogram(keys, place, n, prefix, shift, BITS: tl.constexpr):
-    """How often each value of a digit occurs among some keys that share the prefix."""
-    key = tl.load(keys + place, mask=place < n, other=0) >> shift
-    above = (key >> BITS) ^ prefix
-    inside = (place < n) & ((above & ((tl.full([], 1, tl.int64) << (64 - BITS - shift)) - 1)) == 0)
-    digit = key.to(tl.int32) & ((1 << BITS) - 1)
-    digit ^= tl.where(shift == 56, 0x80, 0)  # negative keys come last
-    return tl.histogram(digit, 1 << BITS, mask=inside)
-
-
-@triton.jit
-def _choose(found, wanted, VALUES: tl.constexpr):
-    """The digit in which the cut lies, and how many keys have larger ones."""
-    above = tl.sum(found, 0) - tl.cumsum(found, 0)
-    # The smallest digit with fewer keys above it than are wanted; the last one if none is wanted.
-    digit = tl.minimum(tl.sum((above >= wanted).to(tl.int32), 0), VALUES - 1)
-    return digit, tl.sum(tl.where(tl.arange(0, VALUES) == digit, above, 0), 0)
-
-
-@triton.jit(do_not_specialize=["n", "row_stride", "capacity", "shift"])
-def _digit_counts(
-    keys, prefix, counts, n, row_stride, aside, sizes, capacity, shift,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1)
-    keys, n = _row(keys, n, row_stride, aside, sizes, capacity, row)
-    start = tl.program_id(0) * (BLOCK * TILES)
-    if start >= n:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK >= n:
         return
-    prefix = tl.load(prefix + row)
-    found = tl.zeros([1 << BITS], tl.int32)
-    for first in range(start, tl.minimum(start + BLOCK * TILES, n), BLOCK):
-        found += _histogram(keys, first + tl.arange(0, BLOCK), n, prefix, shift, BITS)
+    key = tl.load(keys + place, mask=place < n, other=0) >> shift
+    above = (key >> 8) ^ tl.load(prefix + row)
+    inside = (place < n) & ((above & ((tl.full([], 1, tl.int64) << (56 - shift)) - 1)) == 0)
+    digit = key.to(tl.int32) & 0xFF
+    digit ^= tl.where(shift == 56, 0x80, 0)  # negative keys come last
+    counted = tl.histogram(digit, 256, mask=inside)
     # The order of integer sums does not matter: the result is the same in every run.
-    place = counts + row * 256 + tl.arange(0, 1 << BITS)
-    tl.atomic_add(place, found.to(tl.int64), mask=found > 0, sem="relaxed")
+    place = counts + row * 256 + tl.arange(0, 256)
+    tl.atomic_add(place, counted.to(tl.int64), mask=counted > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["shift"])
-def _descend(counts, prefix, missing, shift, BITS: tl.constexpr, VALUES: tl.constexpr):
+def _descend(counts, prefix, missing, shift):
     row = tl.program_id(0)
-    found = tl.load(counts + row * VALUES + tl.arange(0, 1 << BITS))
+    digits = tl.arange(0, 256)
+    found = tl.load(counts + row * 256 + digits)
     wanted = tl.load(missing + row)
-    digit, taken = _choose(found, wanted, 1 << BITS)
-    tl.store(missing + row, wanted - taken)
+    above = tl.sum(found, 0) - tl.cumsum(found, 0)
+    # The smallest digit with fewer keys above it than are wanted; the last one if none is wanted.
+    digit = tl.minimum(tl.sum((above >= wanted).to(tl.int32), 0), 255)
+    tl.store(missing + row, wanted - tl.sum(tl.where(digits == digit, above, 0), 0))
     digit ^= tl.where(shift == 56, 0x80, 0)
-    tl.store(prefix + row, (tl.load(prefix + row) << BITS) | digit)
+    tl.store(prefix + row, (tl.load(prefix + row) << 8) | digit)
 
 
 @triton.jit(do_not_specialize=["n", "row_stride", "capacity", "shift"])
@@ -292,22 +244,3 @@ def _gather(keys, prefix, aside, sizes, n, row_stride, capacity, shift, BLOCK: t
         rank = tl.atomic_add(sizes + row, count, sem="relaxed") + tl.cumsum(inside, 0) - 1
         target = aside + row.to(tl.int64) * capacity + rank
         tl.store(target, key, mask=(inside > 0) & (rank < capacity))
-
-
-@triton.jit(do_not_specialize=["n", "row_stride", "capacity", "shift"])
-def _finish(
-    keys, prefix, missing, n, row_stride, aside, sizes, capacity, shift,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    keys, n = _row(keys, n, row_stride, aside, sizes, capacity, row)
-    cut, wanted = tl.load(prefix + row), tl.load(missing + row)
-    while shift >= 0:
-        found = tl.zeros([1 << BITS], tl.int32)
-        for first in range(0, n, BLOCK):
-            found += _histogram(keys, first + tl.arange(0, BLOCK), n, cut, shift, BITS)
-        digit, taken = _choose(found, wanted, 1 << BITS)
-        cut = (cut << BITS) | digit
-        wanted -= taken
-        shift -= BITS
-    tl.store(prefix + row, cut)

@@ -7,12 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SUMS, _SHARES = (256, 64, 8, 4), (384, 64, 8, 4)
-"""Of the two kernels that read keys: programs, keys of a tile, warps of a program (with few rows half of them), and
-stages, since a tile needs its page ids, which come from memory, too. The programs are about as many as a large GPU runs
-at once; they are not asked of the device, for the same sums everywhere."""
-_KEYS_FIRST = True  # a tile of shares is [keys, rows], so that threads hold what they add up
-_REVERSED = True  # the second kernel begins with the keys that the first one read last, which may still be in the cache
+_SUMS, _SHARES = (256, 128, 4), (384, 64, 8)
+"""Of the two kernels that read keys: programs, keys of a tile, and warps of a program (with few rows half of them). The
+programs are about as many as a large GPU runs at once; they are not asked of the device, for the same sums everywhere.
+"""
 _LOG2E = tl.constexpr(math.log2(math.e))
 _HALF_LIFE = tl.constexpr(12)  # of rows "recent", in tokens
 _LOWEST = tl.constexpr(-1e30)  # below any logit, and finite: a row may see no key of a split
@@ -56,7 +54,7 @@ def window_attention(
     kv_heads, m, group = table.shape[0], n - window, heads // table.shape[0]
     sizes = _sizes(query, group, page_size)
     blocks, lines = kv_heads * triton.cdiv(group, sizes["BLOCK_HEADS"]), sizes["BLOCK_HEADS"] * sizes["ROWS"]
-    sums, shares = (_launched(*chosen[1:], query.dtype, lines) for chosen in (_SUMS, _SHARES))
+    sums, shares = (_launched(*chosen[1:], query, lines) for chosen in (_SUMS, _SHARES))
     first = _split(n, sums["BLOCK_N"], blocks, _SUMS[0])
     second = _split(m, shares["BLOCK_N"], blocks, _SHARES[0])
     splits = triton.cdiv(n, first)
@@ -67,10 +65,7 @@ def window_attention(
     _row_sums[(blocks, splits)](*where, first, *partial, **kind, **sums)
     joined = {"WINDOW": window, "HOW": rows, "ROWS": sizes["ROWS"], "BLOCK_M": lines, "CHUNK": 32}
     _join[(blocks,)](*partial, offset, splits, **joined, num_warps=8)
-    order = {"KEYS_FIRST": _KEYS_FIRST, "REVERSED": _REVERSED}
-    _combine[(blocks, triton.cdiv(m, second))](
-        *where, second, offset, out, HOW=rows, **order, **kind, **shares
-    )
+    _combine[(blocks, triton.cdiv(m, second))](*where, second, offset, out, HOW=rows, **kind, **shares)
     return out
 
 
@@ -137,13 +132,14 @@ def _sizes(query: Tensor, group: int, page_size: int) -> dict[str, int]:
     }
 
 
-def _launched(block_n: int, warps: int, stages: int, dtype: torch.dtype, lines: int) -> dict[str, int]:
+def _launched(block_n: int, warps: int, query: Tensor, lines: int) -> dict[str, int]:
     """How a kernel with some rows in a block is launched."""
-    wide = dtype == torch.float32
+    # So that the keys of all stages fit the shared memory of small GPUs.
+    most = 32 if query.dtype == torch.float32 else 128 if query.shape[2] <= 128 else 64
     return {
-        "BLOCK_N": min(block_n, 32) if wide else block_n,
+        "BLOCK_N": min(block_n, most),
         "num_warps": warps if lines >= 128 else max(warps // 2, 4),
-        "num_stages": min(stages, 3) if wide else stages,
+        "num_stages": 3,  # a tile needs its page ids, and they come from memory, too
     }
 
 
@@ -281,8 +277,6 @@ def _combine(
     offset,
     out,
     HOW: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    REVERSED: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -303,30 +297,13 @@ def _combine(
     head = tl.program_id(0) % blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     m = n - WINDOW
     target = out + (kv_head * GROUP + head).to(tl.int64) * m
-    split = tl.program_id(1)
-    if REVERSED:
-        split = tl.num_programs(1) - 1 - split
-    start = split * per_split
+    start = tl.program_id(1) * per_split
     for first in range(start, tl.minimum(start + per_split, m), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         k = _load_keys(storage, pages, key, m, PAGE_SIZE, HEAD_DIM, BLOCK_D)
-        if KEYS_FIRST:
-            logits = _logits(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, SOFTCAP)
-            shares = tl.reshape(logits - exceeds[None, :], [BLOCK_N, BLOCK_HEADS, ROWS])
-            received = _received(shares, 2, HOW)
-            exists = (key < m)[:, None] & (head < GROUP)[None, :]
-            tl.store(target[None, :] + key[:, None], received, mask=exists)
-        else:
-            logits = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
-            shares = tl.reshape(logits - exceeds[:, None], [BLOCK_HEADS, ROWS, BLOCK_N])
-            received = _received(shares, 1, HOW)
-            exists = (head < GROUP)[:, None] & (key < m)[None, :]
-            tl.store(target[:, None] + key[None, :], received, mask=exists)
-
-
-@triton.jit
-def _received(logarithms, AXIS: tl.constexpr, HOW: tl.constexpr):
-    """What keys receive of some rows, from the logarithms of its parts."""
-    if HOW == "mean":
-        return tl.sum(tl.exp2(logarithms), AXIS)
-    return tl.exp2(tl.max(logarithms, AXIS))
+        # [keys, rows], so that a thread holds all that it adds up.
+        logits = _logits(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, SOFTCAP)
+        logarithms = tl.reshape(logits - exceeds[None, :], [BLOCK_N, BLOCK_HEADS, ROWS])
+        received = tl.sum(tl.exp2(logarithms), 2) if HOW == "mean" else tl.exp2(tl.max(logarithms, 2))
+        exists = (key < m)[:, None] & (head < GROUP)[None, :]
+        tl.store(target[None, :] + key[:, None], received, mask=exists)

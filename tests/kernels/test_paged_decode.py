@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_kvevict.kernels import paged_decode
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.paged_decode import PagedDecode, reference
 
@@ -110,6 +111,13 @@ def test_rows_of_several_parts(lengths, device):
     _case([lengths], device, page_size=64, group=4).check()
 
 
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Fewer than parts of these short rows."""
+    monkeypatch.setattr(paged_decode, "_PER_SM", 4)
+
+
+@pytest.mark.usefixtures("few_programs")
 def test_programs_take_parts_in_turn(device):
     """There are more parts than programs per row."""
     case = _case([(1, 30), (700, 2000), (60, 300)], device, page_size=64)
@@ -127,6 +135,7 @@ def test_flat_and_peaked_weights(scale, softcap, device):
     _case([(1, 40), (300, 7)], device, scale=scale, softcap=softcap).check()
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_a_request_does_not_depend_on_its_batch(device):
     """Not on its mates, nor on the number of programs, which follows from that of requests."""
     case = _case([(1, 31), (32, 33), (64, 200), (300, 1100)], device)

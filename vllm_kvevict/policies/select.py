@@ -111,7 +111,7 @@ def _cut(keys: Tensor, count: int) -> Tensor:
 def _cuts_over_ranks(keys: Tensor, totals: Sequence[int], comm: Comm) -> Tensor:
     """The totals[i]-th largest of all ranks' keys[i], [layers, 1], by a radix search on histograms.
 
-    Eight collectives of 256 counts per layer, on GPUs nine, whatever the length (keys int64 [layers, N]).
+    Eight collectives of 256 counts per layer, whatever the length (keys int64 [layers, N]).
     """
     if on_gpu(keys):
         from vllm_kvevict.kernels import radix_select
