@@ -1,7 +1,8 @@
-"""Chats of several turns: stock vLLM with its prefix cache, policy full, and a policy that evicts.
+"""Chats of several turns: stock vLLM with its prefix cache, policy full, and policies that evict, at once or by turns.
 
 All sides have the same KV memory and their prefix cache on, and run one after the other. Each turn's prompt is the chat
-so far, with the side's own answers, and new words of the user.
+so far, with the side's own answers, and new words of the user. Sides "by turns" say in `kv_turns` where answers end, so
+that each turn is compressed once.
 """
 
 import argparse
@@ -22,14 +23,16 @@ from rich.table import Table
 from benchmarks.harness import command
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.documents import Answer, ask, http_client
-from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS
-from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 FULL, EVICTING = "full", "ada-snapkv"
 SIDES = (STOCK, FULL, EVICTING)
+TURNS = " by turns"
+CHEAP, REPEATING = EVICTING + TURNS, "kvzip" + TURNS
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Scenario:
         chats: how many.
         turns: of each.
         turn_len, answer_len: tokens of the user's words and of the answer in each turn.
+        system_len: tokens of each chat's own system text and tools.
+        in_turns: whether all chats have their first turn before any has its second.
         pool: how many whole chats the KV memory holds.
         at_once: whether all chats ask their last question together, with all that was said before it; else they are led
             from the first turn on, one after the other.
@@ -56,6 +61,8 @@ class Scenario:
     turn_len: int
     answer_len: int
     pool: int
+    system_len: int = 0
+    in_turns: bool = False
     at_once: bool = False
     budget: float = 0.2
     sides: tuple[str, ...] = SIDES
@@ -65,16 +72,28 @@ class Scenario:
     @property
     def max_len(self) -> int:
         """Tokens of a whole chat."""
-        return self.turns * (self.turn_len + self.answer_len)
+        return self.system_len + self.turns * (self.turn_len + self.answer_len)
 
     def kv_bytes(self) -> int:
         """KV memory, with the one block that vLLM keeps for itself."""
         return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
 
     def words(self, seed: int, chat: int) -> list[list[int]]:
-        """What the user says in each turn of a chat; the same to all sides."""
+        """What the user says in each turn of a chat, at first with the system text; the same to all sides."""
         choose = random.Random(f"{seed} {chat}")
-        return [choose.choices(range(FIRST_WORD, VOCAB), k=self.turn_len) for _ in range(self.turns)]
+        lengths = [self.system_len + self.turn_len, *[self.turn_len] * (self.turns - 1)]
+        return [choose.choices(range(FIRST_WORD, VOCAB), k=length) for length in lengths]
+
+    def ends(self, turn: int) -> list[int]:
+        """Where the parts of the prompt of a turn end, which is 0 for the first: the system text, and each answer."""
+        each = self.turn_len + self.answer_len
+        return [end for end in range(self.system_len, self.system_len + turn * each + 1, each) if end]
+
+    @property
+    def known_len(self) -> int:
+        """Tokens of all prompts that their chats have sent or received before."""
+        each = self.turn_len + self.answer_len
+        return self.chats * sum(self.system_len + turn * each for turn in range(1, self.turns))
 
     def history(self, seed: int, chat: int) -> list[int]:
         """A chat up to its last question, with random words for answers."""
@@ -102,6 +121,18 @@ SCENARIOS = {
         at_once=True,
         sides=(STOCK, EVICTING),
     ),
+    "agents": Scenario(
+        "16 chats of twelve turns behind 2k tokens of system text each, in memory for six whole",
+        chats=16,
+        turns=12,
+        turn_len=256,
+        answer_len=96,
+        pool=6,
+        system_len=2048,
+        in_turns=True,
+        budget=0.25,
+        sides=(STOCK, EVICTING, CHEAP, REPEATING),
+    ),
 }
 
 
@@ -113,6 +144,7 @@ class Run:
         wall: seconds from the first request to the end of the last answer.
         first_token: seconds until the first token of each request; chat after chat, turn after turn.
         cached: tokens found in the prefix cache, over all prompts.
+        held: bytes of KV that are cached at the end, of compressed prefixes; 0 for stock.
         preemptions: requests that lost their KV.
         most_running: most requests seen running at once.
     """
@@ -122,6 +154,7 @@ class Run:
     cached: int
     preemptions: int
     most_running: int
+    held: int = 0
 
 
 Round = dict[str, Run]
@@ -137,22 +170,45 @@ def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -
     if side == FULL:
         flags += ["--kv-eviction", "full"]
     elif side != STOCK:
-        flags += ["--kv-eviction", side, "--kv-budget", f"{scenario.budget:g}"]
+        flags += ["--kv-eviction", side.removesuffix(TURNS), "--kv-budget", f"{scenario.budget:g}"]
     log = SCRATCH / f"chat-{name}-{side}.log"
     return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
 
 
+class Chat:
+    """One chat: what was said so far, and the answers to that.
+
+    Args:
+        by_turns: whether the server is told where turns end.
+    """
+
+    def __init__(self, scenario: Scenario, words: Sequence[Sequence[int]], by_turns: bool = False):
+        self._scenario, self._words, self._by_turns = scenario, words, by_turns
+        self._said: list[int] = []
+        self.answers: list[Answer] = []
+
+    async def go_on(self, client: httpx.AsyncClient, server: Server) -> None:
+        """The next turn."""
+        turn = len(self.answers)
+        self._said += self._words[turn]
+        ends = self._scenario.ends(turn) if self._by_turns else []
+        fields = {"kv_turns": ends} if ends else None
+        length = self._scenario.answer_len
+        self.answers.append(await ask(client, server, self._said, None, length, fields))
+        self._said += self.answers[-1].tokens
+
+
 async def lead(
-    client: httpx.AsyncClient, server: Server, words: Sequence[Sequence[int]], answer_len: int
+    client: httpx.AsyncClient, server: Server, scenario: Scenario, seed: int, by_turns: bool = False
 ) -> list[Answer]:
-    """Lead a chat from its first turn to its last."""
-    said: list[int] = []
-    answers = []
-    for new in words:
-        said += new
-        answers.append(await ask(client, server, said, None, answer_len))
-        said += answers[-1].tokens
-    return answers
+    """Lead all chats from their first turns to their last; the answers, chat after chat."""
+    chats = [Chat(scenario, scenario.words(seed, chat), by_turns) for chat in range(scenario.chats)]
+    order = chats * scenario.turns
+    if not scenario.in_turns:
+        order.sort(key=chats.index)
+    for chat in order:
+        await chat.go_on(client, server)
+    return [answer for chat in chats for answer in chat.answers]
 
 
 async def watch(server: Server) -> int:
@@ -166,7 +222,7 @@ async def watch(server: Server) -> int:
         return most
 
 
-async def drive(server: Server, scenario: Scenario, seed: int) -> Run:
+async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = False) -> Run:
     """Send a load to one side and wait until it has come to rest; other seeds have other words."""
     before = await server.snapshot()
     # To read the metrics takes some of the machine: only where it is asked how many run.
@@ -178,9 +234,7 @@ async def drive(server: Server, scenario: Scenario, seed: int) -> Run:
             asked = [ask(client, server, prompt, None, scenario.answer_len) for prompt in histories]
             answers = list(await asyncio.gather(*asked))
         else:
-            answers = []
-            for chat in range(scenario.chats):
-                answers += await lead(client, server, scenario.words(seed, chat), scenario.answer_len)
+            answers = await lead(client, server, scenario, seed, by_turns)
     wall, most = time.perf_counter() - started, 0
     if watching is not None:
         watching.cancel()
@@ -190,7 +244,8 @@ async def drive(server: Server, scenario: Scenario, seed: int) -> Run:
     await asyncio.sleep(SETTLE_SECONDS)
     cached = sum(answer.cached for answer in answers)
     waits = [answer.first_token for answer in answers]
-    return Run(wall, waits, cached, after.preemptions - before.preemptions, most)
+    held = after.cached_pages * page_bytes(scenario.dtype)
+    return Run(wall, waits, cached, after.preemptions - before.preemptions, most, held)
 
 
 async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]:
@@ -202,13 +257,14 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]
             bench.say(f"{name}, {side}: starting")
             server = make_server(name, scenario, side, bench.threads)
             servers[side] = await stack.enter_async_context(server)
-            await drive(servers[side], replace(scenario, chats=1, turns=min(scenario.turns, 2)), -1)
+            small = replace(scenario, chats=1, turns=min(scenario.turns, 2))
+            await drive(servers[side], small, -1, side.endswith(TURNS))
         for number in range(scenario.rounds):
             first = number % len(scenario.sides)
             runs = {}
             for side in scenario.sides[first:] + scenario.sides[:first]:
                 bench.say(f"{name}, round {number + 1}, {side}")
-                runs[side] = await drive(servers[side], scenario, number)
+                runs[side] = await drive(servers[side], scenario, number, side.endswith(TURNS))
                 bench.bar.advance(bench.task)
             rounds.append(runs)
     return rounds
@@ -225,6 +281,8 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
     def ratio(what: Callable[[Run], float], side: str) -> Estimate:
         return paired_ratio([what(one[side]) for one in rounds], [what(one[STOCK]) for one in rounds])
 
+    if name == "agents":
+        return agents_figures(scenario, rounds)
     if name == "crowd":
         return [Target("chats at once, over stock", ratio(lambda run: run.most_running, EVICTING), 2.0)]
 
@@ -236,6 +294,35 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
         Target("all turns, full, over stock", ratio(lambda run: run.wall, FULL), 1.1, True),
         Target(f"{first}, full", ratio(wait, FULL), 1.1, True),
         Target(f"{first}, {EVICTING}", ratio(wait, EVICTING), 1.3, True),
+    ]
+
+
+def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
+    """What chats that are compressed turn by turn should reach."""
+
+    def over_stock(what: Callable[[Run], float], side: str) -> Estimate:
+        return paired_ratio([what(one[side]) for one in rounds], [what(one[STOCK]) for one in rounds])
+
+    def of(what: Callable[[Run], float], side: str) -> Estimate:
+        return estimate([what(one[side]) for one in rounds])
+
+    def found(run: Run) -> float:
+        return run.cached / scenario.known_len
+
+    def wait(run: Run) -> float:
+        return later_wait(scenario, run)
+
+    def held(run: Run) -> float:
+        return run.held / (scenario.chats * scenario.max_len * token_bytes(scenario.dtype))
+
+    first = "time to first token from the second turn on, over stock"
+    return [
+        Target(f"of what chats said before, found by {CHEAP}", of(found, CHEAP), 0.97),
+        Target("the same, found by stock", of(found, STOCK), 0.05, True),
+        Target(f"{first}, {CHEAP}", over_stock(wait, CHEAP), 0.15, True),
+        Target(f"{first}, {REPEATING}", over_stock(wait, REPEATING), 0.25, True),
+        Target(f"KV of chats that are idle, {CHEAP}, over all of it", of(held, CHEAP), 0.3, True),
+        Target(f"output tokens/s, {CHEAP}, over stock", over_stock(lambda run: 1 / run.wall, CHEAP), 2.5),
     ]
 
 
@@ -262,6 +349,7 @@ SIZES = {
     "turns": "of each",
     "turn_len": "tokens of the user's words in each",
     "answer_len": "tokens of each answer",
+    "system_len": "tokens of each chat's system text",
     "pool": "whole chats that the KV memory holds",
     "rounds": "how often every side runs",
 }

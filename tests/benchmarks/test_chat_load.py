@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chat import (
+    CHEAP,
     EVICTING,
     FULL,
+    REPEATING,
     SCENARIOS,
     SIDES,
     STOCK,
@@ -25,6 +27,7 @@ from benchmarks.chat import (
     parse_arguments,
     table,
 )
+from benchmarks.harness.scenarios import token_bytes
 
 
 def test_chats_share_nothing_and_sides_hear_the_same():
@@ -43,7 +46,8 @@ def test_sides_differ_in_eviction_alone(name, monkeypatch):
         command = make_server(name, SCENARIOS[name], side, 1).command
         flags[side] = [word for word in command if not word.isdigit()]
     assert flags[FULL] == flags[STOCK] + ["--kv-eviction", "full"]
-    assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+    budget = ["--kv-budget", f"{SCENARIOS[name].budget:g}"]
+    assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", *budget]
 
 
 def run(first: list[float], wall: float = 10.0, most_running: int = 0) -> Run:
@@ -103,11 +107,55 @@ SERVER = SimpleNamespace(model="m", log="log")
 def test_each_turn_goes_on_with_its_own_answers():
     sent: list[dict] = []
 
+    scenario = replace(SCENARIOS["turns"], chats=1, turns=2, turn_len=2, answer_len=2)
+    first, second = scenario.words(7, 0)
+
     async def chat():
         async with client_of(sent) as client:
-            return await lead(client, SERVER, [[1, 1], [2]], 2)
+            return await lead(client, SERVER, scenario, 7)
 
     answers = asyncio.run(chat())
-    assert [one["prompt"] for one in sent] == [[1, 1], [1, 1, 2, 3, 2]]
-    assert [answer.tokens for answer in answers] == [[2, 3], [5, 6]]
-    assert [answer.cached for answer in answers] == [1, 4]
+    assert [one["prompt"] for one in sent] == [first, [*first, 2, 3, *second]]
+    assert [answer.tokens for answer in answers] == [[2, 3], [6, 7]]
+    assert [answer.cached for answer in answers] == [1, 5]
+    assert all("vllm_xargs" not in one for one in sent)
+
+
+def test_chats_take_turns_and_tell_where_these_end():
+    sent: list[dict] = []
+    agents = replace(SCENARIOS["agents"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
+
+    async def chats():
+        async with client_of(sent) as client:
+            return await lead(client, SERVER, agents, 7, by_turns=True)
+
+    answers = asyncio.run(chats())
+    assert [len(one["prompt"]) for one in sent] == [7, 7, 12, 12, 17, 17]
+    assert [one["vllm_xargs"]["kv_turns"] for one in sent] == [
+        [4],
+        [4],
+        [4, 9],
+        [4, 9],
+        [4, 9, 14],
+        [4, 9, 14],
+    ]
+    assert sent[2]["prompt"][:7] == sent[0]["prompt"] != sent[1]["prompt"]
+    assert [answer.cached for answer in answers] == [6, 11, 16] * 2
+    assert agents.known_len == 2 * (9 + 14)
+
+
+def test_verdict_on_agents():
+    agents = SCENARIOS["agents"]
+    whole = agents.chats * agents.max_len * token_bytes(agents.dtype)
+
+    def verdict(cached: float, wait: float, held: float) -> list[bool]:
+        first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
+        ours = replace(
+            run(first, 10 * wait), cached=round(cached * agents.known_len), held=round(held * whole)
+        )
+        stock = replace(run([1.0] * agents.turns * agents.chats), cached=0)
+        one = {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours}
+        return [target.met for target in figures("agents", agents, [one] * 3)]
+
+    assert verdict(0.98, 0.1, 0.29) == [True] * 6
+    assert verdict(0.9, 0.5, 0.4) == [False, True, False, False, False, False]

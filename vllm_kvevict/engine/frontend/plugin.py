@@ -216,8 +216,7 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     """Say what has no effect, is slow or unproven."""
     if device is not CPU:
         logger.warning(
-            "KV eviction on CUDA is experimental: its kernels were tested in Triton's interpreter and compiled for "
-            "sm_80, sm_90 and sm_100, but no run on a GPU is on record"
+            "KV eviction on CUDA is experimental: it was tested on one H200, and never on other or several GPUs"
         )
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
