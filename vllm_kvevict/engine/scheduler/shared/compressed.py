@@ -214,16 +214,22 @@ class CompressedPrefixes(Entries[Prefix]):
         if before is not None:
             before.borrowers.discard(name)
         prefix.borrowers.add(name)
+        self._count_users(prefix, 1, before)
+
+    def _count_users(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
+        """A prefix and its parents, up to one that is used already, have a user more (1) or less (-1)."""
+        shared = 0
         for entry in prefix.chain(before):
-            entry.count(users=1)
+            was_shared = entry.num_users > 1
+            entry.count(users=more)
+            shared += (entry.num_users > 1) - was_shared
+            entry.count(shared=shared)
             self._totals.count(entry)
 
     def _give_back(self, prefix: Prefix, name: str) -> None:
         """A request does not use pages of a prefix any more."""
         prefix.borrowers.discard(name)
-        for entry in prefix.chain():
-            entry.count(users=-1)
-            self._totals.count(entry)
+        self._count_users(prefix, -1)
 
     def part_from(self, name: str, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others.
@@ -342,8 +348,10 @@ class CompressedPrefixes(Entries[Prefix]):
             more: one that a further request would borrow.
         """
         pages = list(self._totals.pinned)
+        is_shared = False
         for entry in more.chain() if more is not None else ():
-            then, now = pages_pinned(entry, entry.users + 1), entry.counted.pinned
+            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.full_pages))
+            then, now = pages_pinned(entry, is_shared), entry.counted.pinned
             for rank, page_count in enumerate(then):
                 pages[rank] += page_count - now[rank]
         return pages

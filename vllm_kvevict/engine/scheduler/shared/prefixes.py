@@ -92,6 +92,7 @@ class Prefix(Entry):
         borrowers: ids of the requests that use them, and pages of no prefix that follows it.
         users: how many requests use them.
         storing: how many of itself and those that follow are being stored.
+        shared: how many of these several requests use pages of. None of them goes, nor what they follow.
         is_storing: whether the step that evicts it was dispatched.
         counted: what of it :class:`Totals` has added up.
     """
@@ -107,6 +108,7 @@ class Prefix(Entry):
     borrowers: set[str] = field(default_factory=set)
     users: int = 0
     storing: int = 0
+    shared: int = 0
     is_storing: bool = False
     counted: "Counted" = field(init=False)
 
@@ -131,11 +133,13 @@ class Prefix(Entry):
         if self.parent is not None:
             self.parent.count(children=-1)
 
-    def count(self, users: int = 0, storing: int = 0, children: int = 0) -> None:
-        """So many more, or fewer, requests use it, of it and those that follow are being stored, and follow it."""
+    def count(self, users: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
+        """So many more, or fewer, requests use it, of it and those that follow are being stored and are shared, and
+        follow it."""
         self.users += users
         self.children += children
         self.storing += storing
+        self.shared += shared
 
     def note(self, counted: "Counted") -> "Counted":
         """What of it is added up from now on; returns what was until now."""

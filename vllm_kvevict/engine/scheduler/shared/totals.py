@@ -6,12 +6,18 @@ Owns the sums, and what of each prefix is in them. Chains may be long and many: 
 from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
 
 
-def pages_pinned(prefix: Prefix, users: int) -> list[int]:
-    """Pages of each rank that are not counted as any borrower's and that no drop would free, with so many users."""
-    if not users or not prefix.full_pages:
-        return [0] * len(prefix.held)
+def pages_pinned(prefix: Prefix, is_shared: bool) -> list[int]:
+    """Pages of each rank that are not counted as any borrower's and that no drop would free, of a prefix in use.
+
+    Args:
+        is_shared: whether several requests use pages of it, or of one that follows it.
+    """
     # What a single one uses becomes its own.
-    return list(prefix.held if users > 1 and any(prefix.full_pages) else prefix.full_pages)
+    return list(prefix.held if is_shared else prefix.full_pages)
+
+
+def _pages_pinned(prefix: Prefix) -> list[int]:
+    return pages_pinned(prefix, prefix.shared > 0) if prefix.users else [0] * len(prefix.held)
 
 
 def _pages_used(prefix: Prefix) -> list[int]:
@@ -19,7 +25,7 @@ def _pages_used(prefix: Prefix) -> list[int]:
 
 
 def _pages_freed(prefix: Prefix) -> list[int]:
-    if prefix.storing or not prefix.is_ready or prefix.num_users > 1:
+    if prefix.storing or prefix.shared or not prefix.is_ready:
         return [0] * len(prefix.held)
     return [prefix.freed(rank) for rank in range(len(prefix.held))]
 
@@ -36,9 +42,7 @@ class Totals:
 
     def count(self, prefix: Prefix) -> None:
         """What a prefix holds, or who uses it, has changed."""
-        self._replace(
-            prefix, Counted(pages_pinned(prefix, prefix.users), _pages_used(prefix), _pages_freed(prefix))
-        )
+        self._replace(prefix, Counted(_pages_pinned(prefix), _pages_used(prefix), _pages_freed(prefix)))
 
     def forget(self, prefix: Prefix) -> None:
         """A prefix is gone."""
