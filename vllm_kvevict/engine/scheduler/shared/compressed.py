@@ -270,11 +270,12 @@ class CompressedPrefixes(Entries[Prefix]):
         return prefix.is_ready and prefix.num_users <= 1 and not prefix.children and not is_new
 
     def next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
-        """The prefix that goes next to make room, but for one; it frees something. Changes nothing."""
+        """The prefix that goes next to make room, but for one; it frees something, or one does that goes after it.
+        Changes nothing."""
         for prefix in self.droppable():
             if prefix.num_users and not even_borrowed:
                 return None  # those that nobody borrows came before
-            if prefix is not untouchable and any(map(prefix.freed, range(len(self.held)))):
+            if prefix is not untouchable and any(any(entry.counted.freed) for entry in prefix.chain()):
                 return prefix
         return None
 
