@@ -46,7 +46,7 @@ class Gate:
     def awaits_reserve(self, request: Request) -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve.
 
-        One that begins with a compressed prefix needs none, nor do most that this step can read whole.
+        One that begins with all that is evicted of it needs none, nor do most that this step can read whole.
 
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
@@ -55,7 +55,8 @@ class Gate:
         most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
         in_one_step = plan.evicted_at <= most and plan.is_read_by(plan.evicted_at)
         needed = plan.reserved(self._head_dims, in_one_step)
-        if not needed or self._shared.compressed.find(request) is not None:
+        prefix = self._shared.compressed.find(request) if needed else None
+        if not needed or (prefix is not None and prefix.tokens >= plan.evicted_at):
             return False
         if self._reserve.find(needed) is None:
             self._reserve_is_closed = True
