@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,6 +107,12 @@ class Resident:
         answer = self.plan.answer
         return answer is not None and self.tokens in answer.positions
 
+    def evicted_until(self, tokens: int) -> tuple[Any, ...]:
+        """What was read of its first tokens, and how they were evicted."""
+        parts = [part for part in self.plan.parts if part.end <= tokens]
+        how = [(part.begins, part.end, part.config.label, part.config.items) for part in parts]
+        return self.prompt[:tokens], how
+
     @property
     def is_at_end(self) -> bool:
         """Whether it has as many tokens as its prompt, or a part of it, when that is evicted for the last time."""
@@ -154,6 +161,8 @@ class Workers:
         self.belongs: dict[str, tuple[str | None, int]] = {}
         self._belongs_to: dict[int, tuple[str | None, int]] = {}
         """Salt and adapter of what is cached, by number."""
+        self._evicted_as: dict[int, tuple[Any, ...]] = {}
+        """What was read of each cached prefix, and how it was evicted."""
         self.blocks: set[int] = set()
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
@@ -238,6 +247,7 @@ class Workers:
         if number is not None and resident.is_at_end:
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
             self._parents[number] = resident.prefix
+            self._evicted_as[number] = resident.evicted_until(resident.tokens)
             self._note_origin(number, resident)
             self._borrow(resident, number)
 
@@ -308,7 +318,8 @@ class Workers:
             assert self._parents[number] == parent, f"prefix {number} does not follow {parent}"
             self._check_fresh(number, admission.request_id)
         rows = [kept.copy() for kept in self.cached[number]]
-        resident = Resident(admission, rows, tokens=admission.tokens, resets=self.resets)
+        tokens = admission.tokens
+        resident = Resident(admission, rows, tokens, repeated=tokens, resets=self.resets)
         self._borrow(resident, number)
         self.hits += 1
         return resident
@@ -360,6 +371,9 @@ class Workers:
             resident.prompt = resident.prompt or self._resumed_tokens(output, admission.request_id)
             if admission.segments:
                 self._share(resident)
+            if resident.prefix is not None:
+                own = resident.evicted_until(admission.tokens)
+                assert self._evicted_as[resident.prefix] == own, "it begins with another request's prefix"
         for name, number in message.stores.items():
             self.live[name].store = number
         self._check_reserve(output)
