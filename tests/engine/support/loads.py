@@ -1,10 +1,13 @@
 """Random servers and random requests for the scheduler simulation."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.v1.request import Request
 
 from tests.engine.support.servers import PAGE, Setup, Shape, make_request
 from tests.engine.support.simulation import Simulation
@@ -12,13 +15,17 @@ from vllm_kvevict.policies.registry import lookup
 
 POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 
+Saying = tuple[int, int]
+"""Number of a document, and how many of its tokens are said."""
+
 
 @dataclass(frozen=True)
 class Ask:
     """One request: the step at which it arrives, and what it wants.
 
-    Its prompt is the beginning of a document, if it names one; else its tokens do not matter. Only requests with the
-    same salt and the same LoRA adapter share what they have read.
+    Its prompt is the beginning of a document, if it names one, or what several say, by the number of each and how many
+    of its tokens; else its tokens do not matter. Only requests with the same salt and the same LoRA adapter share what
+    they have read.
     """
 
     arrival: int
@@ -31,13 +38,21 @@ class Ask:
     document: int | None = None
     salt: str | None = None
     adapter: int = 0
+    says: tuple[Saying, ...] = ()
 
     @property
     def tokens(self) -> int | list[int]:
         """Of the prompt, or how many they are."""
+        if self.says:
+            return [token for number, count in self.says for token in _text(number, count)]
         if self.document is None:
             return self.prompt
-        return random.Random(self.document).choices(range(1000), k=self.prompt)
+        return _text(self.document, self.prompt)
+
+
+def _text(number: int, tokens: int) -> list[int]:
+    """The beginning of a document."""
+    return random.Random(number).choices(range(1000), k=tokens)
 
 
 @dataclass
@@ -180,11 +195,7 @@ def _load(
 def with_turns(load: Load, seed: int) -> Load:
     """Most prompts of a load are evicted part by part, in up to seven."""
     choose = random.Random(f"turns {seed}")
-    options = {**(load.setup.options or {}), "min_turn": choose.choice((1, 16, 64))}
-    if not lookup(options["policy"]).parts:
-        options["policy"] = "ada-snapkv"
-    if options["budget"] > 1:
-        options["budget"] = 0.3
+    options = _options_for_turns(load, choose)
     asks = []
     for ask in load.asks:
         extra = {name: value for name, value in ask.extra_args.items() if value != 64}
@@ -195,28 +206,143 @@ def with_turns(load: Load, seed: int) -> Load:
     return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options), asks=asks)
 
 
-def play(load: Load, seed: int, repeats: bool = False) -> Simulation:
+def _options_for_turns(load: Load, choose: random.Random) -> dict[str, Any]:
+    """A server's options, with a policy and a budget that evict part by part."""
+    options = {**(load.setup.options or {}), "min_turn": choose.choice((1, 16, 64))}
+    if not lookup(options["policy"]).parts:
+        options["policy"] = "ada-snapkv"
+    if options["budget"] > 1:
+        options["budget"] = 0.3
+    return options
+
+
+ANSWER = 24
+"""The longest answer in a conversation."""
+
+
+def with_conversations(load: Load, seed: int, times: float | None = None) -> Load:
+    """A load's server is asked for what conversations say, turn by turn: they go on, are tried again, and branch.
+
+    Some are asked under another salt or adapter, some prompts are evicted in fewer parts than they have turns, and some
+    otherwise. In half of the loads the cache is reset.
+
+    Args:
+        times: how many of the longest requests the pool holds; None for as many as it does.
+    """
+    choose = random.Random(f"conversations {seed}")
+    setup = dataclasses.replace(
+        load.setup,
+        prefix_caching=True,
+        adapters=choose.choice((0, 2)),
+        options=_options_for_turns(load, choose),
+    )
+    if times is not None:
+        longest = -(-setup.max_model_len // PAGE)
+        setup = dataclasses.replace(
+            setup, pages=[int(times * longest * layers * heads) for layers, heads in setup.shapes]
+        )
+    prompts: list[tuple[Saying, ...]] = []
+    most = setup.max_model_len - ANSWER
+    for index in range(choose.randrange(10, 24)):
+        prompts.append(_goes_on(choose, prompts, 100 * index, most))
+    arrivals = sorted(0 if choose.random() < 0.4 else choose.randrange(60) for _ in prompts)
+    asks = [
+        _turn(choose, setup, arrival, index, says)
+        for index, (arrival, says) in enumerate(zip(arrivals, prompts, strict=True))
+    ]
+    resets = {choose.randrange(80): choose.random() < 0.3 for _ in range(choose.choice((0, 0, 1, 3)))}
+    conversations = Load(setup, asks, resets=resets)
+    for ask in asks:
+        if choose.random() < 0.12:
+            conversations.aborts.setdefault(ask.arrival + choose.randrange(12), []).append(ask.name)
+    return conversations
+
+
+def _goes_on(
+    choose: random.Random, earlier: Sequence[tuple[Saying, ...]], new: int, most: int
+) -> tuple[Saying, ...]:
+    """What a prompt says: how an earlier one goes on, the same, another end of it, or a new conversation.
+
+    Args:
+        new: the number of the first document that nobody has said so far.
+        most: tokens that it may have.
+    """
+
+    def sayings(count: int) -> tuple[Saying, ...]:
+        return tuple((new + index, choose.randrange(1, max(2, most // 5))) for index in range(count))
+
+    if not earlier or choose.random() < 0.1:
+        return sayings(choose.randrange(2, 4))
+    said, kind = choose.choice(earlier[-5:]), choose.random()
+    if kind < 0.6:
+        says = said + sayings(choose.randrange(1, 3))
+    elif kind < 0.75:
+        says = said
+    else:
+        says = said[: choose.randrange(1, len(said) + 1)] + sayings(choose.randrange(1, 4))
+    while sum(count for _, count in says) > most:
+        says = says[:-1]
+    return says
+
+
+def _turn(choose: random.Random, setup: Setup, arrival: int, index: int, says: tuple[Saying, ...]) -> Ask:
+    """A request of a conversation, which is named by what it begins with."""
+    ends = list(itertools.accumulate(count for _, count in says))
+    turns = [end for end in ends[: choose.choice((-1, -1, -1, None))] if choose.random() < 0.95]
+    extra: dict[str, Any] = {"kv_turns": turns} if turns else {}
+    extra |= choose.choice([{}] * 10 + [{"kv_budget": 0.6}])
+    if choose.random() < 0.05:
+        extra = {"kv_eviction": "full"}
+    return Ask(
+        arrival,
+        f"c{says[0][0]}:{index}",
+        ends[-1],
+        choose.randrange(1, ANSWER + 1),
+        extra,
+        choose.randrange(3),
+        salt=choose.choice([None] * 12 + ["other"]),
+        adapter=choose.choice([0] * 12 + [1, 2]) if setup.adapters else 0,
+        says=says,
+    )
+
+
+def play(load: Load, seed: int, repeats: bool = False, kind: type[Simulation] = Simulation) -> Simulation:
     """Run a load until every request is finished or aborted.
 
     Args:
         repeats: whether prompts are repeated, 64 tokens a step or more.
+        kind: of simulation.
     """
-    simulation = Simulation(load.setup, seed)
+    simulation = kind(load.setup, seed)
     # One request after the other, each token in a step of its own, would take no longer.
     limit = 600 + sum(
         load.setup.depth * (ask.output + 2 + ask.prompt // load.setup.max_num_batched_tokens)
         for ask in load.asks
     )
     limit += sum(ask.prompt // 64 + 1 for ask in load.asks) if repeats else 0
-    last_event = max([ask.arrival for ask in load.asks] + list(load.aborts))
+    limit *= 1 + len(load.resets)
+    last_event = max([ask.arrival for ask in load.asks] + list(load.aborts) + list(load.resets))
     for step in range(last_event + 1):
         for ask in load.asks:
             if ask.arrival == step:
-                simulation.add(
-                    make_request(ask.name, ask.prompt, ask.output, ask.extra_args, ask.priority, arrival=step)
-                )
+                simulation.add(_request(ask))
         for name in load.aborts.get(step, ()):
             simulation.abort(name)
+        if step in load.resets:
+            simulation.reset(load.resets[step])
         simulation.step()
     simulation.run(limit)
     return simulation
+
+
+def _request(ask: Ask) -> Request:
+    return make_request(
+        ask.name,
+        ask.tokens,
+        ask.output,
+        ask.extra_args,
+        ask.priority,
+        arrival=ask.arrival,
+        salt=ask.salt,
+        adapter=ask.adapter,
+    )

@@ -1,0 +1,410 @@
+"""Conversations that branch: what they have in common is read once, evicted once, and dropped from its end."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+
+from tests.engine.scheduler.test_loads_with_turns import with_policy
+from tests.engine.scheduler.test_prefixes import check_end, document, finish, server, steps
+from tests.engine.scheduler.test_scheduler import tens, with_room_for_repeats
+from tests.engine.scheduler.test_shared_prefixes import served
+from tests.engine.support.chains import Watched
+from tests.engine.support.loads import Load, mixed, play, staged, tight, with_conversations
+from tests.engine.support.servers import Setup, make_request, options_of
+from vllm_kvevict.engine.scheduler import scheduler
+from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+
+FLIGHTS = [(1, False), (2, True), (3, False)]
+"""Steps in flight, and whether scheduling is asynchronous."""
+
+SAID = [document(number, 60 + 17 * number) for number in range(6)]
+"""By both sides of a conversation in turn."""
+
+OTHER = document(6, 90)
+
+
+def chatting(**changes: Any) -> Setup:
+    options = {"min_turn": 1, "policies": "all", **changes.pop("options", {})}
+    return server(**changes, options=options)
+
+
+def turn(
+    name: str,
+    said: Sequence[list[int]],
+    output: int = 3,
+    salt: str | None = None,
+    adapter: int = 0,
+    **fields: Any,
+) -> Any:
+    """A request that goes on from what was said: each of that but the last is evicted on its own."""
+    tokens = [token for text in said for token in text]
+    arguments = {"kv_turns": ends(said[:-1]), **fields}
+    return make_request(f"c:{name}", tokens, output, arguments, salt=salt, adapter=adapter)
+
+
+def ends(said: Sequence[list[int]]) -> list[int]:
+    return list(accumulate(map(len, said)))
+
+
+def length(said: Sequence[list[int]]) -> int:
+    return sum(map(len, said))
+
+
+# Who reads what.
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
+def test_each_turn_reads_what_is_new(policy: str, depth: int, asynchronous: bool) -> None:
+    """That is what the last answer and question have added; and it evicts that once."""
+    simulation = Watched(chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}))
+    for turns in range(2, 7):
+        new = SAID[:2] if turns == 2 else SAID[turns - 2 : turns]
+        assert served(simulation, turn(str(turns), SAID[:turns])) == length(new)
+    assert [position for _, _, position in simulation.workers.evictions] == ends(SAID[:-1])
+    assert simulation.longest == 4
+    check_end(simulation)
+
+
+BRANCHES = {
+    "the same again": (SAID, 5),
+    "another question": ([*SAID[:5], OTHER], 5),
+    "an edit in the middle": ([*SAID[:2], OTHER, *SAID[3:]], 2),
+    "an edit of the beginning": ([OTHER, *SAID[1:]], 0),
+    "a beginning of it": (SAID[:4], 3),
+    "how it goes on": ([*SAID, OTHER], 5),
+}
+"""What is asked beside the conversation, and how many of its texts that begins with."""
+
+
+@pytest.mark.parametrize("what", BRANCHES)
+def test_a_branch_reads_what_comes_behind_it(what: str) -> None:
+    """And the conversation goes on as if it had not been asked."""
+    simulation, (said, shared) = Watched(chatting()), BRANCHES[what]
+    served(simulation, turn("0", SAID))
+    assert served(simulation, turn("1", said)) == length(said[shared:])
+    assert served(simulation, turn("2", said)) == len(said[-1])
+    assert served(simulation, turn("3", SAID)) == len(SAID[-1])
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("what", BRANCHES)
+def test_of_two_at_once_one_reads_what_both_need(what: str, depth: int, asynchronous: bool) -> None:
+    flight = {"depth": depth, "asynchronous": asynchronous}
+    simulation, (said, shared) = Watched(chatting(**flight)), BRANCHES[what]
+    assert served(simulation, turn("0", SAID), turn("1", said)) == length(SAID) + length(said[shared:])
+    assert simulation.waited == ({"c:1"} if shared else set())
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+def test_many_branches_at_once(depth: int, asynchronous: bool) -> None:
+    simulation = Watched(chatting(depth=depth, asynchronous=asynchronous))
+    questions = [document(10 + index, 20 + index) for index in range(5)]
+    asked = [turn(str(index), [*SAID, question]) for index, question in enumerate(questions)]
+    assert served(simulation, *asked) == length(SAID) + length(questions)
+    assert simulation.workers.hits == 4
+    answered = [turn(f"later {index}", [*SAID, question, OTHER]) for index, question in enumerate(questions)]
+    assert served(simulation, *answered) == length(questions) + 5 * len(OTHER)
+    assert len(simulation.branches) == 1
+    check_end(simulation)
+
+
+def at_other_places(*moved: int) -> dict[str, Any]:
+    """The turns end elsewhere, all but these."""
+    return {"kv_turns": [end - 10 * (index in moved) for index, end in enumerate(ends(SAID[:-1]))]}
+
+
+ASKED_OTHERWISE = {
+    "salt": ({"salt": "other"}, 0),
+    "adapter": ({"adapter": 1}, 0),
+    "budget": ({"kv_budget": 0.5}, 0),
+    "policy": ({"kv_eviction": "snapkv"}, 0),
+    "parameter": ({"kv_params": "alpha=0.5"}, 0),
+    "first turn": (at_other_places(0), 0),
+    "fourth turn": (at_other_places(3), 3),
+    "no second turn": ({"kv_turns": ends(SAID[:1]) + ends(SAID[:-1])[2:]}, 1),
+    "nothing": ({}, 5),
+}
+
+
+@pytest.mark.parametrize("what", ASKED_OTHERWISE)
+def test_who_asks_otherwise_shares_what_is_the_same(what: str) -> None:
+    simulation, (otherwise, shared) = Watched(chatting(adapters=2)), ASKED_OTHERWISE[what]
+    served(simulation, turn("0", SAID))
+    assert served(simulation, turn("1", SAID, **otherwise)) == length(SAID[shared:])
+    assert served(simulation, turn("2", SAID, **otherwise)) == len(SAID[-1])
+    check_end(simulation)
+
+
+def test_who_waits_for_the_reserve_holds_up_nobody_that_needs_none() -> None:
+    """A conversation of which the beginning is cached, and whose next turn needs what a long prompt has."""
+    steps_of_64 = {"max_num_batched_tokens": 128, "long_prefill": 64}
+    options = {"policy": "h2o", "policies": ["h2o"]}
+    simulation = Watched(chatting(max_model_len=1024, **steps_of_64, options=options))
+    served(simulation, turn("0", SAID[:2]))
+    simulation.add(make_request("long", document(9, 1000), 3))
+    steps(simulation, 2)
+    simulation.add(turn("1", SAID[:4]))
+    simulation.add(make_request("small", document(8, 40), 3, {"kv_eviction": "full"}))
+    steps(simulation, 4)
+    accounts = simulation.ledger.accounts
+    assert simulation.outputs["small"] and "long" in accounts and "c:1" not in accounts
+    finish(simulation)
+    assert set(simulation.outputs.values()) == {3}
+    check_end(simulation)
+
+
+# What comes between.
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
+def test_a_reset_at_any_step(policy: str, depth: int, asynchronous: bool, hard: bool) -> None:
+    """What was read before it is never stored or begun with, as the simulated workers say."""
+    stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
+    setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
+    for step in range(1, 26, 2):
+        simulation = Watched(setup)
+        simulation.add(turn("0", SAID, 8))
+        simulation.add(turn("1", [*SAID[:3], OTHER, OTHER], 8))
+        steps(simulation, step)
+        simulation.reset(hard)
+        simulation.add(turn("2", SAID, 8))
+        finish(simulation)
+        assert set(simulation.outputs.values()) == {8}
+        assert served(simulation, turn("3", SAID)) == len(SAID[-1])
+        check_end(simulation)
+
+
+@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
+def test_the_reader_is_aborted_at_any_step(policy: str, depth: int, asynchronous: bool) -> None:
+    """Who waits goes on from what is stored, or reads what is missing once."""
+    stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
+    setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
+    for step in range(1, 26, 2):
+        simulation = Watched(setup)
+        for index in range(3):
+            simulation.add(turn(str(index), SAID))
+        steps(simulation, step)
+        simulation.abort("c:0")
+        finish(simulation)
+        assert [simulation.outputs[f"c:{index}"] for index in (1, 2)] == [3, 3]
+        # At most two parts are in flight, which somebody reads again.
+        assert simulation.prefilled <= length(SAID) + length(SAID[3:5]) + 3 * len(SAID[-1])
+        check_end(simulation)
+
+
+def test_who_is_preempted_begins_again_with_what_is_stored() -> None:
+    preempted = 0
+    for pages in range(120, 180, 10):
+        simulation = Watched(chatting(pages=[pages], max_model_len=900, options={"decode_reserve": 8}))
+        for index in range(3):
+            simulation.add(turn(str(index), [*SAID[:5], document(10 + index, 20)], 300))
+        finish(simulation)
+        assert set(simulation.outputs.values()) == {300}
+        preempted += (often := sum(simulation.preemptions.values()))
+        assert simulation.workers.hits == 2 + often
+        check_end(simulation)
+    assert preempted > 3
+
+
+# What goes.
+
+
+def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
+    """Less and less of it is left, the more pages another prompt needs."""
+    read = []
+    for tokens in range(100, 900, 50):
+        simulation = Watched(chatting(pages=[130], max_model_len=1000, options={"budget": 0.5}))
+        served(simulation, turn("0", SAID))
+        stored = [prefix.number for prefix in simulation.ledger.shared.compressed]
+        served(simulation, make_request("long", document(9, tokens), 3, {"kv_eviction": "full"}))
+        dropped = [prefix.number for prefix in simulation.dropped]
+        assert dropped == sorted(stored, reverse=True)[: len(dropped)]
+        read.append(served(simulation, turn("1", SAID)))
+        assert read[-1] == length(SAID[5 - len(dropped) :])
+        check_end(simulation)
+    assert read == sorted(read) and len(set(read)) > 3
+
+
+def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
+    """Turn by turn, in small steps, while other answers take what room there is."""
+    taken_over = 0
+    said = [*SAID[:3], *(document(10 + index, 40) for index in range(9))]
+    options = {"budget": 0.5, "decode_reserve": 8}
+    for pages in range(110, 122, 2):
+        simulation = Watched(
+            chatting(pages=[pages], max_model_len=720, max_num_batched_tokens=24, options=options)
+        )
+        served(simulation, turn("0", SAID[:4]))
+        for index in range(8):
+            simulation.add(make_request(f"long {index}", 20, 200, {"kv_eviction": "full"}))
+        steps(simulation, 12)
+        simulation.add(turn("1", said))
+        while not (account := simulation.ledger.accounts.get("c:1")):
+            simulation.step()
+        before = simulation.became_own
+        while account.is_reading:
+            simulation.step()
+        taken_over += simulation.became_own - before
+        finish(simulation)
+        evicted = [position for name, _, position in simulation.workers.evictions if name == "c:1"]
+        assert evicted == ends(said)[3:-1] and not simulation.preemptions["c:1"]
+        check_end(simulation)
+    assert taken_over > 10
+
+
+def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
+    """The first part keeps less than a page of each row, which all have copied; the second one's pages are shared."""
+    simulation = Watched(chatting(options={"policy": "snapkv"}))
+    said = [document(0, 60), document(1, 400)]
+    for index in range(2):
+        simulation.add(turn(str(index), [*said, document(2 + index, 9)], 50))
+    steps(simulation, 6)
+    shared = simulation.ledger.shared.compressed
+    first, second = sorted(shared, key=lambda prefix: prefix.tokens)
+    assert (first.users, second.users) == (2, 2) and not any(first.full_pages) and any(second.full_pages)
+    assert shared.droppable_pages() == [0] and shared.pinned() == shared.held
+    simulation.abort("c:1")
+    assert shared.droppable_pages()[0] > 0 and shared.pinned() == second.full_pages
+    check_end(simulation)
+
+
+def test_what_frees_nothing_goes_where_its_parent_does() -> None:
+    """Rows of 20 entries, then 64: who borrows the second part has two full pages of each, and no copy."""
+    simulation = Watched(chatting(options={"policy": "snapkv", "budget": 0.5}))
+    simulation.add(turn("0", [document(0, 40), document(1, 88), document(2, 9)], 50))
+    steps(simulation, 6)
+    shared = simulation.ledger.shared.compressed
+    first, second = sorted(shared, key=lambda prefix: prefix.tokens)
+    assert second.held == second.full_pages == [8] and first.held == [4]
+    assert shared.next_to_drop(None, even_borrowed=False) is None
+    assert shared.next_to_drop(None, even_borrowed=True) is second and shared.droppable_pages() == [4]
+    check_end(simulation)
+
+
+# Anything at once.
+
+LOADS: dict[str, Callable[[int], Load]] = {
+    "mixed": lambda seed: with_conversations(mixed(seed), seed, times=(1.5, 2.5, None)[seed % 3]),
+    "staged": lambda seed: with_conversations(staged(seed), seed),
+    "tight": lambda seed: with_conversations(tight(seed), seed, times=1.1),
+}
+
+
+def repeated(seed: int) -> Load:
+    """A tight load whose prompts are repeated."""
+    params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
+    return with_policy(with_room_for_repeats(LOADS["tight"](seed)), "kvzip", **params)
+
+
+def play_checked(load: Load, seed: int, repeats: bool = False) -> Watched:
+    simulation = play(load, seed, repeats, Watched)
+    check_asked(load, simulation)
+    check_end(simulation)
+    return simulation
+
+
+def check_asked(load: Load, simulation: Watched) -> None:
+    """Everybody got an answer of the length asked for, and was evicted where it should be, once in an admission."""
+    options, evictions = options_of(load.setup), simulation.workers.evictions
+    assert len(set(evictions)) == len(evictions)
+    plans = {ask.name: options.plan(ask.prompt, ask.extra_args) for ask in load.asks}
+    for name, _, position in evictions:
+        assert position in {place for part in plans[name].parts for place in part.positions}
+    for ask in load.asks:
+        if ask.name not in load.aborted:
+            assert simulation.outputs[ask.name] == ask.output
+
+
+def check_much_happened(simulations: Sequence[Watched]) -> None:
+    """In ten loads of conversations."""
+    happened = {
+        "began with three entries or more": sum(simulation.begun for simulation in simulations),
+        "branches": sum(len(simulation.branches) for simulation in simulations),
+        "waited": sum(len(simulation.waited) for simulation in simulations),
+        "dropped": sum(len(simulation.dropped) for simulation in simulations),
+        "dropped after their children": sum(simulation.with_children for simulation in simulations),
+        "became a request's own": sum(simulation.became_own for simulation in simulations),
+    }
+    assert min(happened.values()) > 5, happened
+
+
+@pytest.mark.parametrize("first", tens(60))
+@pytest.mark.parametrize("name", LOADS)
+def test_loads(name: str, first: int) -> None:
+    seeds = range(first, first + 10)
+    check_much_happened([play_checked(LOADS[name](seed), seed) for seed in seeds])
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.long) for first in (0, 50)])
+def test_loads_that_are_repeated(first: int) -> None:
+    check_much_happened(
+        [play_checked(repeated(seed), seed, repeats=True) for seed in range(first, first + 10)]
+    )
+
+
+# Controls: each of these makes a load fail.
+
+
+def count_the_parents_pages_too(monkeypatch) -> None:
+    monkeypatch.setattr(Prefix, "pages_of", lambda prefix, rank, count: count.pages)
+
+
+def count_users_of_the_last_alone(monkeypatch) -> None:
+    count = CompressedPrefixes._count_users
+    monkeypatch.setattr(
+        CompressedPrefixes,
+        "_count_users",
+        lambda cache, prefix, more, before=None: count(cache, prefix, more, prefix.parent),
+    )
+
+
+def drop_parents(monkeypatch) -> None:
+    may_drop = CompressedPrefixes._may_drop
+
+    def may_drop_any(cache: CompressedPrefixes, prefix: Prefix) -> bool:
+        children, prefix.children = prefix.children, 0
+        try:
+            return may_drop(cache, prefix)
+        finally:
+            prefix.children = children
+
+    monkeypatch.setattr(CompressedPrefixes, "_may_drop", may_drop_any)
+
+
+def look_at_the_part_alone(monkeypatch) -> None:
+    """And at all tokens before it, but not at where they were evicted."""
+    keys_of = scheduler.prefix_keys
+
+    def keys(request: Any, plan: Any, block_size: int, hash_function: Callable[[Any], bytes]) -> Any:
+        def without_first(hashed: tuple[Any, ...]) -> bytes:
+            is_key = len(hashed) > 3  # else it is a block of vLLM's
+            return hash_function(hashed[1:] if is_key else hashed)
+
+        return keys_of(request, plan, block_size, without_first)
+
+    monkeypatch.setattr(scheduler, "prefix_keys", keys)
+
+
+MUTATIONS: dict[str, Any] = {
+    "pages": count_the_parents_pages_too,
+    "users": count_users_of_the_last_alone,
+    "drops": drop_parents,
+    "key": look_at_the_part_alone,
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_mistake_is_noticed(mutate: Callable[[Any], None], monkeypatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for seed in range(10):
+            play(LOADS["tight"](seed), seed, kind=Watched)

@@ -1,0 +1,183 @@
+"""What is looked at while conversations are played: what the ledger adds up, and what happens to chains of prefixes."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.engine.support.servers import Setup
+from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.terms import Need
+
+
+class Watched(Simulation):
+    """After each step all sums over prefixes are made anew, and nobody holds more than was promised.
+
+    Attributes:
+        longest: entries of the longest chain that a request began with.
+        begun: how often one began with three or more.
+        branches: prefixes that several others follow.
+        waited: requests that waited for a prefix that somebody else was reading.
+        dropped: prefixes that were dropped to make room.
+        with_children: those of them that another one followed once.
+        became_own: of the dropped ones those that a request borrowed.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 0, **kwargs: Any):
+        super().__init__(setup, seed, **kwargs)
+        self.longest = self.begun = 0
+        self.branches: set[int] = set()
+        self.waited: set[str] = set()
+        self.dropped: list[Prefix] = []
+        self._had_children: set[int] = set()
+        self.with_children = self.became_own = 0
+        self._promised: dict[tuple[str, int], list[int]] = {}
+        self._watch_drops()
+        self._watch_room()
+
+    def _watch_drops(self) -> None:
+        compressed = self.ledger.shared.compressed
+        drop, droppable_pages = compressed.drop, compressed.droppable_pages
+
+        def dropped(prefix: Prefix) -> None:
+            self.became_own += bool(prefix.users)
+            if not prefix.is_forgotten:
+                self.dropped.append(prefix)
+                self.with_children += prefix.number in self._had_children
+            drop(prefix)
+
+        def asked(untouchable: Prefix | None = None) -> list[int]:
+            pages = droppable_pages(untouchable)
+            assert pages == freed_by_drops(self, untouchable), "other drops free other pages"
+            return pages
+
+        compressed.drop, compressed.droppable_pages = dropped, asked
+
+    def _watch_room(self) -> None:
+        shared, books = self.ledger.shared, self.ledger.books
+        make_room = shared.make_room
+
+        def made(account: Account, tokens: int, is_new: bool) -> Need | None:
+            kept = (account.prefix, account.segment) if is_new else ()
+            is_enough = books.fits(account, account.need_at(tokens), shared.droppable_pages(*kept))
+            need = make_room(account, tokens, is_new)
+            assert (need is not None) == is_enough, "there is other room than what is dropped leaves"
+            return need
+
+        shared.make_room = made
+
+    def step(self) -> SchedulerOutput:
+        output = super().step()
+        self._look_at(output)
+        check_sums(self)
+        self._check_promises()
+        return output
+
+    def _look_at(self, output: SchedulerOutput) -> None:
+        compressed = self.ledger.shared.compressed
+        for admission in output.kv_connector_metadata.admissions:
+            self.longest = max(self.longest, len(admission.prefixes))
+            self.begun += len(admission.prefixes) >= 3
+        self.branches.update(prefix.number for prefix in compressed if prefix.children > 1)
+        self._had_children.update(prefix.number for prefix in compressed if prefix.children)
+        for request in self.scheduler.waiting:
+            prefix = compressed.known(request)
+            if prefix is not None and not prefix.is_ready:
+                self.waited.add(request.request_id)
+
+    def _check_promises(self) -> None:
+        """While it has parts to read, by what was promised to it at any time: others were admitted beside that.
+
+        What it borrows counts with both: it may become its own.
+        """
+        for name, account in self.ledger.accounts.items():
+            if account.tokens >= account.plan.evicted_at:
+                continue
+            peak = plus(account.terms.peak, account.borrowed)
+            before = self._promised.get((name, account.epoch), peak)
+            most = [min(pair) for pair in zip(before, peak, strict=True)]
+            self._promised[name, account.epoch] = most
+            held = plus(account.held, account.borrowed)
+            assert all(now <= then for now, then in zip(held, most, strict=True)), f"{name} holds too much"
+
+
+def plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [sum(pair) for pair in zip(one, other, strict=True)]
+
+
+def total(parts: Iterable[Sequence[int]], ranks: int) -> list[int]:
+    """Sums for each rank."""
+    rows = list(parts)
+    return [sum(row[rank] for row in rows) for rank in range(ranks)]
+
+
+def check_sums(simulation: Simulation) -> None:
+    """Who uses and follows each prefix, and the pages of all of them, by looking at all of them."""
+    ledger = simulation.ledger
+    compressed, accounts, ranks = ledger.shared.compressed, ledger.accounts, len(ledger.books.ranks)
+    prefixes = list(compressed)
+    users, children, storing = Counter(), Counter(), Counter()
+    for account in accounts.values():
+        users.update(_chain(account.prefix))
+    for prefix in prefixes:
+        assert prefix.parent is None or prefix.parent in prefixes, "a parent went before its child"
+        children[prefix.parent] += 1
+        storing.update(() if prefix.is_ready else _chain(prefix))
+    for prefix in prefixes:
+        assert prefix.users == users[prefix]
+        assert prefix.children == children[prefix]
+        assert prefix.storing == storing[prefix]
+        assert prefix.borrowers == {name for name, account in accounts.items() if account.prefix is prefix}
+    _check_borrowed(accounts.values())
+    held = total((prefix.held for prefix in prefixes), ranks)
+    assert compressed.held == held
+    columns = ledger.shared.uncompressed.segments.columns
+    assert ledger.books.cached == ledger.books.with_columns(held, columns)
+    used = (prefix.held for prefix in prefixes if users[prefix] or storing[prefix])
+    assert compressed.in_use() == total(used, ranks)
+    assert compressed.pinned() == _pinned(prefixes, users, ranks)
+    for last in {account.prefix for account in accounts.values()} - {None}:
+        assert compressed.pinned(last) == _pinned(prefixes, users + Counter(_chain(last)), ranks)
+        assert compressed.droppable_pages(last) == freed_by_drops(simulation, last)
+
+
+def _chain(prefix: Prefix | None) -> list[Prefix]:
+    """A prefix and all before it."""
+    found = []
+    while prefix is not None:
+        found.append(prefix)
+        prefix = prefix.parent
+    return found
+
+
+def _check_borrowed(accounts: Iterable[Account]) -> None:
+    """Once all is reported, a request borrows the full pages of the whole chain that it goes on behind."""
+    for account in accounts:
+        if account.segment is None and not account.awaits_reports:
+            pages = [prefix.full_pages for prefix in _chain(account.prefix)]
+            assert account.borrowed == total(pages, len(account.held))
+
+
+def _pinned(prefixes: Sequence[Prefix], users: Mapping[Prefix, int], ranks: int) -> list[int]:
+    """Pages that are no borrower's own and stay whatever is dropped; what one alone uses becomes its own."""
+    shared = {entry for p in prefixes if users[p] > 1 and any(p.full_pages) for entry in _chain(p)}
+    pages = [p.held if p in shared else p.full_pages for p in prefixes if users[p]]
+    return total(pages, ranks)
+
+
+def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[int]:
+    """Pages that are free once one prefix after the other is dropped, as long as any may be."""
+    ledger = simulation.ledger
+    compressed, ranks = ledger.shared.compressed, len(ledger.books.ranks)
+    stay = {untouchable, *(ledger.accounts[name].prefix for name in ledger.outbox.admitted)}
+    left, freed = list(compressed), []
+    while True:
+        parents = {prefix.parent for prefix in left}
+        gone = [p for p in left if p.is_ready and p.num_users <= 1 and p not in parents and p not in stay]
+        if not gone:
+            return total(freed, ranks)
+        freed += [[prefix.freed(rank) for rank in range(ranks)] for prefix in gone]
+        left = [prefix for prefix in left if prefix not in gone]
