@@ -56,14 +56,16 @@ def score_unweighted(
     m = inputs.num_tokens - window
     values = inputs.read(VALUES)
     norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
-    scores = []
-    for head, attention in enumerate(received(inputs, window)):
-        if p["pooling"] == "avg" or p["gqa"] == "mean":
-            best = reduce_group(pool(attention, p["pooling"], p.get("kernel")), p["gqa"], comm)
-        else:  # a maximum of maxima: pooling one row does for all query heads
-            best = pool(reduce_group(attention, "max", comm)[None], p["pooling"], p.get("kernel"))[0]
-        scores.append(best * norms[head])
-    return LayerScores(layer, num_layers, inputs.num_kv_heads, torch.stack(scores), device=values.device)
+    # A maximum of maxima: pooling one row does for all query heads, and one call for all KV heads.
+    pools_last = p["pooling"] != "avg" and p["gqa"] != "mean"
+    best = []
+    for attention in received(inputs, window):
+        pooled = attention if pools_last else pool(attention, p["pooling"], p.get("kernel"))
+        best.append(reduce_group(pooled, p["gqa"], comm))
+    scores = torch.stack(best)
+    if pools_last:
+        scores = pool(scores, p["pooling"], p.get("kernel"))
+    return LayerScores(layer, num_layers, inputs.num_kv_heads, scores * norms[:, None], device=values.device)
 
 
 def entropy(scores: Tensor, comm: Comm | None) -> Tensor:
