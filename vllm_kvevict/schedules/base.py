@@ -17,9 +17,8 @@ from vllm_kvevict.schedules.inputs import sums_up
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.reports import Answered, Claimed
 
-MOST_PREFIXES = 1024
-"""Prefixes that a rank caches at most: its page tables have rows for each, whether or not it is there."""
-
+MOST_PREFIXES = 4096
+"""Compressed prefixes that a rank caches at most; each turn of a conversation is one."""
 
 MOST_SEGMENTS = 4096
 """Segments of uncompressed prefixes that a server keeps at most."""
@@ -29,7 +28,7 @@ PARTS = 256
 
 
 def most_prefixes(pages: int, rows: int) -> int:
-    """Compressed prefixes that a pool has room for; each has a page of nearly every row, and a place in all tables."""
+    """Compressed prefixes that a pool has room for; each has a page of nearly every row."""
     return min(pages // rows, MOST_PREFIXES)
 
 

@@ -142,4 +142,4 @@ def test_every_combination_is_played_and_a_wrong_answer_named() -> None:
 
 def test_there_is_a_request_slot_for_each_cached_prefix() -> None:
     assert RankCapacity(1000, 0, 4, 8, 4, 8).most_prefixes == 31
-    assert RankCapacity(1_000_000, 0, 4, 8, 4, 8).most_prefixes == 1024
+    assert RankCapacity(1_000_000, 0, 4, 8, 4, 8).most_prefixes == 4096
