@@ -35,7 +35,7 @@ from tests.engine.support.chats import (
 )
 from vllm_kvevict.engine import config, metrics
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.frontend import chat
+from vllm_kvevict.engine.frontend import chat, noting
 from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN, common_length
 
 
@@ -304,7 +304,7 @@ def test_the_server_renders_in_vllms_threads(renderer, monkeypatch):
         threads.append(threading.current_thread())
         return find_prefix(*args)
 
-    monkeypatch.setattr(chat, "find_prefix", watched)
+    monkeypatch.setattr(noting, "find_prefix", watched)
     params = ChatParams(chat_template=CHATML, chat_template_kwargs={"tokenize": False})
     chats = [[*TURN, ask(f"{number}?")] for number in range(5)]
     _, expected = renderer.render_chat(chats, params)

@@ -2,15 +2,11 @@
 
 The last user message is the question. Where it begins is found by rendering the chat once more with another question:
 what both have in common comes before it, whatever the template makes of roles, tools and earlier turns.
-Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, which has messages, template and token ids.
-Only the chats of gpt-oss models have a renderer of their own (``harmony.py``).
 """
 
-import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +14,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
-from vllm_kvevict.engine.config import options_of
 from vllm_kvevict.engine.frontend import media
 
 logger = init_logger("vllm.kv_eviction")
@@ -34,9 +29,6 @@ CHANGES = "kv_prefix_changes"
 
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
-
-WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
-"""Gets the rendered prompts of a task that sets it, for routes that answer with tokens only, without these entries."""
 
 MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
@@ -132,70 +124,6 @@ class Chat:
         return [*before, {"role": "assistant", "content": reply}, {"role": "user", "content": question}]
 
 
-@functools.cache
-def install() -> None:
-    """Note in the chats of this process where their question begins, if their engine evicts prefixes."""
-    render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
-
-    @functools.wraps(render_chat)
-    def noted(
-        self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
-    ) -> Any:
-        rendered, prompts = render_chat(self, conversations, chat_params, tok_params, **kwargs)
-        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
-            note_prefix(chat, prompt)
-        return rendered, prompts
-
-    @functools.wraps(render_chat_async)
-    async def noted_async(
-        self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
-    ) -> Any:
-        rendered, prompts = await render_chat_async(self, conversations, chat_params, tok_params, **kwargs)
-        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
-            # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
-            await asyncio.get_running_loop().run_in_executor(self._executor, note_prefix, chat, prompt)
-        return rendered, prompts
-
-    BaseRenderer.render_chat = noted  # type: ignore[method-assign]
-    BaseRenderer.render_chat_async = noted_async  # type: ignore[method-assign]
-
-
-def _noted_chats(
-    renderer: BaseRenderer, conversations: Sequence[Any], prompts: Sequence[Any], params: Any, tok_params: Any
-) -> list[tuple[Chat, Any]]:
-    """Note in the prompts that may be evicted what they were rendered from; those whose question is to be found."""
-    tok_params = tok_params or renderer.default_chat_tok_params
-    chats = [
-        (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
-        for messages, prompt in zip(conversations, prompts, strict=True)
-    ]
-    return [(chat, prompt) for chat, prompt in chats if note_chat(chat, prompt)]
-
-
-def note_chat(chat: Chat, prompt: Any) -> bool:
-    """Note in a prompt that may be evicted what it was rendered from; whether its question is to be found."""
-    options = options_of(chat.renderer.config)
-    if options is None or not _may_be_evicted(chat.renderer, prompt):
-        return False
-    prompt[CHAT] = chat
-    if (watched := WATCHED.get()) is not None:
-        watched.append(prompt)
-    return options.scope == "prefix"
-
-
-def note_prefix(chat: Chat, prompt: Any) -> None:
-    """Write into a rendered chat how many of its tokens come before the question, or why that cannot be told.
-
-    Args:
-        chat: what was rendered.
-        prompt: the result, with ``prompt_token_ids``.
-    """
-    try:
-        prompt[PREFIX_LEN] = find_prefix(chat, prompt)
-    except QuestionNotFoundError as error:
-        prompt[NO_PREFIX] = str(error)
-
-
 def find_prefix(chat: Chat, prompt: Any) -> int:
     """Count the tokens of a rendered chat that come before its last user message.
 
@@ -203,7 +131,8 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     text it does not depend on the question either.
 
     Args:
-        chat, prompt: as in :func:`note_prefix`.
+        chat: what was rendered.
+        prompt: the result, with ``prompt_token_ids``.
 
     Returns:
         The number of tokens, 0 without a user message.
@@ -314,13 +243,6 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
-    """Whether the engine evicts, and the prompt has enough tokens for that."""
-    options = options_of(renderer.config)
-    ids = prompt.get("prompt_token_ids")
-    return options is not None and ids is not None and len(ids) >= options.min_prompt
 
 
 def may_be_cut(tok_params: Any, length: int) -> bool:

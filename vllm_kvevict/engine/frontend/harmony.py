@@ -13,7 +13,8 @@ from vllm.entrypoints.openai.parser.harmony_utils import (
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from vllm_kvevict.engine.frontend.chat import Chat, note_chat, note_prefix
+from vllm_kvevict.engine.frontend.chat import Chat
+from vllm_kvevict.engine.frontend.noting import note_chat, note_prefix
 
 
 class HarmonyChat(Chat):

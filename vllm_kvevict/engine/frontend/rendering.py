@@ -13,7 +13,7 @@ from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from vllm_kvevict.engine.config import KEY
-from vllm_kvevict.engine.frontend import chat
+from vllm_kvevict.engine.frontend import noting
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
 
 
@@ -31,11 +31,11 @@ def _pass_on(name: str) -> None:
     @functools.wraps(render)
     async def passing_on(self: ServingRender, *args: Any, **kwargs: Any) -> Any:
         prompts: list[Any] = []
-        before = chat.WATCHED.set(prompts)
+        before = noting.WATCHED.set(prompts)
         try:
             result = await render(self, *args, **kwargs)
         finally:
-            chat.WATCHED.reset(before)
+            noting.WATCHED.reset(before)
         if prompts and isinstance(result, GenerateRequest):
             renderer, params = self.online_renderer.renderer, result.sampling_params
             # vLLM's own threads for templates, where a chat may have to be rendered once more.
@@ -62,6 +62,6 @@ def install_in_render_server() -> None:
         await init_state(vllm_config, state, args)
 
     entry.init_render_app_state = init_state_with_options
-    chat.install()
+    noting.install()
     harmony.install()
     install()

@@ -23,7 +23,7 @@ from vllm_kvevict.engine.config import (
     options_of,
     require_options,
 )
-from vllm_kvevict.engine.frontend import chat, media
+from vllm_kvevict.engine.frontend import chat, media, noting
 from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
@@ -75,7 +75,7 @@ def install() -> None:
     # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
     _before(AsyncLLM, "generate", _check_generate)
     _note_rows_in_threads()
-    chat.install()
+    noting.install()
 
 
 @functools.cache

@@ -1,0 +1,98 @@
+"""What is noted in the chats of a server that evicts: what they were rendered from, and where they are evicted.
+
+Every chat endpoint and ``LLM.chat`` render through vLLM's ``BaseRenderer``, which has messages, template and token ids.
+Only the chats of gpt-oss models have a renderer of their own (``harmony.py``).
+"""
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.renderers.base import BaseRenderer
+
+from vllm_kvevict.engine.config import options_of
+from vllm_kvevict.engine.frontend import media
+from vllm_kvevict.engine.frontend.chat import (
+    CHAT,
+    NO_PREFIX,
+    PREFIX_LEN,
+    Chat,
+    QuestionNotFoundError,
+    find_prefix,
+)
+
+WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
+"""Gets the rendered prompts of a task that sets it, for routes that answer with tokens only, without what is noted."""
+
+
+@functools.cache
+def install() -> None:
+    """Note in the chats of this process where their question begins, if their engine evicts prefixes."""
+    render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
+
+    @functools.wraps(render_chat)
+    def noted(
+        self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
+    ) -> Any:
+        rendered, prompts = render_chat(self, conversations, chat_params, tok_params, **kwargs)
+        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+            note_prefix(chat, prompt)
+        return rendered, prompts
+
+    @functools.wraps(render_chat_async)
+    async def noted_async(
+        self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
+    ) -> Any:
+        rendered, prompts = await render_chat_async(self, conversations, chat_params, tok_params, **kwargs)
+        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+            # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
+            await asyncio.get_running_loop().run_in_executor(self._executor, note_prefix, chat, prompt)
+        return rendered, prompts
+
+    BaseRenderer.render_chat = noted  # type: ignore[method-assign]
+    BaseRenderer.render_chat_async = noted_async  # type: ignore[method-assign]
+
+
+def _noted_chats(
+    renderer: BaseRenderer, conversations: Sequence[Any], prompts: Sequence[Any], params: Any, tok_params: Any
+) -> list[tuple[Chat, Any]]:
+    """Note in the prompts that may be evicted what they were rendered from; those whose question is to be found."""
+    tok_params = tok_params or renderer.default_chat_tok_params
+    chats = [
+        (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
+        for messages, prompt in zip(conversations, prompts, strict=True)
+    ]
+    return [(chat, prompt) for chat, prompt in chats if note_chat(chat, prompt)]
+
+
+def note_chat(chat: Chat, prompt: Any) -> bool:
+    """Note in a prompt that may be evicted what it was rendered from; whether its question is to be found."""
+    options = options_of(chat.renderer.config)
+    if options is None or not _may_be_evicted(chat.renderer, prompt):
+        return False
+    prompt[CHAT] = chat
+    if (watched := WATCHED.get()) is not None:
+        watched.append(prompt)
+    return options.scope == "prefix"
+
+
+def note_prefix(chat: Chat, prompt: Any) -> None:
+    """Write into a rendered chat how many of its tokens come before the question, or why that cannot be told.
+
+    Args:
+        chat: what was rendered.
+        prompt: the result, with ``prompt_token_ids``.
+    """
+    try:
+        prompt[PREFIX_LEN] = find_prefix(chat, prompt)
+    except QuestionNotFoundError as error:
+        prompt[NO_PREFIX] = str(error)
+
+
+def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
+    """Whether the engine evicts, and the prompt has enough tokens for that."""
+    options = options_of(renderer.config)
+    ids = prompt.get("prompt_token_ids")
+    return options is not None and ids is not None and len(ids) >= options.min_prompt
