@@ -203,8 +203,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     ),
     "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
     "vllm.renderers.params:TokenizeParams": (
-        "truncate_prompt_tokens max_truncation_tokens",
-        "scope=prefix compares prompts of which tokens were cut off",
+        "truncate_prompt_tokens max_truncation_tokens return_token_offsets",
+        "scope=prefix compares prompts of which tokens were cut off, scope=turns finds no turns",
     ),
 }
 

@@ -30,6 +30,7 @@ from vllm_kvevict.engine.parameters import (
     parameters_of_request,
 )
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
+from vllm_kvevict.engine.scope import check_scope, says_so, with_found
 from vllm_kvevict.engine.turns import TURNS, turns_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
@@ -53,12 +54,6 @@ REPEAT_ROWS = "kv_repeat_rows"
 KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS)
 """Fields of ours that requests come with; :data:`REPEAT_ROWS` if they were rendered before."""
 
-NOT_RENDERED = (
-    "the server has not rendered this prompt as a chat, so it cannot find the question (if another process has, that "
-    "one needs the same --kv-eviction flags)"
-)
-"""Why nobody knows where the question of a prompt begins."""
-
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
 
@@ -75,7 +70,7 @@ class Options:
         min_turn: parts of a prompt shorter than this are evicted with the part behind them; None for min_prompt.
         page_size: tokens of one KV head in a page.
         decode_reserve: tokens of output that admission expects of a request at most.
-        scope: ``prompt`` or ``prefix``, for requests that do not give a ``kv_prefix_len``.
+        scope: ``prompt``, ``prefix`` or ``turns``, for requests that give neither ``kv_prefix_len`` nor ``kv_turns``.
         kernels: use the project's own kernels where there is one for the machine and the model.
         defaults: whose values parameters take that are not given, ``measured`` or ``paper``.
         policies: what requests may name besides ``policy`` and ``full``: a policy, ``all``, ``unreserved``, or several.
@@ -132,6 +127,7 @@ class Options:
         check_parameters(policy, budget, raw, engine["defaults"], flag, ENGINE_DEFAULTS, named)
         options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
+        check_scope(options.scope, policy, budget)
         options.decoding.check()
         return options
 
@@ -303,36 +299,32 @@ class Options:
     def fields_in_scope(
         self,
         prompt_len: int,
-        chat_prefix_len: int | None,
+        found: int | list[int] | None,
         extra_args: dict[str, Any] | None,
-        no_prefix: str | None = None,
+        missing: str | None = None,
         most_output: int | None = None,
     ) -> dict[str, Any] | None:
         """Check one request's ``vllm_xargs`` and add what the server's scope asks for.
 
         Args:
             prompt_len: tokens of the prompt.
-            chat_prefix_len: tokens before the last user message, None when nobody knows.
+            found: of a chat, tokens before the last user message, or after which its turns end; None if nobody knows.
             extra_args: the request's ``vllm_xargs``, left as they are.
-            no_prefix: why nobody knows, if the prompt is a chat.
+            missing: why nobody knows, if the prompt is a chat.
             most_output: tokens that the answer may have.
 
         Raises:
             KVEvictionError: one sentence naming the field.
         """
-        plan = self.plan(prompt_len, extra_args)
-        fields = extra_args or {}
-        says_so = TURNS in fields or fields.get("kv_prefix_len") is not None
-        if self.scope == "prompt" or plan.prompt is None or says_so:
+        plan, fields = self.plan(prompt_len, extra_args), extra_args or {}
+        if self.scope == "prompt" or plan.prompt is None or says_so(fields):
             return extra_args
-        if chat_prefix_len is None and most_output != 1:
-            reason = no_prefix or NOT_RENDERED
-            raise KVEvictionError(
-                f"kv_prefix_len is required with --kv-eviction-config.scope prefix: {reason}", "kv_prefix_len"
-            )
-        if chat_prefix_len:
-            return fields | {"kv_prefix_len": chat_prefix_len}
-        # A prefix of no tokens leaves nothing to evict, and for one token nothing has to: its KV is gone at once.
+        # For one token nothing has to be evicted: its KV is gone at once.
+        nothing = found is None and most_output == 1
+        in_scope = None if nothing else with_found(self.scope, fields, found, missing)
+        if in_scope is not None:
+            self.plan(prompt_len, in_scope)
+            return in_scope
         # Keeping everything takes no parameters.
         return {name: value for name, value in fields.items() if name != FIELD} | {"kv_eviction": "full"}
 

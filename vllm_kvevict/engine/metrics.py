@@ -38,7 +38,8 @@ GAUGES = {
     "counts once per layer and KV head.",
 }
 KEPT_WHOLE = ("changes", "short")
-"""Why scope ``prefix`` keeps chats whole: their template writes something else each time, or little comes before."""
+"""Why scopes ``prefix`` and ``turns`` keep chats whole: their template writes something else each time, or what comes
+before the question, or each turn, is short."""
 
 
 @dataclass
@@ -148,7 +149,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         about = "Compressed prefixes that were dropped to make room."
         self.cache_drops = self._counter("cache_drops", about, labelnames)
         # The front-end counts them before it is known which engine a request goes to.
-        about = "Chats that scope prefix keeps whole, by reason."
+        about = "Chats that scope prefix or turns keeps whole, by reason."
         self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
         self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
@@ -210,7 +211,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
 
 
 def count_kept_whole(reason: str) -> None:
-    """Count a chat that scope ``prefix`` keeps whole, if this process has metrics.
+    """Count a chat that its server's scope keeps whole, if this process has metrics.
 
     Args:
         reason: one of :data:`KEPT_WHOLE`.

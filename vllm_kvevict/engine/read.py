@@ -119,18 +119,23 @@ def decode_policy(flag: str, value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-SCOPE = one_of("prompt", "prefix")
-"""What of a prompt is evicted: all of it with the question in view, or what comes before the question without it."""
+SCOPE = one_of("prompt", "prefix", "turns")
+"""What of a prompt is evicted: all of it with the question in view, or what comes before the question without it, or
+that turn by turn."""
 NOT_GIVEN = f"whose values parameters take that are not given: {' or '.join(DEFAULTS)}"
 
 ENGINE_OPTIONS = {
     "min_prompt": Option(256, partial(whole, least=0), "shorter prompts, in tokens, are kept whole"),
     "min_turn": Option(
-        None, whole_or_none, "parts of kv_turns with fewer tokens are evicted with the next (as min_prompt)"
+        None, whole_or_none, "turns with fewer tokens are evicted with the next (as min_prompt)"
     ),
     "page_size": Option(32, whole, "tokens in a page"),
     "decode_reserve": Option(512, whole, "output tokens that admission reserves memory for, per request"),
-    "scope": Option("prompt", SCOPE, "what is evicted: the prompt, or the prefix before the question"),
+    "scope": Option(
+        "prompt",
+        SCOPE,
+        "what is evicted: the prompt, the prefix before the question, or a chat's turns one by one",
+    ),
     "kernels": Option(True, truth, "use vllm-kvevict's kernels where they are faster"),
     "policies": Option(
         UNRESERVED, policies, f"policies that requests may choose: {ALL}, {UNRESERVED} or a list"

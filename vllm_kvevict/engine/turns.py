@@ -34,20 +34,29 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
         raise _refusal(f"must not exceed the length of the prompt, {prompt_len} tokens, got {ends[-1]}")
     if fields.get("kv_prefix_len") is not None:
         raise _refusal("cannot be given together with kv_prefix_len")
-    _check_policy(config)
+    check_parts(config.policy, config.budget, TURNS, TURNS)
     return ends
 
 
-def _check_policy(config: EvictionConfig) -> None:
-    """Refuse what cannot evict a prompt part by part."""
-    if not lookup(config.policy).parts:
-        raise _refusal(
-            f"cannot be used with policy {config.policy} (choose from {', '.join(policies_for_parts())})"
-        )
-    if config.budget is not None:
-        raise _refusal(
-            "needs a budget that is a share of the tokens, from 0 to 1, since each part keeps a share of its own, got "
-            f"{config.budget} tokens"
+def check_parts(policy: str, tokens: int | None, name: str, field: str | None = None) -> None:
+    """Refuse what cannot evict a prompt part by part.
+
+    Args:
+        tokens: the budget, if it is a number of tokens.
+        name: the field or flag that asks for it.
+        field: as of :class:`KVEvictionError`.
+
+    Raises:
+        KVEvictionError: one sentence that begins with the name.
+    """
+    if not lookup(policy).parts:
+        choices = ", ".join(policies_for_parts())
+        raise KVEvictionError(f"{name} cannot be used with policy {policy} (choose from {choices})", field)
+    if tokens is not None:
+        raise KVEvictionError(
+            f"{name} needs a budget that is a share of the tokens, from 0 to 1, since each part keeps a share of its "
+            f"own, got {tokens} tokens",
+            field,
         )
 
 

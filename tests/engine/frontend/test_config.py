@@ -105,6 +105,19 @@ def test_defaults():
         ({"policy": "snapkv", "scope": "question"}, ["--kv-eviction-config.scope", "prompt or prefix", "'question'"]),
         ({"policy": "snapkv", "scope": None}, ["--kv-eviction-config.scope", "prompt or prefix", "None"]),
         ({"policy": "snapkv", "scope": ["prefix"]}, ["--kv-eviction-config.scope", "prompt or prefix", "['prefix']"]),
+        (
+            {"policy": "snapkv", "scope": "turns", "budget": 300},
+            ["--kv-eviction-config.scope turns needs a budget", "a share of the tokens", "300"],
+        ),
+        (
+            {"policy": "full", "scope": "turns", "budget": 300},
+            ["--kv-eviction-config.scope turns needs a budget", "300"],
+        ),
+        (
+            {"policy": "take", "scope": "turns"},
+            ["--kv-eviction-config.scope turns cannot be used with policy take", "kvzip"],
+        ),
+        ({"policy": "dropkv", "scope": "turns"}, ["--kv-eviction-config.scope turns", "policy dropkv", "kvzip"]),
         ({"policy": "snapkv", "policies": "most"}, ["--kv-eviction-config.policies", "all", "unreserved", "'most'"]),
         ({"policy": "snapkv", "policies": ["h2o", "no"]}, ["--kv-eviction-config.policies", "lava", "['h2o', 'no']"]),
         ({"policy": "snapkv", "policies": {"h2o": 1}}, ["--kv-eviction-config.policies", "{'h2o': 1}"]),
@@ -343,6 +356,29 @@ def test_a_prompt_that_is_kept_whole_needs_no_prefix(length, fields):
 def test_the_scope_hides_no_bad_field(prefix_len, policy):
     with pytest.raises(KVEvictionError, match="kv_eviction: unknown policy"):
         PREFIXES.fields_in_scope(1000, prefix_len, {"kv_eviction": policy})
+
+
+TURN_BY_TURN = Options.parse({"policy": "snapkv", "budget": 0.25, "min_prompt": 100, "scope": "turns"})
+
+
+@pytest.mark.parametrize("turns, ends", [([40, 150, 300], [150, 300]), ([99], []), ([], [])])
+def test_a_chat_is_evicted_where_its_turns_end(turns, ends):
+    for fields in (None, {"kv_budget": 0.5, "somebody_elses": 1}):
+        in_scope = TURN_BY_TURN.fields_in_scope(1000, turns, fields)
+        assert [part.end for part in TURN_BY_TURN.plan(1000, in_scope).parts] == ends
+        assert (fields or {}).items() <= in_scope.items()
+
+
+def test_a_request_says_where_its_own_turns_end():
+    for turns in (None, [], [200]):
+        for fields in ({"kv_turns": [300]}, {"kv_prefix_len": 300}, {"kv_eviction": "full"}):
+            assert TURN_BY_TURN.fields_in_scope(1000, turns, fields) is fields
+    for fields in (None, {"kv_prefix_len": None}):
+        with pytest.raises(KVEvictionError, match=r"^kv_turns is required with .*scope turns") as error:
+            TURN_BY_TURN.fields_in_scope(1000, None, fields)
+        assert error.value.field_name == "kv_turns"
+    one_token = TURN_BY_TURN.fields_in_scope(1000, None, {"kv_params": "window=8"}, most_output=1)
+    assert one_token == {"kv_eviction": "full"}
 
 
 # A name with a line break in it would be quoted as it is.

@@ -108,7 +108,7 @@ def test_scope(model):
     for words in (["--kv-eviction-config.scope", "prefix"], ["--kv-eviction-config", '{"scope": "prefix"}']):
         args = parse("--model", model, "--kv-eviction", "snapkv", *words)
         assert options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config()).scope == "prefix"
-    for settings in ({"policy": "snapkv", "scope": "prefix"}, {"policy": "snapkv"}):
+    for settings in ({"policy": "snapkv", "scope": "turns"}, {"policy": "snapkv"}):
         vllm_config = EngineArgs(model=model, additional_config={KEY: settings}).create_engine_config()
         assert options_of(vllm_config).scope == settings.get("scope", "prompt")
 

@@ -123,7 +123,7 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "min_prompt": at_least(0),
     "decode_reserve": at_least(1),
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
-    "scope": one_of("prompt", "prefix"),
+    "scope": one_of("prompt", "prefix", "turns"),
     "defaults": one_of("measured", "paper"),
     "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
     "policies": (
@@ -237,6 +237,8 @@ def test_configurations(parser, model, configuration, budget, dotted):
             )
     else:
         arguments += ["--kv-eviction-config", json.dumps(config)]
+    if config.get("scope") == "turns" and (budget > 1 or not lookup(policy).parts):
+        wrong = [*wrong, "scope turns"]
     if wrong:
         with refused(*wrong):
             read_command(parser, model, *arguments)

@@ -329,6 +329,20 @@ def test_prefix_caching_is_as_vllm_has_it(given, is_on, scope, model, monkeypatc
     assert not lines
 
 
+@pytest.mark.parametrize(
+    "policy, scope, is_said",
+    [("snapkv", "turns", True), ("lava", "turns", True), ("snapkv", "prefix", False), ("knorm", "turns", False),
+     ("kvzip", "turns", False), ("full", "turns", False)],
+)  # fmt: skip
+def test_a_policy_that_needs_the_question_is_named_once(policy, scope, is_said, model, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    settings = {"kv_eviction": policy, "kv_budget": 0.5, "kv_eviction_config": {"scope": scope}}
+    EngineArgs(model=model, dtype="float32", **settings).create_engine_config()
+    assert len(lines) == is_said
+    assert not is_said or ("scope turns" in lines[0] and policy in lines[0] and "kvzip" in lines[0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fast", ["float32", "bfloat16"])
 def test_a_dtype_that_is_slow_on_this_processor_is_named_once(dtype, fast, model, monkeypatch):

@@ -41,6 +41,8 @@ WORD = "q"
 NUMBER = "7"
 """Shares no first character with :data:`WORD`."""
 
+ANSWERING = {"add_generation_prompt": True, "continue_final_message": False}
+"""Arguments of a template that end a prompt where the assistant begins to answer."""
 
 REFUSALS = (ValueError, VLLMClientError)
 """What renderers raise when a template refuses a chat; it may refuse anything."""
@@ -154,14 +156,20 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
         return prefix_of_ids(ids, *others)
     before = text_before(text, *others)
     # Where one other question is enough, the prompts part at it, so all before it is the same.
-    if len(others) > 1 and chat.again()["prompt"] != text:
-        prompt[CHANGES] = True
-        _log_changes(chat.params.chat_template)
+    if len(others) > 1:
+        note_changes(chat, prompt)
     before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
     if images:
         return media.tokens_before(before_ids[:-1], ids, images)
     return common_length(before_ids[:-1], ids)
+
+
+def note_changes(chat: Chat, prompt: Any) -> None:
+    """Note in a prompt, and in the log, that its template writes something else each time, if it does."""
+    if chat.again()["prompt"] != prompt["prompt"]:
+        prompt[CHANGES] = True
+        _log_changes(chat.params.chat_template)
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,8 +179,13 @@ def _log_changes(template: str | None) -> None:
         "KV eviction: %s writes something else each time a chat is rendered (the time, or a random number), so a "
         "prefix ends there, and chats with fewer than min_prompt tokens before it are kept whole: let it write the "
         "date only, or write such things behind the question",
-        "the model's chat template" if template is None else f"the chat template {template[:60]!r}...",
+        name_of(template),
     )
+
+
+def name_of(template: str | None) -> str:
+    """What a chat template is called in the log."""
+    return "the model's chat template" if template is None else f"the chat template {template[:60]!r}..."
 
 
 def other_prompts(chat: Chat, text: str) -> list[Any]:

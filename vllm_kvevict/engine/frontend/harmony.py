@@ -14,7 +14,7 @@ from vllm.renderers.base import BaseRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_kvevict.engine.frontend.chat import Chat
-from vllm_kvevict.engine.frontend.noting import note_chat, note_prefix
+from vllm_kvevict.engine.frontend.noting import note_chat, note_ends
 
 
 class HarmonyChat(Chat):
@@ -40,7 +40,7 @@ class HarmonyChat(Chat):
 
 @functools.cache
 def install() -> None:
-    """Note in the chats of this server where their question begins, if it evicts prefixes."""
+    """Note in the chats of this server where they are evicted, if its scope is not the whole prompt."""
     make_request = OnlineRenderer._make_request_with_harmony
     render_messages = OnlineRenderer.render_responses_harmony_messages
 
@@ -67,4 +67,4 @@ def _note(renderer: BaseRenderer, messages: Sequence[Any], prompt: Any, tok_para
     """Note what a prompt was rendered from; tokens that another server has sent come without messages."""
     chat = HarmonyChat(renderer, list(messages), None, tok_params)
     if messages and note_chat(chat, prompt):
-        note_prefix(chat, prompt)
+        note_ends(chat, prompt)

@@ -12,8 +12,9 @@ from typing import Any
 
 from vllm.renderers.base import BaseRenderer
 
-from vllm_kvevict.engine.config import options_of
+from vllm_kvevict.engine.config import options_of, require_options
 from vllm_kvevict.engine.frontend import media
+from vllm_kvevict.engine.frontend.boundaries import find_turns
 from vllm_kvevict.engine.frontend.chat import (
     CHAT,
     NO_PREFIX,
@@ -22,6 +23,7 @@ from vllm_kvevict.engine.frontend.chat import (
     QuestionNotFoundError,
     find_prefix,
 )
+from vllm_kvevict.engine.turns import TURNS
 
 WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
 """Gets the rendered prompts of a task that sets it, for routes that answer with tokens only, without what is noted."""
@@ -29,7 +31,7 @@ WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
 
 @functools.cache
 def install() -> None:
-    """Note in the chats of this process where their question begins, if their engine evicts prefixes."""
+    """Note in the chats of this process where they are evicted, if their engine's scope is not the whole prompt."""
     render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
 
     @functools.wraps(render_chat)
@@ -38,7 +40,7 @@ def install() -> None:
     ) -> Any:
         rendered, prompts = render_chat(self, conversations, chat_params, tok_params, **kwargs)
         for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
-            note_prefix(chat, prompt)
+            note_ends(chat, prompt)
         return rendered, prompts
 
     @functools.wraps(render_chat_async)
@@ -48,7 +50,7 @@ def install() -> None:
         rendered, prompts = await render_chat_async(self, conversations, chat_params, tok_params, **kwargs)
         for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
             # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
-            await asyncio.get_running_loop().run_in_executor(self._executor, note_prefix, chat, prompt)
+            await asyncio.get_running_loop().run_in_executor(self._executor, note_ends, chat, prompt)
         return rendered, prompts
 
     BaseRenderer.render_chat = noted  # type: ignore[method-assign]
@@ -58,7 +60,7 @@ def install() -> None:
 def _noted_chats(
     renderer: BaseRenderer, conversations: Sequence[Any], prompts: Sequence[Any], params: Any, tok_params: Any
 ) -> list[tuple[Chat, Any]]:
-    """Note in the prompts that may be evicted what they were rendered from; those whose question is to be found."""
+    """Note in the prompts that may be evicted what they were rendered from; those in which more is to be found."""
     tok_params = tok_params or renderer.default_chat_tok_params
     chats = [
         (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
@@ -68,25 +70,29 @@ def _noted_chats(
 
 
 def note_chat(chat: Chat, prompt: Any) -> bool:
-    """Note in a prompt that may be evicted what it was rendered from; whether its question is to be found."""
+    """Note in a prompt that may be evicted what it was rendered from; whether it is to be found where it is evicted."""
     options = options_of(chat.renderer.config)
     if options is None or not _may_be_evicted(chat.renderer, prompt):
         return False
     prompt[CHAT] = chat
     if (watched := WATCHED.get()) is not None:
         watched.append(prompt)
-    return options.scope == "prefix"
+    return options.scope != "prompt"
 
 
-def note_prefix(chat: Chat, prompt: Any) -> None:
-    """Write into a rendered chat how many of its tokens come before the question, or why that cannot be told.
+def note_ends(chat: Chat, prompt: Any) -> None:
+    """Write into a rendered chat where it is evicted in the scope of its server, or why that cannot be told.
 
     Args:
         chat: what was rendered.
         prompt: the result, with ``prompt_token_ids``.
     """
+    in_turns = require_options(chat.renderer.config).scope == "turns"
     try:
-        prompt[PREFIX_LEN] = find_prefix(chat, prompt)
+        if in_turns:
+            prompt[TURNS] = find_turns(chat, prompt)
+        else:
+            prompt[PREFIX_LEN] = find_prefix(chat, prompt)
     except QuestionNotFoundError as error:
         prompt[NO_PREFIX] = str(error)
 

@@ -22,6 +22,7 @@ from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available
+from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.registry import most_extra_rows
 
@@ -225,6 +226,12 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
         logger.warning("KV eviction: prefix caching is off, since only some layers of this model are evicted")
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
+    if options.scope == "turns" and Q_WINDOW in lookup(options.policy).needs:
+        logger.warning(
+            "KV eviction: with --kv-eviction-config.scope turns each turn is compressed before the next question is "
+            "known, and %s chooses by the last tokens of a turn: kvzip is recommended",
+            options.policy,
+        )
 
 
 def _warn_of_slow_dtype(dtype: Any) -> None:

@@ -15,6 +15,7 @@ from vllm.renderers.params import TokenizeParams
 
 from vllm_kvevict.engine.config import REPEAT_ROWS, KVEvictionError
 from vllm_kvevict.engine.frontend.chat import (
+    ANSWERING,
     CHAT,
     MARK,
     NUMBER,
@@ -32,9 +33,6 @@ from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 REPEAT_ALL = "Repeat the previous context exactly."
 REPEAT_PART = "Repeat the part of the previous context exactly, starting with "
-
-ANSWERING = {"add_generation_prompt": True, "continue_final_message": False}
-"""Arguments of a template that end a prompt where the assistant begins to answer."""
 
 NOT_THINKING = {"enable_thinking": False, "thinking": False}
 """How templates are told that the assistant answers at once; those without such an argument do not see it."""

@@ -28,6 +28,7 @@ from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.engine.turns import TURNS
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_for, schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -209,18 +210,23 @@ def _finder_of_rows(
 def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) -> dict[str, Any] | None:
     """A request's fields and what the server's scope adds to them; a refusal says why it cannot."""
     noted = prompt if isinstance(prompt, dict) else {}
-    found, missing = noted.get(chat.PREFIX_LEN), noted.get(chat.NO_PREFIX)
+    missing = noted.get(chat.NO_PREFIX)
     given, most_output = getattr(params, "extra_args", None), getattr(params, "max_tokens", None)
-    return options.fields_in_scope(length, found, given, missing, most_output)
+    return options.fields_in_scope(length, _found_in(noted), given, missing, most_output)
+
+
+def _found_in(prompt: Mapping[str, Any]) -> int | list[int] | None:
+    """Where a prompt is evicted in the scope of its server; None if that was not looked for or cannot be told."""
+    return prompt.get(chat.PREFIX_LEN, prompt.get(TURNS))
 
 
 def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
-    """Count a chat that would be evicted in scope ``prompt`` and is not in scope ``prefix``.
+    """Count a chat that would be evicted in scope ``prompt`` and is not in the server's.
 
     Args:
         fields: of the request, with what the scope added to them.
     """
-    if chat.PREFIX_LEN not in prompt:
+    if _found_in(prompt) is None:
         return
     if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).prompt is None:
         metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")

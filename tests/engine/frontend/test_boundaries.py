@@ -1,0 +1,374 @@
+"""Where the turns of a chat end: templates of many kinds, as the chat goes on."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.input_processor import InputProcessor
+
+from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, REVERSED, byte_renderers, decoded, render
+from tests.engine.support.turn_templates import (
+    ANSWERED_BY_USER,
+    DROPS_EMPTY,
+    DROPS_THOUGHTS,
+    LOOP,
+    MOVES_SYSTEM,
+    NO_RESULTS,
+    PLAIN,
+    SORTS_RESULTS,
+    SYSTEM,
+    answer,
+    result,
+    user,
+)
+from vllm_kvevict.engine import metrics
+from vllm_kvevict.engine.frontend import boundaries, chat, marks
+from vllm_kvevict.engine.frontend.boundaries import longest_ascending, messages_behind_turns
+from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN
+from vllm_kvevict.engine.turns import TURNS
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory):
+    with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
+        yield get
+
+
+@pytest.fixture(scope="module")
+def renderer(renderers):
+    return renderers(scope="turns", budget=0.25)
+
+
+def asked(messages: list[Any]) -> list[int]:
+    """The lengths of a chat's beginnings that the assistant has to answer."""
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def stay(renderer, template: str, messages: list[Any]) -> list[str]:
+    """What becomes of the ends in each beginning of a chat, when it goes on by up to two more questions.
+
+    Of each end that the tokens before it stay the same, and it is found again (L), or only until the next question (-).
+    """
+    prompts = {count: render(renderer, messages[:count], template)[0] for count in asked(messages)}
+    stays = []
+    for count, prompt in prompts.items():
+        ids, ends = prompt["prompt_token_ids"], prompt[TURNS]
+        assert all(0 < first < second for first, second in pairwise([*ends, len(ids)]))
+        more = {later: questions(messages[count:later]) for later in prompts if later > count}
+        if not any(more.values()):
+            continue
+        found = ""
+        for end in ends:
+            same = {
+                later: prompts[later]["prompt_token_ids"][:end] == ids[:end] and end in prompts[later][TURNS]
+                for later in more
+                if more[later] <= 2
+            }
+            assert all(same[later] for later in same if not more[later]), (count, end)
+            found += "L" if all(same.values()) else "-"
+        stays.append(found)
+    return stays
+
+
+def questions(messages: list[Any]) -> int:
+    return sum(message["role"] == "user" for message in messages)
+
+
+GROWS = ["L", "LL", "LLL"]
+WHILE_LOOPING = ["L" + "-" * rounds for rounds in range(9)]
+STAYS = {
+    "ChatML": (CHATML, PLAIN, GROWS),
+    "Llama 3, which trims": (LLAMA3, PLAIN, GROWS),
+    "thoughts, without tools": (DROPS_THOUGHTS, PLAIN, GROWS),
+    "instructions that move": (MOVES_SYSTEM, PLAIN, ["-", "L-", "LL-"]),
+    "instructions that move, and tools": (
+        MOVES_SYSTEM, LOOP, ["-" * rounds for rounds in range(1, 10)] + ["L" * 9 + "-"],
+    ),
+    "tools": (CHATML, LOOP, ["L" * rounds for rounds in range(1, 11)]),
+    "tools and thoughts": (DROPS_THOUGHTS, LOOP, [*WHILE_LOOPING, "L" * 10]),
+    "tools and a place for thoughts": (DROPS_EMPTY, LOOP, [*WHILE_LOOPING, "L" * 10]),
+    "tools that are not shown": (NO_RESULTS, LOOP, [*["L"] * 9, "LL"]),
+    "tools that are sorted": (SORTS_RESULTS, LOOP, ["L" * rounds for rounds in range(1, 11)]),
+    "answers by the user": (CHATML, ANSWERED_BY_USER, GROWS),
+    # With a mark before it the second message of the user is a question, before which thoughts are dropped.
+    "answers by the user, and thoughts": (DROPS_THOUGHTS, ANSWERED_BY_USER, ["L", "L", "LLL"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays(name, renderer):
+    template, messages, expected = STAYS[name]
+    assert stay(renderer, template, messages) == expected
+
+
+def ends(renderer, messages: list[Any], template: str = CHATML, **kwargs: Any) -> list[str]:
+    """The text between one end and the next of a chat's turns, from the beginning on."""
+    prompt, _ = render(renderer, messages, template, **kwargs)
+    ids = prompt["prompt_token_ids"]
+    return [decoded(renderer, ids[begin:end]) for begin, end in pairwise([0, *prompt[TURNS]])]
+
+
+def test_a_turn_ends_where_an_answer_does(renderer):
+    """Before the header of the next message; the last token of what comes before it belongs to the next turn."""
+    head = "<|im_start|>"
+    system, first, second, third = ends(renderer, [*PLAIN[:-2], user("?")])
+    assert system == f"{head}system\nYou know every harbour of Europe.<|im_end|>\n{head}"
+    assert first.startswith("user\nWhich port") and first.endswith(f"Rotterdam.<|im_end|>\n{head}")
+    assert "And the second?" in second and "Antwerp." in second and "third" not in second
+    assert "The third?" in third and "Hamburg." in third
+
+
+ROLES = {
+    "u": [[0]],
+    "a": [],
+    "s": [],
+    "suau": [[1], [3]],
+    "uattta": [[0], [2, 3, 4]],
+    "uatu": [[0], [2]],
+    "uasu": [[0], [2]],
+    "asu": [[1], [2]],
+    "uau": [[0], [2]],
+    "uaau": [[0], [3]],
+    "uuau": [[0], [3]],
+    "uatatt": [[0], [2], [4, 5]],
+}
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_messages_behind_turns(roles):
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    assert [list(turn) for turn in messages_behind_turns([names[x] for x in roles])] == ROLES[roles]
+
+
+@given(st.lists(st.integers(0, 30), unique=True, max_size=9))
+def test_one_message_that_moved_costs_no_other(places):
+    found = longest_ascending(places)
+    assert found == sorted(found) and [x for x in places if x in set(found)] == found
+    for mask in range(1 << len(places)):
+        some = [x for bit, x in enumerate(places) if mask >> bit & 1]
+        assert len(some) <= len(found) or some != sorted(some)
+
+
+def test_a_message_that_moved(renderer):
+    """The instructions in the middle of the chat stand at its beginning."""
+    template = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
+        + CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    )  # fmt: skip
+    messages = [*PLAIN[1:5], {"role": "system", "content": "Be brief."}, *PLAIN[5:8]]
+    assert len(ends(renderer, messages)) == 4
+    turns = ends(renderer, messages, template)
+    assert [text in turn for text, turn in zip(("Be brief", "Rotterdam", "Hamburg"), turns, strict=True)]
+    assert len(ends(renderer, messages, REVERSED)) <= 1
+
+
+AWKWARD = ["", " ", "\n\n", "\n\nWhy?", "0", "]/INST]", "<|im_end|>\n", "\ue000", "\ue001?", "{{ m }}"]
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA3, MOVES_SYSTEM, DROPS_THOUGHTS, DROPS_EMPTY, SORTS_RESULTS, GLUED]
+)
+@settings(max_examples=20, deadline=None)
+@given(text=st.sampled_from(AWKWARD) | st.text(max_size=20), at=st.sampled_from([3, 7]))
+def test_no_message_changes_the_ends_before_it(template, renderer, text, at):
+    """Nor the tokens before these; a message without text has none before it."""
+    messages = [SYSTEM, *PLAIN[1:3], result("467 million"), answer("I see."), *PLAIN[3:5], user("And now?")]
+    before = render(renderer, messages, template)[0]
+    changed = [*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]]
+    prompt = render(renderer, changed, template)[0]
+    count = len([turn for turn in messages_behind_turns([m["role"] for m in messages]) if turn[0] < at])
+    expected = before[TURNS][: count + bool(text.strip())]
+    assert prompt[TURNS][: len(expected)] == expected
+    last = expected[-1]
+    assert prompt["prompt_token_ids"][:last] == before["prompt_token_ids"][:last]
+
+
+def test_messages_in_parts(renderer):
+    def parts(message, *before):
+        return {**message, "content": [*before, {"type": "text", "text": message["content"]}]}
+
+    assert ends(renderer, list(map(parts, PLAIN[:8]))) == ends(renderer, PLAIN[:8])
+    by_part = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    empty = {"type": "text", "text": " "}
+    messages = [parts(message, empty) for message in PLAIN[:8]]
+    assert len(ends(renderer, messages, by_part)) == 4 == len(ends(renderer, messages))
+    assert messages[1]["content"] == [empty, {"type": "text", "text": PLAIN[1]["content"]}]
+
+
+HIDDEN = {
+    "escaped": ("{{ m.content | tojson(ensure_ascii=true) if m.role == 'tool' else m.content }}", 2),
+    "repeated": ("{{ m.content }}{% if m.role == 'tool' %} {{ m.content }}{% endif %}", 2),
+    "gone": ("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", 2),
+    "in a URL": ("{{ m.content | urlencode if m.role == 'tool' else m.content }}", 2),
+    "shown": ("{{ m.content }}", 3),
+}
+
+
+@pytest.mark.parametrize("content, count", HIDDEN.values(), ids=HIDDEN)
+def test_a_mark_that_is_hidden_costs_one_end(content, count, renderer):
+    messages = [*PLAIN[1:3], result("467 million"), answer("I see."), user("And now?")]
+    assert len(ends(renderer, messages, CHATML.replace("{{ m.content }}", content))) == count
+
+
+def test_a_chat_that_is_continued(renderer):
+    messages = [*PLAIN[:4], answer("It is")]
+    texts = ends(renderer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert texts == ends(renderer, messages[:-1])
+
+
+def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
+    for messages in ([SYSTEM], [answer("Hello.")], [user(" ")], [user("Hello.")]):
+        assert ends(renderer, messages) in ([], ["<|im_start|>"])
+    assert ends(renderer, PLAIN[:4], BLIND) == []
+    monkeypatch.setattr(marks, "MEANINGLESS", frozenset("\ue000\ue001"))
+    assert len(ends(renderer, PLAIN[:6])) == 2 and len(ends(renderer, [*PLAIN[:5], user("\ue000")])) == 1
+
+
+# What cannot be marked: the end before the question.
+
+
+def test_other_prompts_have_the_end_before_the_question(renderer, renderers, monkeypatch):
+    expected = render(renderers(scope="prefix"), PLAIN[:6])[0][PREFIX_LEN]
+    tokens = render(renderer, PLAIN[:6], tokenize=True)[0]
+    assert "prompt" not in tokens and tokens[TURNS] in ([expected - 1], [expected], [expected + 1])
+    refuses_marks = CHATML + "{{ '' if messages[1].content[0] == 'W' else raise_exception('No') }}"
+    assert render(renderer, PLAIN[:6], refuses_marks)[0][TURNS] == [expected]
+    refuses_all = refuses_marks.replace("messages[1]", "messages[-1]")
+    with pytest.raises(VLLMValidationError, match=r"kv_turns is required .* refuses another question"):
+        process(renderer, render(renderer, [SYSTEM, user("Which?")], refuses_all)[0])
+    monkeypatch.setattr(type(renderer), "_can_produce_offsets", lambda self: False)
+    assert render(renderer, PLAIN[:6])[0][TURNS] == [expected]
+    assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
+
+
+def test_a_chat_that_is_cut_is_refused(renderer):
+    cut = renderer.default_chat_tok_params.with_kwargs(truncate_prompt_tokens=20)
+    prompt, _ = render(renderer, PLAIN[:6], tok_params=cut)
+    sentence = "kv_turns is required with --kv-eviction-config.scope turns: the chat may have been cut"
+    with pytest.raises(VLLMValidationError, match=sentence):
+        process(renderer, prompt)
+
+
+# What it costs.
+
+
+def test_however_many_messages_there_are(renderer, monkeypatch):
+    """Two more renderings and one more tokenisation."""
+    cls, calls = type(renderer), []
+
+    def counted(name):
+        method = getattr(cls, name)
+
+        def call(self, what, *args, **kwargs):
+            calls.append((name, len(what["prompt"]) if isinstance(what, dict) else len(what)))
+            return method(self, what, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, call)
+
+    for name in ("render_messages", "tokenize_prompt"):
+        counted(name)
+    for count in (4, 400):
+        calls.clear()
+        messages = [user("Go on."), answer("I do.")] * (count // 2) + [user("Go on.")]
+        prompt = render(renderer, messages)[0]
+        length = len(prompt["prompt"])
+        assert len(prompt[TURNS]) == count // 2 + 1
+        assert calls == [
+            ("render_messages", count + 1),
+            ("tokenize_prompt", length),
+            ("tokenize_prompt", length),
+            ("render_messages", count + 1),
+            ("render_messages", count + 3),
+        ]
+
+
+# What is told.
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    found = []
+    for module in (boundaries, chat):
+        monkeypatch.setattr(module.logger, "warning", lambda text, *args: found.append(text % args))
+    boundaries._log_not_lasting.cache_clear()
+    chat._log_changes.cache_clear()
+    return found
+
+
+STRICT = CHATML.replace(
+    "{{ m.role }}", "{{ raise_exception('Too long') if messages | length > 4 else m.role }}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, messages, reason",
+    [
+        (CHATML, PLAIN[:6], None),
+        (DROPS_THOUGHTS, PLAIN[:6], None),
+        (DROPS_THOUGHTS, LOOP[:6], boundaries.DROPS_THOUGHTS),
+        (DROPS_EMPTY, LOOP[:6], boundaries.DROPS_THOUGHTS),
+        (MOVES_SYSTEM, PLAIN[:6], boundaries.MOVES),
+        (STRICT, PLAIN[:4], boundaries.REFUSES),
+    ],
+)
+def test_a_template_that_changes_earlier_turns_is_named_once(template, messages, reason, renderer, warnings):
+    for _ in range(2):
+        assert render(renderer, messages, template)[0][TURNS]
+    assert len(warnings) == (reason is not None)
+    assert not reason or (warnings[0].endswith(reason) and template[:20] in warnings[0])
+
+
+CLOCK = "{{ strftime_now('%f') }}"
+
+
+def test_turns_end_before_a_clock(renderer, warnings):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + CLOCK)
+    prompt = render(renderer, PLAIN[:6], template)[0]
+    assert prompt[CHANGES] and len(prompt[TURNS]) == 0
+    at_end = CHATML.replace("assistant\n", "assistant\n" + CLOCK)
+    assert len(render(renderer, PLAIN[:6], at_end)[0][TURNS]) == 3
+    assert [("a prefix ends there" in warning) for warning in warnings] == [True, True]
+
+
+def process(renderer, prompt, **fields):
+    params = SamplingParams(extra_args=fields or None)
+    request = InputProcessor(renderer.config).process_inputs("r", prompt, params, ("generate",))
+    return request.sampling_params.extra_args
+
+
+def test_requests_get_their_turns(renderers, monkeypatch):
+    """Unless they say themselves where they are evicted; a completion has to."""
+    renderer, counted = renderers(scope="turns", budget=0.25, min_turn=16, policies="all"), []
+    monkeypatch.setattr(metrics, "count_kept_whole", counted.append)
+    prompt = render(renderer, PLAIN[:6])[0]
+    assert process(renderer, prompt) == {TURNS: prompt[TURNS]}
+    for fields in ({TURNS: [20]}, {"kv_prefix_len": 20}, {"kv_eviction": "full"}):
+        assert process(renderer, prompt, **fields) == fields
+    assert counted == []
+    assert process(renderer, render(renderer, [SYSTEM])[0]) == {"kv_eviction": "full"}
+    changes = render(renderer, PLAIN[:6], CLOCK + CHATML)[0]
+    assert process(renderer, changes) == {"kv_eviction": "full"}
+    assert counted == ["short", "changes"]
+    tokens = {"prompt_token_ids": [7] * 100}
+    with pytest.raises(
+        VLLMValidationError, match=r"scope turns: the server has not .* cannot find the ends of turns"
+    ):
+        process(renderer, tokens)
+    for fields, words in (({"kv_eviction": "take"}, "take"), ({"kv_budget": 40}, "40 tokens")):
+        with pytest.raises(VLLMValidationError, match=f"^kv_turns .*{words}"):
+            process(renderer, prompt, **fields)
+
+
+def test_the_words_of_a_repeat_stay_the_same(renderers):
+    """They are a part of what cached turns are found by."""
+    renderer = renderers(scope="turns", policy="kvzip", budget=0.25)
+    for template, messages in ((CHATML, PLAIN), (DROPS_THOUGHTS, LOOP), (MOVES_SYSTEM, PLAIN)):
+        rows = [
+            process(renderer, render(renderer, messages[:count], template)[0])["kv_repeat_rows"]
+            for count in asked(messages)
+        ]
+        assert all(each == rows[0] for each in rows), template[:30]
