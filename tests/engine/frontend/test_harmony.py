@@ -13,6 +13,7 @@ from tests.engine.support.chats import DOCUMENT, SYSTEM, TURN, ask, byte_rendere
 from vllm_kvevict.engine.frontend import harmony
 from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import REPEAT_ALL, repeat_prompts
+from vllm_kvevict.engine.turns import TURNS
 
 QUESTIONS = ("Which port is the largest?", "\ue000\ue001?", "q", "7", "", " what?")
 
@@ -29,7 +30,7 @@ def render(tmp_path_factory, encoding):
     with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
 
         def make(**options):
-            renderer = get(scope="prefix", **options)
+            renderer = get(**{"scope": "prefix", **options})
             online = OnlineRenderer(
                 renderer.model_config,
                 renderer,
@@ -70,6 +71,12 @@ def test_a_prefix_ends_before_the_question(endpoint, before, render, encoding):
         assert DOCUMENT in text and header - 1 <= len(text) <= header + len("<|start|>user<|message|>")
         prefixes.add(text)
     assert len(prefixes) == 1
+
+
+def test_turns_end_before_the_question_only(render):
+    for endpoint in (chat, responses):
+        prompt = endpoint(render(), [*TURN, ask()])
+        assert endpoint(render(scope="turns", budget=0.25), [*TURN, ask()])[TURNS] == [prompt[PREFIX_LEN]]
 
 
 def test_requests_get_their_prefix(render, monkeypatch):

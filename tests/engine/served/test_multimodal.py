@@ -159,9 +159,10 @@ def conversation(*pictures_of_messages):
 
 
 @pytest.mark.engine
-def test_the_prefix_of_a_chat_ends_before_its_question(model, kind):
-    """Wherever images stand, and whatever is asked."""
-    scope = {"scope": "prefix", "policy": "knorm", "budget": 0.5}
+@pytest.mark.parametrize("scope", ["prefix", "turns"])
+def test_the_prefix_of_a_chat_ends_before_its_question(model, kind, scope):
+    """Wherever images stand, and whatever is asked; other ends of turns are not looked for."""
+    scope = {"scope": scope, "policy": "knorm", "budget": 0.5}
     sampling = SamplingParams(max_tokens=2, temperature=0)
     with evicting_engine(model, eviction=scope, **SETTINGS) as llm:
         for pictures in [(1, 0), (0, 2), (2, 1), (1, 2, 0), (1,), (0, 0)]:
@@ -172,7 +173,8 @@ def test_the_prefix_of_a_chat_ends_before_its_question(model, kind):
             for answer in answers:
                 before = len(answer.prompt) - 1 - answer.prompt[::-1].index(user)
                 # The policy keeps the last token of what it evicts.
-                assert {heads[0][-1] for heads in answer.kept[0].values()} == {before - 1}
+                assert {heads[0][-1] for heads in answer.kept[-1].values()} == {before - 1}
+                assert len(answer.kept) == (1 if any(pictures) or scope["scope"] == "prefix" else 2)
             assert answers[0].kept == answers[1].kept and answers[0].prompt != answers[1].prompt
 
 

@@ -1,4 +1,4 @@
-"""Every route of vLLM that lets an engine answer, over HTTP and in both scopes: it is served, or refused by name."""
+"""Every route of vLLM that lets an engine answer, over HTTP and in every scope: it is served, or refused by name."""
 
 import asyncio
 import re
@@ -22,14 +22,14 @@ from tests.engine.support.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
 from tests.engine.support.clients import evictions
 from tests.engine.support.serving import ForkedServer, RenderServer, log_evictions
 from vllm_kvevict.engine.config import REPEAT_ROWS
+from vllm_kvevict.engine.scope import FIELDS
 
 pytestmark = pytest.mark.engine
 
 Body = dict[str, Any]
 
 FLAGS = ["--kv-eviction", "kvzip", "--kv-eviction-config.min_prompt", "64", "--kv-eviction-config.scope"]
-SENTENCE = "kv_prefix_len is required with --kv-eviction-config.scope prefix: "
-NOT_RENDERED = SENTENCE + "the server has not rendered this prompt as a chat"
+NOT_RENDERED = "the server has not rendered this prompt as a chat"
 COHERE = "/cohere/v2/chat"
 
 SAME = ("policy", "tokens", "kept", "stored", "heads")
@@ -91,9 +91,13 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["prompt", "prefix"])
+@pytest.fixture(scope="module", params=["prompt", *FIELDS])
 def scope(request):
     return request.param
+
+
+def sentence(scope: str, reason: str) -> str:
+    return f"{FIELDS[scope]} is required with --kv-eviction-config.scope {scope}: {reason}"
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +139,11 @@ def test_chats(path, scope, server, ids_of):
     prefix_len = len(ids_of(before + "<|im_start|>"))
     count = 2 if path.endswith("batch") else 1
     # Two chats with the same prefix compress it once. A decision is the token that ends the prompt's step.
-    expected_lines = {"prefix": 1, "prompt": 0 if path == "/v1/systemone" else count}[scope]
+    expected_lines = 1 if scope in FIELDS else 0 if path == "/v1/systemone" else count
     lines = evictions(server, expected_lines, start)
     found = re.search(r"'(?:prompt|input)_tokens': (\d+)", str(answer))
     assert found
-    expected = prefix_len if scope == "prefix" else int(found[1]) // count
+    expected = prefix_len if scope in FIELDS else int(found[1]) // count
     assert all((line["tokens"], line["policy"]) == (expected, "kvzip") for line in lines)
     assert prefix_len < int(found[1]) // count
 
@@ -152,30 +156,28 @@ def test_a_chat_may_be_rendered_first(path, scope, server):
     rendered = post(server, f"{path}/render", body)
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
     assert answer["choices"][0]["text"] == direct
-    first, *second = evictions(server, 1 if scope == "prefix" else 2, start)
+    first, *second = evictions(server, 1 if scope in FIELDS else 2, start)
     for line in second:
         assert {name: line[name] for name in SAME} == {name: first[name] for name in SAME}
 
 
 def test_a_chat_whose_question_is_not_found_is_not_rendered(scope, server):
     body = {**CHATS["/v1/chat/completions"](chat("cut")), "truncate_prompt_tokens": 100}
-    status = 400 if scope == "prefix" else 200
+    status = 400 if scope in FIELDS else 200
     for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
         answer = post(server, path, body, status)
-        assert status == 200 or SENTENCE + "the chat may have been cut" in answer
+        assert status == 200 or sentence(scope, "the chat may have been cut") in answer
 
 
-@pytest.mark.parametrize("scope", ["prefix"], indirect=True)
+@pytest.mark.parametrize("scope", FIELDS, indirect=True)
 def test_a_server_that_only_renders(scope, server, model, tmp_path):
     """It has the same flags, and no engine."""
     body, start = CHATS["/v1/chat/completions"](chat("another server")), len(server.evictions)
     with RenderServer(model, tmp_path / "log", *FLAGS, scope) as renders:
         rendered = post(renders, "/v1/chat/completions/render", body)
     fields = post(server, "/v1/chat/completions/render", body)["sampling_params"]["extra_args"]
-    assert rendered["sampling_params"]["extra_args"] == fields and fields.keys() == {
-        "kv_prefix_len",
-        REPEAT_ROWS,
-    }
+    assert rendered["sampling_params"]["extra_args"] == fields
+    assert fields.keys() == {FIELDS[scope], REPEAT_ROWS}
     rendered["model"] = server.model
     direct = RENDERED["/v1/chat/completions"](post(server, "/v1/chat/completions", body))
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
@@ -197,8 +199,8 @@ def test_a_server_that_only_renders_and_knows_nothing_of_eviction(scope, server)
     renderer.shutdown()
     assert not rendered["sampling_params"].get("extra_args")
     start = len(server.evictions)
-    if scope == "prefix":
-        assert NOT_RENDERED in post(server, "/inference/v1/generate", rendered, 400)
+    if scope in FIELDS:
+        assert sentence(scope, NOT_RENDERED) in post(server, "/inference/v1/generate", rendered, 400)
         rendered["sampling_params"]["extra_args"] = {"kv_eviction": "full"}
     post(server, "/inference/v1/generate", rendered)
     evictions(server, int(scope == "prompt"), start)
@@ -215,12 +217,12 @@ def test_prompts(path, scope, server, ids_of):
 
     start = len(server.evictions)
     send({"kv_prefix_len": 200})
-    if scope == "prefix":
-        assert NOT_RENDERED in send({}, 400)
+    if scope in FIELDS:
+        assert sentence(scope, NOT_RENDERED) in send({}, 400)
     else:
         send({})
     count = len(ids_of(document(path)))
-    expected = [200] if scope == "prefix" else [200, count]
+    expected = [200] if scope in FIELDS else [200, count]
     assert [line["tokens"] for line in evictions(server, len(expected), start)] == expected
 
 
