@@ -48,8 +48,8 @@ holds on its fullest rank: at most while its prompt is read, after its eviction,
 what limits that number. at end: how many requests fit if all hold what they do at the end; if that is less than at
 once, some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer
 by layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing
-else; they are cached with kv_prefix_len or scope prefix. Where heads compete, the numbers assume that all ranks keep as
-much."""
+else; they are cached with kv_prefix_len, kv_turns and scopes prefix and turns. Where heads compete, the numbers assume
+that all ranks keep as much."""
 
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}

@@ -27,8 +27,8 @@ from tests.engine.support.turn_templates import (
 )
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.frontend import boundaries, chat, marks
-from vllm_kvevict.engine.frontend.boundaries import longest_ascending, messages_behind_turns
-from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN
+from vllm_kvevict.engine.frontend.boundaries import find_turns, longest_ascending, messages_behind_turns
+from vllm_kvevict.engine.frontend.chat import CHANGES, CHAT, PREFIX_LEN
 from vllm_kvevict.engine.turns import TURNS
 
 
@@ -120,6 +120,12 @@ def test_a_turn_ends_where_an_answer_does(renderer):
     assert first.startswith("user\nWhich port") and first.endswith(f"Rotterdam.<|im_end|>\n{head}")
     assert "And the second?" in second and "Antwerp." in second and "third" not in second
     assert "The third?" in third and "Hamburg." in third
+
+
+def test_results_that_are_sorted(renderer):
+    """A turn ends before the first that is shown, not before the first of the chat."""
+    last = ends(renderer, LOOP[:5], SORTS_RESULTS)[-1]
+    assert "I look at 2014." in last and "million" not in last
 
 
 ROLES = {
@@ -224,8 +230,17 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
     for messages in ([SYSTEM], [answer("Hello.")], [user(" ")], [user("Hello.")]):
         assert ends(renderer, messages) in ([], ["<|im_start|>"])
     assert ends(renderer, PLAIN[:4], BLIND) == []
+    assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
+    for silent in (
+        user(" "),
+        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": ""}]},
+    ):
+        assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
     monkeypatch.setattr(marks, "MEANINGLESS", frozenset("\ue000\ue001"))
     assert len(ends(renderer, PLAIN[:6])) == 2 and len(ends(renderer, [*PLAIN[:5], user("\ue000")])) == 1
+    # Nor if it is in the chat and the template does not show it.
+    assert len(ends(renderer, [*PLAIN[:5], {**user("?"), "name": "\ue000"}])) == 1
 
 
 # What cannot be marked: the end before the question.
@@ -240,6 +255,10 @@ def test_other_prompts_have_the_end_before_the_question(renderer, renderers, mon
     refuses_all = refuses_marks.replace("messages[1]", "messages[-1]")
     with pytest.raises(VLLMValidationError, match=r"kv_turns is required .* refuses another question"):
         process(renderer, render(renderer, [SYSTEM, user("Which?")], refuses_all)[0])
+    # The tokenizer makes other tokens of the text.
+    prompt = render(renderer, PLAIN[:6])[0]
+    ids = [*prompt["prompt_token_ids"][:-1], 7]
+    assert find_turns(prompt[CHAT], {**prompt, "prompt_token_ids": ids}) == [expected]
     monkeypatch.setattr(type(renderer), "_can_produce_offsets", lambda self: False)
     assert render(renderer, PLAIN[:6])[0][TURNS] == [expected]
     assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []

@@ -20,10 +20,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.chat import (
     ANSWERING,
-    CHANGES,
     IS_CUT,
     REFUSALS,
     WORD,
@@ -51,8 +49,8 @@ NEAR = 16
 def find_turns(chat: Chat, prompt: Any) -> list[int]:
     """Count the tokens of a rendered chat up to the end of each of its turns; ascending.
 
-    Where marks cannot tell (prompts without text, tokenizers without offsets, images), the only end is that before the
-    question.
+    Where marks cannot tell, the only end is that before the question: in prompts without text, or with images, whose
+    tokens are not those of the text, and with tokenizers that do not say where tokens stand.
 
     Args:
         chat: what was rendered.
@@ -64,7 +62,7 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
     text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
     if may_be_cut(chat.tok_params, len(ids)):
         raise QuestionNotFoundError(IS_CUT)
-    token_ends = None if text is None or media.has_media(prompt) else ends_of_tokens(chat, text, ids)
+    token_ends = None if text is None else ends_of_tokens(chat, text, ids)
     ends = None if token_ends is None else ends_in_text(chat, prompt)
     if token_ends is None or ends is None:
         return [end for end in [find_prefix(chat, prompt)] if end]
@@ -104,8 +102,7 @@ def ends_in_text(chat: Chat, prompt: Any) -> list[int] | None:
         same = common_length(marked.text, text)
         places = [place for place in places if place <= same]
         note_changes(chat, prompt)
-    if CHANGES not in prompt:
-        _log_if_not_lasting(chat, text, places)
+    _log_if_not_lasting(chat, text, places)
     return [end_of_text(text, place) for place in places]
 
 
