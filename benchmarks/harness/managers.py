@@ -72,7 +72,7 @@ def make_ledger(
         options=options,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
         head_dims=HeadDims(128, 4),
-        prefix_key=lambda request, plan: int(request.request_id) // BORROWERS,
+        prefix_keys=lambda request, plan: {plan.prompt.end: int(request.request_id) // BORROWERS},
     )
     heads = KV_HEADS // ranks
     rows = LAYERS * heads

@@ -71,6 +71,8 @@ def test_serves(line, tmp_path):
         body: dict[str, Any] = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
         if "full" in line:
             body["vllm_xargs"] = {"kv_eviction": "snapkv"}
+        if "turns" in line:
+            body["vllm_xargs"] = {"kv_turns": [1000]}  # of a prompt that is no chat the server finds none
         httpx.post(f"{running.url}/v1/completions", json=body, timeout=120).raise_for_status()
         assert eventually(lambda: running.metrics()["evicted_tokens_total"] > 0)
 

@@ -73,16 +73,16 @@ class CompressedPrefixes(Entries[Prefix]):
         One that does not fit the pool together with the rest of the prompt is not used: the request reads more of its
         prompt, and the prefix is dropped if its pages are needed.
         """
-        for key in reversed(self._requests.keys(request).values()):
-            prefix = self._by_key.get(key)
-            if prefix is None or not prefix.is_ready:
-                continue
-            self.touch(prefix)
-            if request.num_tokens - prefix.tokens >= self._requests.fewest_read and self._fits(
-                request, prefix
-            ):
-                return prefix
-        return None
+        known = map(self._by_key.get, reversed(self._requests.keys(request).values()))
+        ready = [prefix for prefix in known if prefix is not None and prefix.is_ready]
+        if ready:
+            self.touch(ready[0])
+        most = request.num_tokens - self._requests.fewest_read
+        ready = [prefix for prefix in ready if prefix.tokens <= most]
+        while ready and not self._fits(request, ready[0]):
+            # Half as many turns each time: there may be hundreds, and this is asked in every step.
+            ready = ready[(len(ready) + 1) // 2 :]
+        return ready[0] if ready else None
 
     def _fits(self, request: Request, prefix: Prefix) -> bool:
         """Whether the pool can hold a prefix and the rest of a request's prompt."""
