@@ -7,7 +7,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -21,6 +21,7 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
+from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.reports import Report
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
@@ -72,7 +73,7 @@ def make_ledger(
         options=options,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
         head_dims=HeadDims(128, 4),
-        prefix_keys=lambda request, plan: {plan.prompt.end: int(request.request_id) // BORROWERS},
+        prefix_keys=_document_of,
     )
     heads = KV_HEADS // ranks
     rows = LAYERS * heads
@@ -89,6 +90,11 @@ def make_ledger(
     ledger.next_message({})
     _leave_no_room(ledger, plenty, longest)
     return ledger, statistics.median(seconds)
+
+
+def _document_of(request: Request, plan: Plan) -> dict[int, Hashable]:
+    """By what the prefix of a request is found, which so many others have."""
+    return {plan.evicted_at: int(request.request_id) // BORROWERS}
 
 
 def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[float]:
