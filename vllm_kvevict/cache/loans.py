@@ -172,10 +172,12 @@ class Loans:
         self.columns[request_slot, rows] = columns
         parts = self._loans.pop(request_slot, [])
         # Of its loans only those remain that some row goes on with, and as much of them.
-        rest = [
-            (number, count, left) for number, count in parts if (left := self._left(request_slot, number))
-        ]
-        if kept := [(n, count and min(count, left)) for n, count, left in rest]:
+        kept = []
+        for number, count in parts:
+            left = self._left(request_slot, number)
+            if left:
+                kept.append((number, count and min(count, left)))
+        if kept:
             self._loans[request_slot] = kept
 
     def _left(self, request_slot: int, number: int) -> int:

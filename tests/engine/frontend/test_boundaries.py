@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, REVERSED, byte_renderers, decoded, render
+from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, REVERSED, decoded, render
 from tests.engine.support.turn_templates import (
     ANSWERED_BY_USER,
     DROPS_EMPTY,
@@ -30,12 +30,6 @@ from vllm_kvevict.engine.frontend import boundaries, chat, marks
 from vllm_kvevict.engine.frontend.boundaries import find_turns, longest_ascending, messages_behind_turns
 from vllm_kvevict.engine.frontend.chat import CHANGES, CHAT, PREFIX_LEN
 from vllm_kvevict.engine.turns import TURNS
-
-
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory):
-    with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
-        yield get
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ from tests.engine.support.chats import (
     TURN,
     TURNS,
     ask,
-    byte_renderers,
     decoded,
     render,
 )
@@ -37,12 +36,6 @@ from vllm_kvevict.engine import config, metrics
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend import chat, noting
 from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN, common_length
-
-
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory):
-    with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
-        yield get
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from tests.engine.support.chats import (
     SYSTEM_LAST,
     TURN,
     ask,
-    byte_renderers,
     decoded,
     render,
 )
@@ -43,12 +42,6 @@ from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
-
-
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory):
-    with byte_renderers(tmp_path_factory.mktemp("models") / "bytes") as get:
-        yield get
 
 
 @pytest.fixture(scope="module")

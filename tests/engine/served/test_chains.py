@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.served.test_cached_prefixes import SERVERS
 from tests.engine.support.answers import CLOSE
 from tests.engine.support.conversations import conversation, found_by
 from tests.engine.support.hits_and_misses import aborted_after, metric
@@ -49,14 +50,6 @@ def check(answers: list[Answer], expected: list[Answer]) -> None:
         assert answer.tokens == one.tokens, index
         if len(answer.logits):
             torch.testing.assert_close(answer.logits, one.logits, **CLOSE)
-
-
-SERVERS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "chunks": {"max_num_batched_tokens": 64},
-    "TP 2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128},
-    "PP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
-}
 
 
 @pytest.mark.engine
