@@ -2,7 +2,8 @@
 
 What several requests begin with is stored once. A request that was evicted leaves all that it keeps (a compressed
 prefix); one that has read a prompt leaves whole columns of its page table (an uncompressed prefix). Either leaves what
-comes behind the columns that it borrows itself: entries form chains. It goes on with the same pages, borrowed.
+comes behind the columns that it borrows itself: entries form chains. It goes on with the same pages, borrowed. One that
+ends may leave all that it holds besides (a tail): nobody borrows that, who goes on with it makes it its own.
 
     shared entry             [page][page][page][part]          all its own; the part is a copy, zero behind its entries
                                 |     |     |     copied
@@ -114,6 +115,50 @@ class Loans:
         self.pages[entry.is_compressed] += len(entry.pages)
         self._lend(request_slot, [(number, columns)], full)
 
+    def leave(self, number: int, request_slot: int) -> None:
+        """Make a shared entry of all that a request holds behind what it borrows, which alone it holds from now on.
+
+        Raises:
+            ValueError: there is such an entry, or the request holds nothing of its own.
+        """
+        if number in self._entries:
+            raise ValueError(f"there is a shared entry {number}")
+        first, lengths = self.columns[request_slot].copy(), self.rows.lengths.of(request_slot).ravel()
+        entry = self._all_behind(request_slot, first, lengths)
+        if not len(entry.pages):
+            raise ValueError(f"request slot {request_slot} holds no pages of its own that could stay")
+        self._entries[number] = entry
+        self.pages[False] += len(entry.pages)
+        self._set_lengths(request_slot, first * self.rows.page_size)
+
+    def _all_behind(self, request_slot: int, first: IntArray, lengths: IntArray) -> SharedEntry:
+        """An uncompressed entry of a request's pages from column first[r] of each row r to the row's end."""
+        size = self.rows.page_size
+        full, rest = lengths // size - first, lengths % size
+        table = self._behind(request_slot, first, int((full + (rest > 0)).max()))
+        return SharedEntry(table, first, full, rest, is_compressed=False)
+
+    def cut(self, number: int, tokens: int) -> None:
+        """Drop the newest ``tokens`` tokens of what an ended request has left: as many entries of each row.
+
+        Raises:
+            ValueError: there is no such entry, or it was not left so, or has not so many.
+        """
+        entry, size = self[number], self.rows.page_size
+        left = entry.full * size + entry.rest - tokens
+        if entry.is_compressed or self.borrowers(number) or tokens < 1 or (left < 0).any():
+            raise ValueError(f"{tokens} tokens of shared entry {number} cannot be dropped")
+        full, rest = left // size, left % size
+        dropped = entry.behind(full + (rest > 0))
+        self.rows.pool.give(dropped)
+        self.pages[False] -= len(dropped)
+        self._entries[number] = replace(entry, full=full, rest=rest)
+
+    def _set_lengths(self, request_slot: int, lengths: IntArray) -> None:
+        """A request's rows have other lengths, int64 [rows], on the host and on the device."""
+        self.rows.tables.kv_len[request_slot] = to_device(lengths.astype(np.int32), self.rows.device)
+        self.rows.lengths.replace(request_slot, 0, lengths)
+
     def _lengths_to_share(self, request_slot: int, columns: int | None) -> IntArray:
         """Up to where each row of a request is to be shared, int64 [rows]; arguments and errors as of `freeze`."""
         size, borrowed = self.rows.page_size, self.columns[request_slot]
@@ -135,17 +180,34 @@ class Loans:
         column = to_device(first, region.device)[:, None] + torch.arange(width, device=region.device)
         return region.gather(1, column.clamp_(max=region.shape[1] - 1))
 
-    def begin(self, request_slot: int, parts: Sequence[Loan]) -> None:
+    def begin(self, request_slot: int, parts: Sequence[Loan], tail: int | None = None) -> None:
         """Begin an empty request with shared entries, one after the other.
 
-        Takes a page for each row that ends within one.
+        Takes a page for each row that ends within one, if there is no tail.
+
+        Args:
+            tail: the entry that another request has left behind these (:meth:`leave`); it becomes this one's own.
 
         Raises:
             ValueError: there is no such entry, or one does not follow the columns before it.
             RuntimeError: the pool has too few free pages. In both cases nothing has changed.
         """
-        rows, tables, size = self.rows, self.rows.tables, self.rows.page_size
-        full = rest = np.zeros(tables.num_rows, np.int64)
+        full, rest = self._columns_of(parts)
+        if tail is not None:
+            self._begin_with_tail(request_slot, parts, full, tail)
+            return
+        self.rows.pool.require(int((rest > 0).sum()))
+        region = self._set_table(request_slot, parts, full * self.rows.page_size + rest)
+        self._copy_partial(region, full, rest)
+        self._lend(request_slot, parts, full)
+
+    def _columns_of(self, parts: Sequence[Loan]) -> tuple[IntArray, IntArray]:
+        """Full pages of each row, and entries in its last one if that is partial, of entries one after the other.
+
+        Raises:
+            ValueError: as of :meth:`begin`.
+        """
+        full = rest = np.zeros(self.rows.tables.num_rows, np.int64)
         for number, columns in parts:
             entry = self[number]
             # An entry that is not compressed does not begin with what its parent has in partial pages.
@@ -153,15 +215,27 @@ class Loans:
                 raise ValueError(f"shared entry {number} does not follow the columns before it")
             full = full + (entry.full if columns is None else columns)
             rest = entry.rest if columns is None else rest
-        rows.pool.require(int((rest > 0).sum()))
-        table, lengths = self._joined(parts), full * size + rest
-        tables.make_room(np.array([request_slot]), np.array([table.shape[1]]))
-        region = tables.region(request_slot)
-        region[:, : table.shape[1]] = table
-        self._copy_partial(region, full, rest)
-        tables.kv_len[request_slot] = to_device(lengths.astype(np.int32), rows.device)
-        rows.lengths.replace(request_slot, 0, lengths)
+        return full, rest
+
+    def _begin_with_tail(self, request_slot: int, parts: Sequence[Loan], full: IntArray, tail: int) -> None:
+        """As :meth:`begin`; its first pages begin with what its parent has in partial ones, so nothing is copied."""
+        entry = self[tail]
+        if (full != entry.first).any() or entry.is_compressed or self.borrowers(tail):
+            raise ValueError(f"shared entry {tail} is no tail of the columns before it")
+        lengths = (full + entry.full) * self.rows.page_size + entry.rest
+        self._set_table(request_slot, [*parts, (tail, None)], lengths)
         self._lend(request_slot, parts, full)
+        self.pages[False] -= len(entry.pages)
+        del self._entries[tail]
+
+    def _set_table(self, request_slot: int, parts: Sequence[Loan], lengths: IntArray) -> torch.Tensor:
+        """Give an empty request the pages of shared entries; its page table, int32 [rows, columns]."""
+        tables, joined = self.rows.tables, self._joined(parts)
+        tables.make_room(np.array([request_slot]), np.array([joined.shape[1]]))
+        region = tables.region(request_slot)
+        region[:, : joined.shape[1]] = joined
+        self._set_lengths(request_slot, lengths)
+        return region
 
     def end(self, request_slot: int) -> None:
         """A request borrows nothing any more."""

@@ -107,7 +107,7 @@ class PagedKVCache:
         self.pool.give(held.to(torch.int32))
         self.pool.remove(held)
 
-    def open(self, shared: Sequence[Loan] = ()) -> int:
+    def open(self, shared: Sequence[Loan] = (), tail: int | None = None) -> int:
         """Start a request without tokens, or with shared entries as of :meth:`Loans.begin`, and return its slot.
 
         Raises:
@@ -118,7 +118,7 @@ class PagedKVCache:
             raise RuntimeError(f"all {len(self._is_open)} request slots are in use")
         request_slot = self._closed[-1]
         if shared:
-            self.loans.begin(request_slot, shared)
+            self.loans.begin(request_slot, shared, tail)
         self._is_open[self._closed.pop()] = True
         return request_slot
 

@@ -31,7 +31,7 @@ from vllm_kvevict.engine.parameters import (
 )
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
 from vllm_kvevict.engine.scope import check_scope, says_so, with_found
-from vllm_kvevict.engine.turns import TURNS, turns_of
+from vllm_kvevict.engine.turns import LASTING, TURNS, turns_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
 from vllm_kvevict.policies.registry import decoding_policies, lookup
@@ -51,8 +51,8 @@ REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", TURNS, BUD
 REPEAT_ROWS = "kv_repeat_rows"
 """The field for :meth:`RepeatPrompts.to_lists`, which depends on tokenizer and chat template."""
 
-KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS)
-"""Fields of ours that requests come with; :data:`REPEAT_ROWS` if they were rendered before."""
+KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS, LASTING)
+"""Fields of ours that requests come with; the last two if they were rendered before."""
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""

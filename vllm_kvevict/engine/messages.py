@@ -45,8 +45,11 @@ class StepMessage(KVConnectorMetadata):
             step evicts.
         freezes: number and columns of the segments that are made of a request's pages, by its id: once the step has
             taken its pages, or before it ends if it has finished.
+        leaves: number of the tail that a request leaves which has ended, and the tokens of its prompt and answer up to
+            that one's last, by its id.
+        cuts: tokens that tails lose at their end before it, by number.
         new_blocks, lost_blocks: of vLLM's blocks, those that become pages before it, and those that stop to be.
-        drops: numbers of the compressed prefixes and segments that are dropped before it.
+        drops: numbers of the compressed prefixes, tails and segments that are dropped before it.
         extra: tokens that it computes besides, None for none.
         most_pages: in check mode what each global rank may hold at any time of the step, else None.
     """
@@ -55,6 +58,8 @@ class StepMessage(KVConnectorMetadata):
     answers: dict[str, Answer] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
     freezes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    leaves: dict[str, tuple[int, int]] = field(default_factory=dict)
+    cuts: dict[int, int] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
     lost_blocks: list[int] = field(default_factory=list)
@@ -68,7 +73,7 @@ class Holdings:
 
     Attributes:
         requests: (epoch, tokens, pages) by request id; what it borrows is among its pages.
-        prefixes: pages of compressed prefixes and segments by number.
+        prefixes: pages of compressed prefixes, tails and segments by number.
     """
 
     requests: dict[str, tuple[int, int, int]]
@@ -83,7 +88,7 @@ class RankMessage:
         reports: by request id, of the evictions in this step, in their order.
         claims: by request id, of evictions that no pipeline stage can decide alone.
         physical_pages, cached_pages, uncompressed_pages: held on the rank at the end of the step, in all, by
-            compressed prefixes, and by segments.
+            compressed prefixes, and by segments and tails.
         logical_tokens: entries that requests have stored on the rank, each those of its prefix too.
         holdings: in check mode, else None.
     """

@@ -32,11 +32,18 @@ HISTOGRAMS = {
 GAUGES = {
     "physical_pages": "Pages in use on a rank, including those of compressed and uncompressed prefixes.",
     "cached_pages": "Pages of a rank that hold compressed prefixes; requests that use one share most of its pages.",
-    "cached_uncompressed_pages": "Pages of a rank that hold uncompressed prefixes; requests share them until they are "
-    "evicted.",
+    "cached_uncompressed_pages": "Pages of a rank that hold uncompressed prefixes, which requests share until they are "
+    "evicted, and the last questions and answers of conversations.",
     "logical_kv_tokens": "KV entries that requests use on a rank, including those of prefixes that they share; a token "
     "counts once per layer and KV head.",
 }
+CACHE_GAUGES = {
+    "cached_entries": "Compressed prefixes that are cached; after a reset, those that several requests still use.",
+    "cached_conversations": "Conversations that are cached compressed, turn by turn; branches of one count each.",
+}
+FOUND = ("prefix", "turns", "tail", "uncompressed")
+"""What of a prompt was found in the cache: compressed as a whole, or turn by turn; a conversation's last question and
+answer; or anything else uncompressed."""
 KEPT_WHOLE = ("changes", "short")
 """Why scopes ``prefix`` and ``turns`` keep chats whole: their template writes something else each time, or what comes
 before the question, or each turn, is short."""
@@ -77,10 +84,13 @@ class EvictionStats(KVConnectorStats):
             "logical_kv_tokens": logical_kv_tokens,
         }
 
-    def on_prefixes(self, cached: int, dropped: int) -> None:
-        """Record how many prefixes are cached, and how many were dropped since the last call."""
-        self.data["cached_entries"] = cached
+    def on_cache(self, cached: int, conversations: int, dropped: int, found: Mapping[str, int]) -> None:
+        """Record how many compressed prefixes and conversations are cached; and since the last call, how many prefixes
+        were dropped, and how many tokens of prompts were found, by :data:`FOUND`."""
+        self.data |= {"cached_entries": cached, "cached_conversations": conversations}
         self._add("cache_drops", dropped)
+        if found:
+            self.data["found"] = _joined(self.data.get("found", {}), found)
 
     def _add(self, name: str, amount: int) -> None:
         self.data[name] = self.data.get(name, 0) + amount
@@ -90,8 +100,10 @@ class EvictionStats(KVConnectorStats):
         for name, value in other.data.items():
             if name == "ranks":
                 merged.data[name] = {**merged.data.get(name, {}), **value}
-            elif name == "cached_entries":
+            elif name in CACHE_GAUGES:
                 merged.data[name] = value
+            elif name == "found":
+                merged.data[name] = _joined(merged.data.get(name, {}), value)
             elif name == "phases":
                 known = merged.data.get(name, {})
                 phases = {phase: _joined(known.get(phase, {}), told) for phase, told in value.items()}
@@ -119,7 +131,7 @@ class EvictionStats(KVConnectorStats):
 
 
 def _joined(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What was told of evictions, with more of it: counts add up, lists of observations join."""
+    """What was told, with more of it: counts add up, lists of observations join."""
     joined = dict(before)
     for name, value in more.items():
         if isinstance(value, dict):
@@ -148,6 +160,8 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self.evictions = self._counter("evictions", about, [*by_phase, "policy"])
         about = "Compressed prefixes that were dropped to make room."
         self.cache_drops = self._counter("cache_drops", about, labelnames)
+        about = "Tokens of prompts that requests began with from the cache, by kind."
+        self.found = self._counter("found_tokens", about, [*labelnames, "kind"])
         # The front-end counts them before it is known which engine a request goes to.
         about = "Chats that scope prefix or turns keeps whole, by reason."
         self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
@@ -158,13 +172,14 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        about = "Compressed prefixes that are cached; after a reset, those that several requests still use."
-        self.cached_entries = self._gauge("cached_entries", about, labelnames)
+        self.cache_gauges = {name: self._gauge(name, text, labelnames) for name, text in CACHE_GAUGES.items()}
         self.gauges = {name: self._gauge(name, text, [*labelnames, "rank"]) for name, text in GAUGES.items()}
         # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
         for labels in per_engine.values():
-            for metric in (self.cache_drops, self.cached_entries):
+            for metric in (self.cache_drops, *self.cache_gauges.values()):
                 metric.labels(*labels)
+            for kind in FOUND:
+                self.found.labels(*labels, kind)
             for phase in PHASES:
                 for metric in (*self.counters.values(), *self.histograms.values()):
                     metric.labels(*labels, phase)
@@ -189,8 +204,10 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         for phase, told in transfer_stats_data.get("phases", {}).items():
             self._observe_phase(told, [*labels, phase])
         self.cache_drops.labels(*labels).inc(transfer_stats_data.get("cache_drops", 0))
-        if "cached_entries" in transfer_stats_data:
-            self.cached_entries.labels(*labels).set(transfer_stats_data["cached_entries"])
+        for kind, tokens in transfer_stats_data.get("found", {}).items():
+            self.found.labels(*labels, kind).inc(tokens)
+        for name in CACHE_GAUGES.keys() & transfer_stats_data.keys():
+            self.cache_gauges[name].labels(*labels).set(transfer_stats_data[name])
         for rank, values in transfer_stats_data.get("ranks", {}).items():
             for name, gauge in self.gauges.items():
                 gauge.labels(*labels, rank).set(values[name])

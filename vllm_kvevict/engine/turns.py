@@ -12,6 +12,9 @@ from vllm_kvevict.policies.registry import lookup, policies_for_parts
 TURNS = "kv_turns"
 """The field of ``vllm_xargs``: a list of token counts, ascending."""
 
+LASTING = "kv_turns_lasting"
+"""What the front-end adds where some of a chat's turns change with the next question: tokens of those that do not."""
+
 
 def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig) -> tuple[int, ...] | None:
     """Numbers of tokens of a prompt after which it may be evicted; None if the request does not say so.
@@ -22,6 +25,8 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
     Raises:
         KVEvictionError: one sentence naming the field.
     """
+    if LASTING in fields:
+        read.whole(LASTING, fields[LASTING], least=0)
     if TURNS not in fields:
         return None
     given = fields[TURNS]
@@ -36,6 +41,11 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
         raise _refusal("cannot be given together with kv_prefix_len")
     check_parts(config.policy, config.budget, TURNS, TURNS)
     return ends
+
+
+def are_lasting(fields: Mapping[str, Any], tokens: int) -> bool:
+    """Whether so many tokens at a prompt's front stay the same when its chat goes on, as far as a request says so."""
+    return tokens <= fields.get(LASTING, tokens)
 
 
 def check_parts(policy: str, tokens: int | None, name: str, field: str | None = None) -> None:

@@ -112,18 +112,23 @@ class Schedule(ABC):
         Args:
             name: of the schedule.
         """
-        most = n - max(1, config.window_for(n))
         return (
             Phase(
                 config,
                 name,
                 self.positions(config, n),
                 probe=self.probe(config, n),
-                # Sums over the queries of all tokens need all queries, which are not stored.
-                most_cached=most if self.holds_whole_prompt and not sums_up(config.inputs) else 0,
+                most_cached=self.most_cached(config, n),
                 leaves_cached=self.holds_whole_prompt,
             ),
         )
+
+    def most_cached(self, config: EvictionConfig, n: int) -> int:
+        """The most of n tokens which are evicted that a request may begin with uncompressed: those whose queries choose
+        are read, since queries are not stored."""
+        # Sums over the queries of all tokens need all queries.
+        reads_all = not self.holds_whole_prompt or sums_up(config.inputs)
+        return 0 if reads_all else n - max(1, config.window_for(n))
 
     def positions(self, config: EvictionConfig, n: int) -> tuple[int, ...]:
         """Numbers of tokens after which a prompt of n is evicted, ascending; the last is n."""

@@ -6,7 +6,7 @@ Owns nothing: a plan has no state, and is equal in every process, since it follo
 import bisect
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.policies import EvictionConfig
@@ -135,7 +135,13 @@ def answer_phase(config: EvictionConfig, interval: int, begins: int) -> Phase:
     )
 
 
-def part_phases(config: EvictionConfig, schedule: str, ends: Iterable[int], least: int) -> tuple[Phase, ...]:
+def part_phases(
+    config: EvictionConfig,
+    schedule: str,
+    ends: Iterable[int],
+    least: int,
+    most_cached: Callable[[EvictionConfig, int], int],
+) -> tuple[Phase, ...]:
     """The phases of a prompt that is evicted part by part: of each part its own tokens compete, by its own budget.
 
     What a part keeps depends on nothing behind it, so whoever goes on with the same tokens may begin with that.
@@ -144,6 +150,7 @@ def part_phases(config: EvictionConfig, schedule: str, ends: Iterable[int], leas
         schedule: the name of the policy's.
         ends: numbers of tokens after which a part may end, ascending.
         least: tokens of a part; a shorter one ends with the next that is long enough.
+        most_cached: tokens of a part of so many that may have been left uncompressed; the first one reads all of it.
     """
     phases: list[Phase] = []
     for end in ends:
@@ -151,7 +158,8 @@ def part_phases(config: EvictionConfig, schedule: str, ends: Iterable[int], leas
         n = end - begins
         if n >= least and config.evicts(n):
             part = config.for_part(n, begins)
-            phases.append(Phase(part, schedule, (end,), begins=begins, pins=begins > 0))
+            most = begins + most_cached(part, n) if begins else 0
+            phases.append(Phase(part, schedule, (end,), begins=begins, most_cached=most, pins=begins > 0))
     return tuple(phases)
 
 
@@ -162,10 +170,12 @@ class Plan:
     Attributes:
         config: the policy and its parameters, also where nothing is evicted.
         phases: in which it is evicted, one after the other; none when it is kept whole.
+        in_turns: whether it is a turn of a conversation, and the next one begins with all of it.
     """
 
     config: EvictionConfig
     phases: tuple[Phase, ...] = ()
+    in_turns: bool = False
 
     @functools.cached_property
     def parts(self) -> tuple[Phase, ...]:
@@ -238,15 +248,17 @@ class Plan:
         """Whether a first step of so many tokens ends where the prompt is evicted, which it is only once."""
         return len(self.parts) == 1 and self.parts[0].end == tokens
 
-    def most_cached(self, tokens: int) -> int:
+    def most_cached(self, tokens: int, begins: int = 0) -> int:
         """The most tokens that a request may begin with which an earlier one has left uncompressed.
 
         The last one is computed in any case, and those whose queries choose: queries are not stored.
 
         Args:
             tokens: to be read.
+            begins: those at the front that it begins with compressed.
         """
-        return min(tokens - 1, self.phases[0].most_cached) if self.phases else tokens - 1
+        phase = self.phase_at(begins)
+        return tokens - 1 if phase is None else min(tokens - 1, phase.most_cached)
 
     def leaves(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed for others once so many are read."""
@@ -277,6 +289,7 @@ class Admission:
         reserved_at: where in the workers' reserve its place begins; None if it needs none.
         prefixes: numbers of the compressed prefixes that it begins with, each behind the one before; what they have
             was evicted already.
+        tail: number of the tail that it takes behind these; None for none.
         segments: number of each segment that it begins with, which are not, and how many columns of it.
         tokens: those in either, which it has stored from the start.
     """
@@ -287,5 +300,6 @@ class Admission:
     by_layer: bool = False
     reserved_at: int | None = None
     prefixes: tuple[int, ...] = ()
+    tail: int | None = None
     segments: tuple[tuple[int, int], ...] = ()
     tokens: int = 0

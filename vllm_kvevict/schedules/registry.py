@@ -59,8 +59,9 @@ def plan_of_parts(
 ) -> Plan:
     """The plan of a prompt that is evicted part by part; arguments as of :func:`part_phases` and :func:`plan_of`."""
     later = () if answer is None else (answer,)
-    parts = part_phases(config, lookup(config.policy).schedule, ends, least)
-    return Plan(config, (*parts, *later))
+    name = lookup(config.policy).schedule
+    parts = part_phases(config, name, ends, least, _schedules[name].most_cached)
+    return Plan(config, (*parts, *later), in_turns=True)
 
 
 def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:

@@ -10,7 +10,7 @@ from tests.engine.scheduler.test_loads_with_turns import with_policy
 from tests.engine.scheduler.test_prefixes import check_end, document, finish, server, steps
 from tests.engine.scheduler.test_scheduler import tens, with_room_for_repeats
 from tests.engine.scheduler.test_shared_prefixes import served
-from tests.engine.support.chains import Watched
+from tests.engine.support.chains import Watched, without_tails
 from tests.engine.support.loads import Load, mixed, play, staged, tight, with_conversations
 from tests.engine.support.servers import Setup, make_request, options_of
 from vllm_kvevict.engine.scheduler import scheduler
@@ -60,7 +60,7 @@ def length(said: Sequence[list[int]]) -> int:
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
 def test_each_turn_reads_what_is_new(policy: str, depth: int, asynchronous: bool) -> None:
     """That is what the last answer and question have added; and it evicts that once."""
-    simulation = Watched(chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}))
+    simulation = without_tails(chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}))
     for turns in range(2, 7):
         new = SAID[:2] if turns == 2 else SAID[turns - 2 : turns]
         assert served(simulation, turn(str(turns), SAID[:turns])) == length(new)
@@ -83,7 +83,7 @@ BRANCHES = {
 @pytest.mark.parametrize("what", BRANCHES)
 def test_a_branch_reads_what_comes_behind_it(what: str) -> None:
     """And the conversation goes on as if it had not been asked."""
-    simulation, (said, shared) = Watched(chatting()), BRANCHES[what]
+    simulation, (said, shared) = without_tails(chatting()), BRANCHES[what]
     served(simulation, turn("0", SAID))
     assert served(simulation, turn("1", said)) == length(said[shared:])
     assert served(simulation, turn("2", said)) == len(said[-1])
@@ -95,7 +95,7 @@ def test_a_branch_reads_what_comes_behind_it(what: str) -> None:
 @pytest.mark.parametrize("what", BRANCHES)
 def test_of_two_at_once_one_reads_what_both_need(what: str, depth: int, asynchronous: bool) -> None:
     flight = {"depth": depth, "asynchronous": asynchronous}
-    simulation, (said, shared) = Watched(chatting(**flight)), BRANCHES[what]
+    simulation, (said, shared) = without_tails(chatting(**flight)), BRANCHES[what]
     assert served(simulation, turn("0", SAID), turn("1", said)) == length(SAID) + length(said[shared:])
     assert simulation.waited == ({"c:1"} if shared else set())
     check_end(simulation)
@@ -103,7 +103,7 @@ def test_of_two_at_once_one_reads_what_both_need(what: str, depth: int, asynchro
 
 @pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
 def test_many_branches_at_once(depth: int, asynchronous: bool) -> None:
-    simulation = Watched(chatting(depth=depth, asynchronous=asynchronous))
+    simulation = without_tails(chatting(depth=depth, asynchronous=asynchronous))
     questions = [document(10 + index, 20 + index) for index in range(5)]
     asked = [turn(str(index), [*SAID, question]) for index, question in enumerate(questions)]
     assert served(simulation, *asked) == length(SAID) + length(questions)
@@ -134,7 +134,7 @@ ASKED_OTHERWISE = {
 
 @pytest.mark.parametrize("what", ASKED_OTHERWISE)
 def test_who_asks_otherwise_shares_what_is_the_same(what: str) -> None:
-    simulation, (otherwise, shared) = Watched(chatting(adapters=2)), ASKED_OTHERWISE[what]
+    simulation, (otherwise, shared) = without_tails(chatting(adapters=2)), ASKED_OTHERWISE[what]
     served(simulation, turn("0", SAID))
     assert served(simulation, turn("1", SAID, **otherwise)) == length(SAID[shared:])
     assert served(simulation, turn("2", SAID, **otherwise)) == len(SAID[-1])
@@ -145,7 +145,7 @@ def test_who_waits_for_the_reserve_holds_up_nobody_that_needs_none() -> None:
     """A conversation of which the beginning is cached, and whose next turn needs what a long prompt has."""
     steps_of_64 = {"max_num_batched_tokens": 128, "long_prefill": 64}
     options = {"policy": "h2o", "policies": ["h2o"]}
-    simulation = Watched(chatting(max_model_len=1024, **steps_of_64, options=options))
+    simulation = without_tails(chatting(max_model_len=1024, **steps_of_64, options=options))
     served(simulation, turn("0", SAID[:2]))
     simulation.add(make_request("long", document(9, 1000), 3))
     steps(simulation, 2)
@@ -170,7 +170,7 @@ def test_a_reset_at_any_step(policy: str, depth: int, asynchronous: bool, hard: 
     stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
     setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
     for step in range(1, 26, 2):
-        simulation = Watched(setup)
+        simulation = without_tails(setup)
         simulation.add(turn("0", SAID, 8))
         simulation.add(turn("1", [*SAID[:3], OTHER, OTHER], 8))
         steps(simulation, step)
@@ -189,7 +189,7 @@ def test_the_reader_is_aborted_at_any_step(policy: str, depth: int, asynchronous
     stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
     setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
     for step in range(1, 26, 2):
-        simulation = Watched(setup)
+        simulation = without_tails(setup)
         for index in range(3):
             simulation.add(turn(str(index), SAID))
         steps(simulation, step)
@@ -204,7 +204,7 @@ def test_the_reader_is_aborted_at_any_step(policy: str, depth: int, asynchronous
 def test_who_is_preempted_begins_again_with_what_is_stored() -> None:
     preempted = 0
     for pages in range(120, 180, 10):
-        simulation = Watched(chatting(pages=[pages], max_model_len=900, options={"decode_reserve": 8}))
+        simulation = without_tails(chatting(pages=[pages], max_model_len=900, options={"decode_reserve": 8}))
         for index in range(3):
             simulation.add(turn(str(index), [*SAID[:5], document(10 + index, 20)], 300))
         finish(simulation)
@@ -222,7 +222,7 @@ def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
     """Less and less of it is left, the more pages another prompt needs."""
     read = []
     for tokens in range(100, 900, 50):
-        simulation = Watched(chatting(pages=[130], max_model_len=1000, options={"budget": 0.5}))
+        simulation = without_tails(chatting(pages=[130], max_model_len=1000, options={"budget": 0.5}))
         served(simulation, turn("0", SAID))
         stored = [prefix.number for prefix in simulation.ledger.shared.compressed]
         served(simulation, make_request("long", document(9, tokens), 3, {"kv_eviction": "full"}))
@@ -234,13 +234,27 @@ def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
     assert read == sorted(read) and len(set(read)) > 3
 
 
+def test_what_the_next_question_changes_goes_first() -> None:
+    """Although it was used last: the last turns of a conversation in a round of tools."""
+    simulation = without_tails(chatting(pages=[140], max_model_len=1000, options={"budget": 0.5}))
+    served(simulation, turn("0", [document(10, 70), document(11, 90), document(12, 9)]))
+    served(simulation, turn("1", SAID, kv_turns_lasting=ends(SAID)[1]))
+    stored = sorted(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number)
+    assert [prefix.goes_first for prefix in stored] == [False] * 4 + [True] * 3
+    for tokens in range(100, 950, 50):
+        served(simulation, make_request(f"l{tokens}", document(9, tokens), 3, {"kv_eviction": "full"}))
+    dropped = [prefix.tokens for prefix in simulation.dropped]
+    assert dropped[:4] == [*ends(SAID)[4:1:-1], 160]
+    check_end(simulation)
+
+
 def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
     """Turn by turn, in small steps, while other answers take what room there is."""
     taken_over = 0
     said = [*SAID[:3], *(document(10 + index, 40) for index in range(9))]
     options = {"budget": 0.5, "decode_reserve": 8}
     for pages in range(110, 122, 2):
-        simulation = Watched(
+        simulation = without_tails(
             chatting(pages=[pages], max_model_len=720, max_num_batched_tokens=24, options=options)
         )
         served(simulation, turn("0", SAID[:4]))
@@ -263,7 +277,7 @@ def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
 
 def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
     """The first part keeps less than a page of each row, which all have copied; the second one's pages are shared."""
-    simulation = Watched(chatting(options={"policy": "snapkv"}))
+    simulation = without_tails(chatting(options={"policy": "snapkv"}))
     said = [document(0, 60), document(1, 400)]
     for index in range(2):
         simulation.add(turn(str(index), [*said, document(2 + index, 9)], 50))
@@ -279,7 +293,7 @@ def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
 
 def test_what_frees_nothing_goes_where_its_parent_does() -> None:
     """Rows of 20 entries, then 64: who borrows the second part has two full pages of each, and no copy."""
-    simulation = Watched(chatting(options={"policy": "snapkv", "budget": 0.5}))
+    simulation = without_tails(chatting(options={"policy": "snapkv", "budget": 0.5}))
     simulation.add(turn("0", [document(0, 40), document(1, 88), document(2, 9)], 50))
     steps(simulation, 6)
     shared = simulation.ledger.shared.compressed
@@ -335,6 +349,7 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
         "became a request's own": sum(simulation.became_own for simulation in simulations),
     }
     assert min(happened.values()) > 5, happened
+    assert sum(simulation.workers.taken for simulation in simulations) > 1
 
 
 @pytest.mark.parametrize("first", tens(60))

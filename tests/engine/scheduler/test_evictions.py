@@ -44,6 +44,16 @@ def test_an_eviction_is_counted(eviction):
     assert told["freed_pages"] == 8 * 24
 
 
+def test_what_is_told_of_the_cache_adds_up_or_is_the_latest():
+    before, later = EvictionStats(), EvictionStats()
+    before.on_cache(5, 3, 2, {"turns": 100, "tail": 32})
+    before.on_cache(6, 4, 1, {"tail": 8})
+    later.on_cache(4, 2, 0, {"prefix": 7, "turns": 1})
+    told = before.aggregate(later).data
+    assert (told["cached_entries"], told["cached_conversations"], told["cache_drops"]) == (4, 2, 3)
+    assert told["found"] == {"turns": 101, "tail": 40, "prefix": 7}
+
+
 def test_the_line_for_people(eviction, records):
     EvictionLog(None).write(eviction)
     (line,) = (record.getMessage() for record in records)

@@ -91,13 +91,17 @@ def check_end(simulation: Simulation) -> None:
     assert not workers.live and ledger.usage == 0
     for rank in range(len(workers.ranks)):
         assert ledger.shared.compressed.held[rank] == workers.cached_pages(rank)
+        assert ledger.shared.tails.held[rank] == workers.tail_pages(rank)
         uncompressed = ledger.shared.uncompressed.segments.columns * workers.ranks[rank].rows
-        assert uncompressed == workers.segment_pages(rank) == workers.held(rank) - workers.cached_pages(rank)
+        assert uncompressed == workers.segment_pages(rank)
+        cached = workers.cached_pages(rank) + workers.tail_pages(rank) + uncompressed
+        assert workers.held(rank) == cached == ledger.books.cached[rank]
+    assert set(workers.tails) == {tail.number for tail in ledger.shared.tails}
     assert set(workers.cached) == {prefix.number for prefix in ledger.shared.compressed}
     assert simulation.reset()
     while simulation.scheduler.has_requests():
         simulation.step()
-    assert not workers.cached and not workers.segments
+    assert not workers.cached and not workers.segments and not workers.tails
     assert (
         ledger.books.held == nothing
         and len(ledger.shared.compressed) == len(ledger.shared.uncompressed.segments) == 0

@@ -17,6 +17,7 @@ from tests.engine.support.running import (
     run_preempted,
 )
 from tests.engine.support.v2_runner import NewProcess
+from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.policies.registry import policies_for_parts
 
 ABLE = [policy for policy in policies_for_parts() if policy != "full"]
@@ -54,8 +55,9 @@ def check(answers: list[Answer], expected: list[Answer]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVERS)
-def test_hits_say_what_misses_say(name: str, model, read) -> None:
-    """Turn by turn, then all at once again, and all at once after a reset, when some wait for others."""
+def test_hits_say_what_misses_say(name: str, model, read, monkeypatch) -> None:
+    """Turn by turn, then all at once again, and all at once after a reset, when some wait for others; without tails."""
+    monkeypatch.setattr(Tails, "part_from", lambda tails, request, account, untold: None)
     is_whole = name == "whole"
     policies = ABLE if is_whole else OF_EACH_SCHEDULE if name == "chunks" else ("ada-snapkv", "lava", "kvzip")
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, **SERVERS[name]}) as llm:
@@ -156,6 +158,6 @@ def test_the_other_runner_ahead(second, read) -> None:
     (one_by_one, *_, found, _), (at_once, *_) = second.result()
     expected = [*read["ada-snapkv"], *read["kvzip"]]
     assert [answers[0].tokens for answers in one_by_one] == [one.tokens for one in expected]
-    assert found == found_by(conversation("ada-snapkv")) + found_by(conversation("kvzip"))
+    assert found > found_by(conversation("ada-snapkv")) + found_by(conversation("kvzip"))
     for answers in at_once:
         assert [answer.tokens for answer in answers] == [one.tokens for one in read["lava"]]

@@ -82,9 +82,9 @@ def test_a_turn_reads_and_evicts_what_is_new(server, client):
         request, ends = rendered(server, chat)
         start = len(server.evictions)
         answer, found = say(server, chat)
-        # The end before this question is the one that is new.
+        # The end before this question is the one that is new; what is found behind the one before is not evicted yet.
         *_, before, end = [0, *ends]
-        assert found == last == before <= end - LEAST
+        assert last == before <= found < end and before <= end - LEAST
         (line,) = evictions(server, 1, start)
         kept += 8 * int(0.25 * (end - before))
         assert (line["tokens"], line["kept"]) == (end, kept)
@@ -104,8 +104,9 @@ def test_retries_and_branches_begin_with_what_they_have_in_common(server):
     answer, _ = say(server, first)
     _, ends = rendered(server, first)
     start = len(server.evictions)
-    assert say(server, first) == (answer, ends[-1])
-    assert say(server, [*chat, {"role": "user", "content": words(35, 7)}])[1] == ends[-1]
+    again, found = say(server, first)
+    assert again == answer and found >= ends[-1]
+    assert say(server, [*chat, {"role": "user", "content": words(35, 7)}])[1] >= ends[-1]
     evictions(server, 0, start)
     edited = [SYSTEM, {"role": "user", "content": words(61, 8)}, *first[2:]]
     assert say(server, edited)[1] == ends[0]

@@ -19,6 +19,7 @@ class Watched(Simulation):
     Attributes:
         longest: entries of the longest chain that a request began with.
         begun: how often one began with three or more.
+        cut: tails that one took a part of.
         branches: prefixes that several others follow.
         waited: requests that waited for a prefix that somebody else was reading.
         dropped: prefixes that were dropped to make room.
@@ -28,7 +29,7 @@ class Watched(Simulation):
 
     def __init__(self, setup: Setup, seed: int = 0, **kwargs: Any):
         super().__init__(setup, seed, **kwargs)
-        self.longest = self.begun = 0
+        self.longest = self.begun = self.cut = 0
         self.branches: set[int] = set()
         self.waited: set[str] = set()
         self.dropped: list[Prefix] = []
@@ -61,8 +62,8 @@ class Watched(Simulation):
         make_room = shared.make_room
 
         def made(account: Account, tokens: int, is_new: bool) -> Need | None:
-            kept = (account.prefix, account.segment) if is_new else ()
-            is_enough = books.fits(account, account.need_at(tokens), shared.droppable_pages(*kept))
+            new = account if is_new else None
+            is_enough = books.fits(account, account.need_at(tokens), shared.droppable_pages(new))
             need = make_room(account, tokens, is_new)
             assert (need is not None) == is_enough, "there is other room than what is dropped leaves"
             return need
@@ -78,6 +79,7 @@ class Watched(Simulation):
 
     def _look_at(self, output: SchedulerOutput) -> None:
         compressed = self.ledger.shared.compressed
+        self.cut += len(output.kv_connector_metadata.cuts)
         for admission in output.kv_connector_metadata.admissions:
             self.longest = max(self.longest, len(admission.prefixes))
             self.begun += len(admission.prefixes) >= 3
@@ -102,6 +104,13 @@ class Watched(Simulation):
             self._promised[name, account.epoch] = most
             held = plus(account.held, account.borrowed)
             assert all(now <= then for now, then in zip(held, most, strict=True)), f"{name} holds too much"
+
+
+def without_tails(setup: Setup) -> Watched:
+    """A server whose requests leave none, so that what each reads says which chain it found."""
+    simulation = Watched(setup)
+    simulation.ledger.shared.tails.part_from = lambda request, account, untold: None
+    return simulation
 
 
 def plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -132,10 +141,14 @@ def check_sums(simulation: Simulation) -> None:
         assert prefix.storing == storing[prefix]
         assert prefix.borrowers == {name for name, account in accounts.items() if account.prefix is prefix}
     _check_borrowed(accounts.values())
+    ends = sum(prefix.in_turns and not prefix.children for prefix in prefixes)
+    assert compressed.num_conversations == ends
     held = total((prefix.held for prefix in prefixes), ranks)
     assert compressed.held == held
+    of_tails = total((tail.held for tail in ledger.shared.tails), ranks)
+    assert ledger.shared.tails.held == of_tails
     columns = ledger.shared.uncompressed.segments.columns
-    assert ledger.books.cached == ledger.books.with_columns(held, columns)
+    assert ledger.books.cached == ledger.books.with_columns(plus(held, of_tails), columns)
     used = (prefix.held for prefix in prefixes if users[prefix] or storing[prefix])
     assert compressed.in_use() == total(used, ranks)
     assert compressed.pinned() == _pinned(prefixes, users, ranks)

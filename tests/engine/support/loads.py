@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from tests.engine.support.servers import PAGE, Setup, Shape, make_request
+from tests.engine.support.servers import PAGE, TOKEN, Setup, Shape, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.policies.registry import lookup
 
@@ -17,6 +17,9 @@ POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "pyramidkv", "h2o")
 
 Saying = tuple[int, int]
 """Number of a document, and how many of its tokens are said."""
+
+ANSWERED = -1
+"""Number of what the simulated model answers."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Ask:
 
 
 def _text(number: int, tokens: int) -> list[int]:
-    """The beginning of a document."""
+    """The beginning of a document, or of an answer."""
+    if number == ANSWERED:
+        return [TOKEN] * tokens
     return random.Random(number).choices(range(1000), k=tokens)
 
 
@@ -245,7 +250,7 @@ def with_conversations(load: Load, seed: int, times: float | None = None) -> Loa
     most = setup.max_model_len - ANSWER
     for index in range(choose.randrange(10, 24)):
         prompts.append(_goes_on(choose, prompts, 100 * index, most))
-    arrivals = sorted(0 if choose.random() < 0.4 else choose.randrange(60) for _ in prompts)
+    arrivals = sorted(0 if choose.random() < 0.3 else choose.randrange(240) for _ in prompts)
     asks = [
         _turn(choose, setup, arrival, index, says)
         for index, (arrival, says) in enumerate(zip(arrivals, prompts, strict=True))
@@ -275,7 +280,8 @@ def _goes_on(
         return sayings(choose.randrange(2, 4))
     said, kind = choose.choice(earlier[-5:]), choose.random()
     if kind < 0.6:
-        says = said + sayings(choose.randrange(1, 3))
+        answer = ((ANSWERED, choose.randrange(1, 2 * ANSWER)),) if choose.random() < 0.6 else ()
+        says = said + answer + sayings(choose.randrange(1, 3))
     elif kind < 0.75:
         says = said
     else:
@@ -288,7 +294,10 @@ def _goes_on(
 def _turn(choose: random.Random, setup: Setup, arrival: int, index: int, says: tuple[Saying, ...]) -> Ask:
     """A request of a conversation, which is named by what it begins with."""
     ends = list(itertools.accumulate(count for _, count in says))
-    turns = [end for end in ends[: choose.choice((-1, -1, -1, None))] if choose.random() < 0.95]
+    # A turn ends with an answer; at its question only where that is tried.
+    likely = [0.2 if number == ANSWERED else 0.95 for number, _ in says[1:]] + [0.95]
+    last = choose.choice((-1, -1, -1, None))
+    turns = [end for end, often in list(zip(ends, likely, strict=True))[:last] if choose.random() < often]
     extra: dict[str, Any] = {"kv_turns": turns} if turns else {}
     extra |= choose.choice([{}] * 10 + [{"kv_budget": 0.6}])
     if choose.random() < 0.05:

@@ -130,6 +130,28 @@ def schedule(resident: Resident) -> str:
     return lookup(resident.plan.config.policy).schedule
 
 
+@dataclass
+class TailRows:
+    """What an ended request has left.
+
+    Attributes:
+        prefix: number of the cached prefix that it follows.
+        kv_len: length of each of its rows with that prefix, by rank.
+        tokens: those behind the prefix, None where they are not known.
+    """
+
+    prefix: int
+    kv_len: list[np.ndarray]
+    tokens: list[int | None]
+
+    def cut(self, count: int) -> None:
+        """Drop the newest tokens."""
+        assert 0 < count < len(self.tokens)
+        del self.tokens[-count:]
+        for rows in self.kv_len:
+            rows -= count
+
+
 class Workers:
     """All ranks; they see the steps in the same order.
 
@@ -139,7 +161,8 @@ class Workers:
         most_reserved: most of the reserve ever in use.
         cached: lengths of the rows of cached prefixes, by number and rank.
         segments: by number the tokens of each segment, None where they were not known.
-        hits, shares: requests that began with one, or with segments.
+        tails: what ended requests have left, by number.
+        hits, shares, taken: requests that began with one, or with segments; and with a tail.
         dropped: numbers of those that were dropped, in order.
         most_rounds: of questions that any eviction took.
         tamper: changes a report before it is sent.
@@ -168,7 +191,8 @@ class Workers:
         self.cached: dict[int, list[np.ndarray]] = {}
         self._parents: dict[int, int | None] = {}
         self.segments: dict[int, list[int | None]] = {}
-        self.hits = self.shares = 0
+        self.tails: dict[int, TailRows] = {}
+        self.hits = self.shares = self.taken = 0
         self.dropped: list[int] = []
         self.most_rounds = 1
         self.evictions: list[tuple[str, int, int]] = []
@@ -195,7 +219,17 @@ class Workers:
 
     def _held(self, rank: int, rows: np.ndarray) -> int:
         lent = sum(int(r.lent[rank].sum()) for r in self.live.values() if r.lent is not None)
-        return self.pages(rows) - lent + self.cached_pages(rank) + self.segment_pages(rank)
+        cached = self.cached_pages(rank) + self.segment_pages(rank) + self.tail_pages(rank)
+        return self.pages(rows) - lent + cached
+
+    def tail_pages(self, rank: int) -> int:
+        """Pages of a rank that tails hold."""
+        return sum(self._tail_pages(number, rank) for number in self.tails)
+
+    def _tail_pages(self, number: int, rank: int) -> int:
+        """Pages of a rank that a tail holds."""
+        tail = self.tails[number]
+        return self.pages(tail.kv_len[rank]) - int(self._lent_by(tail.prefix)[rank].sum())
 
     def _rows(self, rank: int) -> np.ndarray:
         """Row lengths on a rank, [requests, rows]."""
@@ -225,8 +259,11 @@ class Workers:
         return [name for name, resident in self.live.items() if resident.prefix == number]
 
     def _drop(self, number: int) -> None:
-        """Drop a prefix, and what one request borrows of it becomes its own; or a segment."""
+        """Drop a prefix, and what one request borrows of it becomes its own; or a segment, or a tail."""
         self.dropped.append(number)
+        if number in self.tails:
+            del self.tails[number]
+            return
         if number in self.segments:
             users = [name for name, x in self.live.items() if number in dict(x.segments)]
             assert not users, f"segment {number} is dropped while {users} borrow it"
@@ -234,6 +271,8 @@ class Workers:
             return
         borrowers, parent = self.borrowers(number), self._parents.pop(number)
         assert number not in self._parents.values(), f"prefix {number} is dropped before one that follows it"
+        followers = [tail for tail in self.tails.values() if tail.prefix == number]
+        assert not followers, f"prefix {number} is dropped before a tail that follows it"
         before = self._lent_by(parent)
         lends = any((rows != own).any() for rows, own in zip(self._lent_by(number), before, strict=True))
         assert len(borrowers) <= 1 or not lends, f"prefix {number} is dropped while {borrowers} borrow it"
@@ -269,6 +308,34 @@ class Workers:
             self.segments[number] = known + [None] * (stop - start - len(known))
             self._note_origin(number, resident)
             self._lend(resident, [*resident.segments, (number, columns)])
+
+    def _leave(self, name: str, number: int, end: int) -> None:
+        """Keep what an ended request holds behind its prefix, up to so many tokens, if nothing of that was evicted."""
+        resident = self.live[name]
+        assert resident.prefix is not None and number not in self.tails
+        begins = len(self._evicted_as[resident.prefix][0])
+        assert begins < end <= resident.tokens
+        for rows, kept in zip(resident.kv_len, self.cached[resident.prefix], strict=True):
+            assert (rows - kept.reshape(rows.shape) == resident.tokens - begins).all(), "it was evicted since"
+        known: list[int | None] = [*resident.prompt[begins:end]]
+        known += [None] * (end - begins - len(known))
+        rows = [of_rank - (resident.tokens - end) for of_rank in resident.kv_len]
+        self.tails[number] = TailRows(resident.prefix, rows, known)
+        self._note_origin(number, resident)
+
+    def _take(self, resident: Resident, number: int) -> None:
+        """Begin a request with a tail, which has its own tokens and is its own from now on."""
+        admission, tail = resident.admission, self.tails.pop(number)
+        self._check_fresh(number, admission.request_id)
+        assert tail.prefix == resident.prefix
+        begins = len(self._evicted_as[tail.prefix][0])
+        assert admission.tokens == begins + len(tail.tokens) < len(resident.prompt)
+        for own, left in zip(resident.prompt[begins:], tail.tokens, strict=False):
+            assert left in (own, None), "it begins with another request's tokens"
+        resident.kv_len = [
+            rows.reshape(own.shape) for rows, own in zip(tail.kv_len, resident.kv_len, strict=True)
+        ]
+        self.taken += 1
 
     def _lend(self, resident: Resident, segments: Sequence[tuple[int, int]]) -> None:
         resident.segments = list(segments)
@@ -319,7 +386,8 @@ class Workers:
             self._check_fresh(number, admission.request_id)
         rows = [kept.copy() for kept in self.cached[number]]
         tokens = admission.tokens
-        resident = Resident(admission, rows, tokens, repeated=tokens, resets=self.resets)
+        repeated = len(self._evicted_as[number][0])
+        resident = Resident(admission, rows, tokens, repeated=repeated, resets=self.resets)
         self._borrow(resident, number)
         self.hits += 1
         return resident
@@ -336,9 +404,14 @@ class Workers:
         for name in output.finished_req_ids:
             if name in self.live:
                 self._freeze(self.live[name], freezes.pop(name, ()))
+        for name, left in message.leaves.items():
+            assert name in output.finished_req_ids
+            self._leave(name, *left)
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
         self._take_back_drafts(output)
+        for number, count in message.cuts.items():
+            self.tails[number].cut(count)
         for number in message.drops:
             self._drop(number)
         self._check_emptied()
@@ -372,8 +445,13 @@ class Workers:
             if admission.segments:
                 self._share(resident)
             if resident.prefix is not None:
-                own = resident.evicted_until(admission.tokens)
-                assert self._evicted_as[resident.prefix] == own, "it begins with another request's prefix"
+                evicted = self._evicted_as[resident.prefix]
+                own = resident.evicted_until(len(evicted[0]))
+                assert evicted == own, "it begins with another request's prefix"
+                if admission.tail is not None:
+                    self._take(resident, admission.tail)
+                else:
+                    assert admission.tokens == len(evicted[0])
         for name, number in message.stores.items():
             self.live[name].store = number
         self._check_reserve(output)
@@ -498,14 +576,15 @@ class Workers:
         prefixes = {number: self._cached_pages(number, rank) for number in self.cached}
         rows_of_rank = self.ranks[rank].rows
         segments = {number: len(x) // PAGE * rows_of_rank for number, x in self.segments.items()}
+        uncompressed = segments | {number: self._tail_pages(number, rank) for number in self.tails}
         return RankMessage(
             reports,
             claims,
             physical_pages=self._held(rank, rows),
             cached_pages=sum(prefixes.values()),
-            uncompressed_pages=sum(segments.values()),
+            uncompressed_pages=sum(uncompressed.values()),
             logical_tokens=int(rows.sum()),
-            holdings=Holdings(requests, prefixes | segments),
+            holdings=Holdings(requests, prefixes | uncompressed),
         )
 
     @functools.cached_property

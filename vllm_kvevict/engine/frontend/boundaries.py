@@ -7,7 +7,8 @@ roles, tools and earlier turns. Beginnings of the chat are never rendered: that 
 and templates that forget thoughts write a beginning in another way than the whole chat.
 
 An end is lasting if all before it stays the same when the chat goes on with another question. The others hold until
-then, through rounds of tools: templates remove thoughts there, or move instructions.
+then, through rounds of tools: templates remove thoughts there, or move instructions. So what is left of them is the
+first to go; and the last end, if it is not lasting, waits for the next question, unless a round of tools has begun.
 """
 
 import bisect
@@ -34,6 +35,7 @@ from vllm_kvevict.engine.frontend.chat import (
     note_changes,
 )
 from vllm_kvevict.engine.frontend.marks import render_marked
+from vllm_kvevict.engine.turns import LASTING
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -54,7 +56,8 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
 
     Args:
         chat: what was rendered.
-        prompt: the result, with ``prompt_token_ids``.
+        prompt: the result, with ``prompt_token_ids``; gets a note of up to which token the ends are lasting,
+            if others follow.
 
     Raises:
         QuestionNotFoundError: the chat was cut, or its question has to be found and is not.
@@ -63,12 +66,16 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
     if may_be_cut(chat.tok_params, len(ids)):
         raise QuestionNotFoundError(IS_CUT)
     token_ends = None if text is None else ends_of_tokens(chat, text, ids)
-    ends = None if token_ends is None else ends_in_text(chat, prompt)
-    if token_ends is None or ends is None:
+    found = None if token_ends is None else ends_in_text(chat, prompt)
+    if token_ends is None or found is None:
         return [end for end in [find_prefix(chat, prompt)] if end]
     # A token that ends with the text before a message could be another one if the message began differently.
-    counts = {bisect.bisect_left(token_ends, end) for end in ends}
-    return sorted(counts - {0})
+    lasting, passing = (sorted({bisect.bisect_left(token_ends, end) for end in ends} - {0}) for ends in found)
+    if chat.messages[-1]["role"] != "tool":
+        passing = passing[:-1]
+    if passing:
+        prompt[LASTING] = lasting[-1] if lasting else 0
+    return sorted({*lasting, *passing})
 
 
 def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | None:
@@ -85,8 +92,9 @@ def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | Non
     return list(itertools.accumulate((end for _, end in offsets), max))
 
 
-def ends_in_text(chat: Chat, prompt: Any) -> list[int] | None:
-    """Where in a prompt's text its turns end; None if the template refuses marks.
+def ends_in_text(chat: Chat, prompt: Any) -> tuple[list[int], list[int]] | None:
+    """Where in a prompt's text its turns end, those that are lasting and then the others; None if the template refuses
+    marks.
 
     A template that writes something else each time is noted in the prompt, and one that takes ends back in the log.
     """
@@ -102,8 +110,9 @@ def ends_in_text(chat: Chat, prompt: Any) -> list[int] | None:
         same = common_length(marked.text, text)
         places = [place for place in places if place <= same]
         note_changes(chat, prompt)
-    _log_if_not_lasting(chat, text, places)
-    return [end_of_text(text, place) for place in places]
+    count = bisect.bisect_right(places, _lasting_until(chat, text, places))
+    ends = [end_of_text(text, place) for place in places]
+    return ends[:count], ends[count:]
 
 
 def messages_behind_turns(roles: Sequence[str]) -> list[range]:
@@ -151,17 +160,21 @@ def end_of_text(text: str, place: int) -> int:
     return place
 
 
-def _log_if_not_lasting(chat: Chat, text: str, places: Sequence[int]) -> None:
-    """Say once of a template that it writes earlier turns differently later on."""
+def _lasting_until(chat: Chat, text: str, places: Sequence[int]) -> int:
+    """Up to where a prompt's text stays the same when the chat goes on; to its end if the template refuses to say.
+
+    Says once of a template that it writes earlier turns differently later on.
+    """
     try:
         goes_on = chat.rendered(chat.going_on(WORD, WORD), ANSWERING)["prompt"]
     except REFUSALS:
         _log_not_lasting(chat.params.chat_template, REFUSES)
-        return
+        return len(text)
     lasting = common_length(text, goes_on)
     if places and places[-1] > lasting:
         near = text[max(lasting - NEAR, 0) : lasting + NEAR]
         _log_not_lasting(chat.params.chat_template, DROPS_THOUGHTS if THOUGHTS.search(near) else MOVES)
+    return lasting
 
 
 @functools.lru_cache(maxsize=256)

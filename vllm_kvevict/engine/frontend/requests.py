@@ -28,7 +28,7 @@ from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
-from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.engine.turns import LASTING, TURNS
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_for, schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -212,7 +212,10 @@ def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) ->
     noted = prompt if isinstance(prompt, dict) else {}
     missing = noted.get(chat.NO_PREFIX)
     given, most_output = getattr(params, "extra_args", None), getattr(params, "max_tokens", None)
-    return options.fields_in_scope(length, _found_in(noted), given, missing, most_output)
+    fields = options.fields_in_scope(length, _found_in(noted), given, missing, most_output)
+    if LASTING in noted and fields is not None and fields.get(TURNS) is noted.get(TURNS):
+        return {**fields, LASTING: noted[LASTING]}
+    return fields
 
 
 def _found_in(prompt: Mapping[str, Any]) -> int | list[int] | None:

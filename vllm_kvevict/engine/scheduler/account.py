@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.terms import Need, Terms
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
@@ -40,6 +40,7 @@ class Account:
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         borrowed: pages of each rank that it borrows.
         prefix: the last compressed prefix that it borrows pages of; it borrows those of its parents, too.
+        tail: with which it began, behind that prefix; what it took of it is its own.
         segment: the last of the segments that it borrows pages of.
         in_one_step: whether its first step reads all up to its eviction.
         waits_for_stages: whether pipeline stages decide together what it keeps.
@@ -61,6 +62,7 @@ class Account:
     promise: list[int]
     borrowed: list[int]
     prefix: Prefix | None = None
+    tail: Tail | None = None
     segment: Segment | None = None
     tokens: int = 0
     in_one_step: bool = False

@@ -13,7 +13,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
 from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.terms import Terms
 from vllm_kvevict.schedules.bounds import Known, MemoryBounds
@@ -24,9 +24,21 @@ PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
 
 
-Found = Prefix | tuple[Segment, int]
-"""What of its prompt a request finds cached: a compressed prefix; or a segment, and the columns of it and those before
-it that the request begins with."""
+@dataclass(frozen=True)
+class Found:
+    """What of its prompt a request finds cached: a compressed prefix, or segments.
+
+    Attributes:
+        tokens: of all of it.
+        prefix: the compressed prefix.
+        tail: behind that, of which it takes what it has in common; None for none.
+        segment: the last segment that it begins with.
+    """
+
+    tokens: int
+    prefix: Prefix | None = None
+    tail: Tail | None = None
+    segment: Segment | None = None
 
 
 class Shortage(Enum):
@@ -80,17 +92,16 @@ class AdmissionControl:
         """
         ranks, to_read = self.bounds.ranks, prompt_len if prefill_len is None else prefill_len
         counts = [PageCount.start(rank.rows, self.bounds.page_size) for rank in ranks]
-        prefix, segment, tokens, borrowed = None, None, 0, [0] * len(ranks)
-        replayed = replayed or {}
-        if isinstance(begins_with, Prefix):
-            prefix, tokens, replayed = begins_with, begins_with.tokens, {}
-            borrowed = prefix.borrowed
-            counts = [prefix.kept[rank] for rank in range(len(ranks))]
+        found = begins_with or Found(0)
+        held, borrowed, replayed = [0] * len(ranks), [0] * len(ranks), replayed or {}
+        if found.prefix is not None:
+            borrowed, replayed = found.prefix.borrowed, {}
+            counts = [found.prefix.kept[rank] for rank in range(len(ranks))]
             until = (self.bounds.most_held(plan, *rank, to_read) for rank in enumerate(counts))
             terms = Terms([pages - shared for pages, shared in zip(until, borrowed, strict=True)])
-        elif begins_with is not None:
-            segment, columns = begins_with
-            tokens, borrowed = columns * self.bounds.page_size, [rank.rows * columns for rank in ranks]
+            held = held if found.tail is None else found.tail.pages_until(found.tokens)
+        elif found.segment is not None:
+            borrowed = [rank.rows * (found.tokens // self.bounds.page_size) for rank in ranks]
             terms = self.copying(plan, to_read, borrowed, replayed)
         else:
             by_layer = self.bounds.by_layer(plan, first_step)
@@ -104,12 +115,13 @@ class AdmissionControl:
             preemptions,
             counts,
             replayed,
-            held=[0] * len(ranks),
+            held=held,
             promise=[0] * len(ranks),
             borrowed=borrowed,
-            prefix=prefix,
-            segment=segment,
-            tokens=tokens,
+            prefix=found.prefix,
+            tail=found.tail,
+            segment=found.segment,
+            tokens=found.tokens,
             in_one_step=plan.is_read_by(first_step),
             waits_for_stages=plan.prompt is not None
             and schedule_of(plan.prompt).decides_across_stages(self.bounds.num_stages),

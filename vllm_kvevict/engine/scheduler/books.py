@@ -33,6 +33,10 @@ class Books:
             self.promised[rank] += promise[rank] - account.promise[rank]
         account.take(need)
 
+    def take_over(self, account: Account) -> None:
+        """An account begins with pages that were cached until now."""
+        self.used = [sum(pair) for pair in zip(self.used, account.held, strict=True)]
+
     def close(self, account: Account) -> None:
         """A request is gone."""
         nothing = [0] * len(self.ranks)

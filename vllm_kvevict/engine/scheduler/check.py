@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.shared.prefixes import Tail
+from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 
@@ -52,11 +54,19 @@ def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: Sha
                 rank, f"compressed prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index]
             )
     for segment in shared.uncompressed.segments:
-        pages = actual.get(segment.number, 0)
-        # A step in flight may make it.
-        if pages or rank in segment.seen_on:
-            _compare(rank, f"segment {segment.number}", pages, segment.columns * rows)
-            segment.seen_on.add(rank)
+        _compare_seen(rank, actual, f"segment {segment.number}", segment, segment.columns * rows)
+    for tail in shared.tails:
+        _compare_seen(rank, actual, f"tail {tail.number}", tail, tail.held[index])
+
+
+def _compare_seen(
+    rank: int, actual: Mapping[int, int], what: str, entry: Segment | Tail, expected: int
+) -> None:
+    """Compare what is cached of an entry that a step in flight may still make."""
+    pages = actual.get(entry.number, 0)
+    if pages or rank in entry.seen_on:
+        _compare(rank, what, pages, expected)
+        entry.seen_on.add(rank)
 
 
 def _compare(rank: int, what: str, pages: int, expected: int) -> None:

@@ -92,8 +92,11 @@ class SchedulerEnd:
                 message.uncompressed_pages,
                 message.logical_tokens,
             )
-        prefixes = self.ledger.shared.compressed
-        self.statistics.on_prefixes(prefixes.num_ready, prefixes.take_dropped())
+        shared = self.ledger.shared
+        prefixes = shared.compressed
+        self.statistics.on_cache(
+            prefixes.num_ready, prefixes.num_conversations, prefixes.take_dropped(), shared.take_found()
+        )
 
     def _pass_on_claims(self, messages: WorkerMessages) -> None:
         """Join what all ranks say of an eviction, which they do in the same step."""

@@ -27,7 +27,7 @@ from vllm_kvevict.engine.scheduler.extra_tokens import Turn
 from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.requests import KeysOf, Requests
+from vllm_kvevict.engine.scheduler.requests import KeysOf, NextKey, Requests
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.engine.scheduler.terms import Need
@@ -54,6 +54,7 @@ class PageLedger(KVCacheManager):
         control: AdmissionControl,
         head_dims: HeadDims,
         prefix_keys: KeysOf = lambda request, plan: {},
+        next_key: NextKey = lambda request, tokens, before: (before, *request.all_token_ids[tokens]),
         blocks_kept: int = 0,
         fewest_read: int = 1,
         most_adapters: int = 0,
@@ -62,15 +63,17 @@ class PageLedger(KVCacheManager):
         **kwargs: Any,
     ):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the heads
-        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_keys``, ``fewest_read``),
-        :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted), :class:`AdapterPlaces`,
-        :class:`UncompressedPrefixes` (``waiting_requests``) and :class:`Gate` (``tokens_left``)."""
+        of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_keys``, ``next_key``,
+        ``fewest_read``), :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted),
+        :class:`AdapterPlaces`, :class:`UncompressedPrefixes` (``waiting_requests``), :class:`Gate` (``tokens_left``).
+        """
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
         self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
         self._keys_of: KeysOf = prefix_keys if self.enable_caching else lambda request, plan: {}
+        self._next_key = next_key
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
         self.outbox = Outbox()
@@ -90,7 +93,7 @@ class PageLedger(KVCacheManager):
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
         self.books = Books(ranks, self.others)
-        self.requests = Requests(self.options, control, self._keys_of, self._fewest_read)
+        self.requests = Requests(self.options, control, self._keys_of, self._next_key, self._fewest_read)
         self.turn = Turn(self.requests)
         self.shared = SharedStore(
             self.outbox,
@@ -239,6 +242,7 @@ class PageLedger(KVCacheManager):
                 account.terms.by_layer,
                 account.reserved_at,
                 () if prefix is None else tuple(entry.number for entry in prefix.chain())[::-1],
+                None if account.tail is None else account.tail.number,
                 segment.parts(self.shared.uncompressed.columns_of(account)) if segment else (),
                 account.tokens,
             )
@@ -373,16 +377,17 @@ class PageLedger(KVCacheManager):
 
     def _forget(self, request: Request) -> None:
         name = request.request_id
-        if request.is_finished():
-            self.limits.forget(name)
-            self.ends.pop(name, None)
-            self.shared.forget_waiting(name)
         untold, account = self.outbox.take_back(name), self.requests.leave(request)
         if account is not None:
             self.adapters.give_back(request)
             self.shared.part_from(request, account, untold)
             self.reserve.give_back(name)
             self.books.close(account)
+        if request.is_finished():
+            self.limits.forget(name)
+            self.ends.pop(name, None)
+            self.shared.forget_waiting(name)
+            self.requests.forget(name)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""

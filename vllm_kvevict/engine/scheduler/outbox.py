@@ -79,8 +79,16 @@ class Outbox:
         """The step makes a segment of a request's next columns."""
         self._rest.freezes.setdefault(request_id, []).append((number, columns))
 
+    def leave(self, request_id: str, number: int, tokens: int) -> None:
+        """A request has ended, and its tail stays, up to so many tokens of its prompt and answer."""
+        self._rest.leaves[request_id] = number, tokens
+
+    def cut(self, number: int, tokens: int) -> None:
+        """A tail loses its last tokens before the step."""
+        self._rest.cuts[number] = self._rest.cuts.get(number, 0) + tokens
+
     def drop(self, number: int) -> None:
-        """A compressed prefix or a segment is dropped before the step."""
+        """A compressed prefix, a tail or a segment is dropped before the step."""
         self._rest.drops.append(number)
 
     def blocks_become_pages(self, blocks: Iterable[int]) -> None:

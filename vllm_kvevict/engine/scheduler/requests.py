@@ -12,6 +12,8 @@ from vllm.v1.request import Request
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.turns import are_lasting
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.bounds import Known
@@ -21,6 +23,9 @@ logger = init_logger("vllm.kv_eviction")
 
 KeysOf = Callable[[Request, Plan], dict[int, Hashable]]
 """By what a request finds compressed prefixes, by their tokens, the shortest first."""
+
+NextKey = Callable[[Request, slice, Hashable], Hashable]
+"""By what some of a request's tokens are found, behind others that are found by what comes last."""
 
 
 class Requests:
@@ -37,9 +42,16 @@ class Requests:
         ring_parts: answers whose queries the workers can keep at once.
     """
 
-    def __init__(self, options: Options, control: AdmissionControl, keys_of: KeysOf, fewest_read: int):
+    def __init__(
+        self,
+        options: Options,
+        control: AdmissionControl,
+        keys_of: KeysOf,
+        next_key: NextKey,
+        fewest_read: int,
+    ):
         self.options, self.control = options, control
-        self._keys_of, self.fewest_read = keys_of, fewest_read
+        self._keys_of, self._next_key, self.fewest_read = keys_of, next_key, fewest_read
         self.accounts: dict[str, Account] = {}
         self.in_flight: dict[str, Request] = {}
         self.kept: dict[str, Known] = {}
@@ -47,6 +59,8 @@ class Requests:
         self.ring_parts = 0
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, dict[int, Hashable]] = {}
+        self._keys_behind: dict[str, tuple[Hashable, list[Hashable]]] = {}
+        """Of the prefix that they were asked for last, and the keys."""
         self._until_read: dict[str, tuple[int, list[int]]] = {}
 
     def learn(self, has_w_o: bool, has_rotary: bool, ring_parts: int = 0) -> None:
@@ -56,9 +70,8 @@ class Requests:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known of any request."""
-        return not (
-            self.accounts or self.in_flight or self.kept or self._plans or self._keys or self._until_read
-        )
+        found_out = (self.kept, self._plans, self._keys, self._keys_behind, self._until_read)
+        return not (self.accounts or self.in_flight or any(found_out))
 
     def plan(self, request: Request) -> Plan:
         """When and how the request is evicted."""
@@ -87,6 +100,24 @@ class Requests:
         if name not in self._keys:
             self._keys[name] = self._keys_of(request, self.plan(request))
         return self._keys[name]
+
+    def changes_later(self, request: Request, tokens: int) -> bool:
+        """Whether so many tokens at a prompt's front will be others when its chat goes on."""
+        params = request.sampling_params
+        return params is not None and not are_lasting(params.extra_args or {}, tokens)
+
+    def keys_behind(self, request: Request, prefix: Prefix) -> list[Hashable]:
+        """By what a request's tokens behind a prefix are found, those that it has by now: one key for each whole unit
+        of ``page_size`` tokens, which includes all before it."""
+        root, keys = self._keys_behind.get(request.request_id, (None, []))
+        if root != prefix.key:
+            keys = []
+        unit = self.options.page_size
+        first = prefix.tokens + len(keys) * unit
+        for start in range(first, request.num_tokens - unit + 1, unit):
+            keys.append(self._next_key(request, slice(start, start + unit), keys[-1] if keys else prefix.key))
+        self._keys_behind[request.request_id] = prefix.key, keys
+        return keys
 
     def pages_until_read(self, request: Request) -> list[int]:
         """The most pages of each rank that a waiting request holds until it is read, not layer by layer."""
@@ -125,9 +156,10 @@ class Requests:
 
     def leave(self, request: Request) -> Account | None:
         """A request finished, was aborted or preempted; its account, if it was in flight."""
-        name = request.request_id
-        if request.is_finished():
-            for known in (self.kept, self._plans, self._keys, self._until_read):
-                known.pop(name, None)
-        self.in_flight.pop(name, None)
-        return self.accounts.pop(name, None)
+        self.in_flight.pop(request.request_id, None)
+        return self.accounts.pop(request.request_id, None)
+
+    def forget(self, name: str) -> None:
+        """A request is finished, and nobody asks about it any more."""
+        for known in (self.kept, self._plans, self._keys, self._keys_behind, self._until_read):
+            known.pop(name, None)

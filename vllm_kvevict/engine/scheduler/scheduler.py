@@ -24,7 +24,7 @@ from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.shared.prefixes import prefix_keys
+from vllm_kvevict.engine.scheduler.shared.prefixes import next_key, prefix_keys
 from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -88,6 +88,7 @@ class EvictionScheduler(Scheduler):
         self._ended: list[Request] = []
         vllm_config = self.vllm_config
         options = require_options(vllm_config)
+        hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self.kv_cache_manager = PageLedger(
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
@@ -103,11 +104,8 @@ class EvictionScheduler(Scheduler):
             fewest_read=2 if self.num_spec_tokens else 1,
             most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
             blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),
-            prefix_keys=partial(
-                prefix_keys,
-                block_size=self.hash_block_size,
-                hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
-            ),
+            prefix_keys=partial(prefix_keys, block_size=self.hash_block_size, hash_function=hash_function),
+            next_key=partial(next_key, hash_function=hash_function),
             control=AdmissionControl(
                 bounds_of(vllm_config),
                 self.max_num_scheduled_tokens,

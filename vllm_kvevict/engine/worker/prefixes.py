@@ -48,10 +48,26 @@ class CachedPrefixes:
             self.loans.freeze(number, request_slot)
             self._verify(number)
 
+    def leave(self, request_slot: int, number: int, dropped: int) -> None:
+        """Keep what an ended request holds behind what it borrows, without its newest tokens, as a tail."""
+        if dropped:
+            self.cache.truncate([request_slot], [dropped])
+        self.loans.leave(number, request_slot)
+
+    def cut(self, tails: Mapping[int, int]) -> None:
+        """Drop the newest tokens of tails: how many, by number."""
+        for number, tokens in tails.items():
+            self._verify(number)
+            self.loans.cut(number, tokens)
+            self._checksums.pop(number, None)
+
     def open(self, admission: Admission) -> int:
         """Begin a request with what is cached of it, if anything is, and return its slot."""
+        if admission.tail is not None:
+            self._verify(admission.tail)
+            self._checksums.pop(admission.tail, None)
         compressed = [(number, None) for number in admission.prefixes]
-        return self.cache.open(compressed or admission.segments)
+        return self.cache.open(compressed or admission.segments, admission.tail)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """End prefixes; pages of a compressed one that a single request borrows become its own."""

@@ -71,9 +71,11 @@ class Step:
         """
         message, rank = self.message, self.rank
         self._freeze(output.finished_req_ids)
+        self._leave_tails()
         gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         self._close([*gone, *(admission.request_id for admission in message.admissions)])
         self._take_back_drafts(output.scheduled_cached_reqs)
+        rank.prefixes.cut(message.cuts)
         rank.prefixes.drop(message.drops)
         self._exchange_blocks()
         rank.cache.pool.fewest_free = rank.cache.num_free
@@ -125,6 +127,12 @@ class Step:
         for name in request_ids:
             if name in self.message.freezes and name in self.residents:
                 self.rank.prefixes.freeze(self.residents[name].request_slot, self.message.freezes.pop(name))
+
+    def _leave_tails(self) -> None:
+        """Keep what the scheduler asks for of requests that have ended."""
+        for name, (number, tokens) in self.message.leaves.items():
+            resident = self.residents[name]
+            self.rank.prefixes.leave(resident.request_slot, number, resident.tokens - tokens)
 
     def _store_prefixes(self) -> None:
         """Cache those prefixes that were evicted since the last message to the scheduler."""

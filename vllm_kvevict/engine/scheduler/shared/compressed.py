@@ -25,6 +25,7 @@ from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
 
 logger = init_logger("vllm.kv_eviction")
@@ -35,14 +36,17 @@ class CompressedPrefixes(Entries[Prefix]):
 
     Attributes:
         held: pages of each rank that prefixes hold.
+        num_conversations: how many end in conversations: each that no other one follows.
     """
 
-    def __init__(self, outbox: Outbox, requests: Requests, books: Books, segments: SegmentCache):
+    def __init__(
+        self, outbox: Outbox, requests: Requests, books: Books, segments: SegmentCache, tails: Tails
+    ):
         most = min((rank.most_prefixes for rank in books.ranks), default=0)
         super().__init__(most, outbox)
-        self._requests, self._books, self._segments = requests, books, segments
+        self._requests, self._books, self._segments, self._tails = requests, books, segments, tails
         self.held = [0] * len(books.ranks)
-        self._dropped = 0
+        self.num_conversations = self._dropped = 0
         self._by_key: dict[Hashable, Prefix] = {}
         self._by_producer: dict[tuple[str, int], dict[int, Prefix]] = {}
         """Those that are being read or stored, by their tokens."""
@@ -118,7 +122,15 @@ class CompressedPrefixes(Entries[Prefix]):
                 if known.is_ready:
                     self.touch(known)
                 return
-            prefix = Prefix(self.outbox.new_number(), key, tokens, producer, [0] * len(self.held))
+            prefix = Prefix(
+                self.outbox.new_number(),
+                key,
+                tokens,
+                producer,
+                account.plan.in_turns,
+                [0] * len(self.held),
+                goes_first=self._requests.changes_later(request, tokens),
+            )
             self._by_key[key] = self._by_producer.setdefault(producer, {})[tokens] = prefix
 
     # From reading to ready.
@@ -144,10 +156,18 @@ class CompressedPrefixes(Entries[Prefix]):
             self._cancel(prefix)
             return
         prefix.follow(account.prefix)
-        self._stored[prefix.number] = prefix
+        self._count_conversation(prefix, 1)
+        self._keep(prefix)
         self.outbox.store(name, prefix.number)
         self._count_storing(prefix, 1)
         self._count(prefix, copies)
+
+    def _count_conversation(self, prefix: Prefix, more: int) -> None:
+        """A prefix that no other follows is there now (1), or is gone (-1); the one before it is an end without it."""
+        self.num_conversations += more * prefix.in_turns
+        parent, children = prefix.parent, 1 if more > 0 else 0
+        if parent is not None and parent.children == children:
+            self.num_conversations -= more * parent.in_turns
 
     def _count_storing(self, prefix: Prefix, more: int) -> None:
         """A prefix begins to be stored (1), or is not any more (-1)."""
@@ -158,7 +178,7 @@ class CompressedPrefixes(Entries[Prefix]):
 
     def _make_room_for(self, pages: Sequence[int]) -> bool:
         while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
-            if not self.is_full and self._segments.drop_columns(1):
+            if not self.is_full and (self._segments.drop_columns(1) or self._tails.drop_oldest()):
                 continue
             unused = self.next_to_drop(None, even_borrowed=False)
             if unused is None:
@@ -292,6 +312,7 @@ class CompressedPrefixes(Entries[Prefix]):
     def drop(self, prefix: Prefix) -> None:
         """Drop a prefix, the last of a chain; what one request borrows of it becomes that request's own."""
         self._dropped += not prefix.is_forgotten
+        self._tails.drop_behind(prefix)
         self._drop(prefix)
         for name in prefix.borrowers:
             account = self._requests.accounts[name]
@@ -309,6 +330,8 @@ class CompressedPrefixes(Entries[Prefix]):
         self._count(prefix, [0] * len(self.held))
         self._totals.forget(prefix)
         prefix.leave_parent()
+        if prefix.is_storing:
+            self._count_conversation(prefix, -1)
         self._forgotten.pop(prefix.number, None)
         if not prefix.is_forgotten:
             del self._by_key[prefix.key]

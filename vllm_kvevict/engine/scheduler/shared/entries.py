@@ -4,6 +4,7 @@ Each kind owns its entries, as counts alone: the pages are the workers', which k
 that is in use does not go; what nobody uses goes when its pages are needed, the least recently used first.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -18,10 +19,12 @@ class Entry:
     Attributes:
         number: what scheduler and workers call it.
         is_forgotten: whether no further request may begin with it.
+        goes_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
     """
 
     number: int
     is_forgotten: bool = field(default=False, kw_only=True)
+    goes_first: bool = field(default=False, kw_only=True)
 
 
 E = TypeVar("E", bound=Entry)
@@ -37,8 +40,8 @@ class Entries(Generic[E]):
 
     def __init__(self, most: int, outbox: Outbox):
         self.most, self.outbox = most, outbox
-        self._stored: dict[int, E] = {}
-        """By number, the least recently used first."""
+        self._stored: OrderedDict[int, E] = OrderedDict()
+        """By number, in the order in which they go."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -53,7 +56,12 @@ class Entries(Generic[E]):
 
     def touch(self, entry: E) -> None:
         """An entry counts as used now. Modifies the order alone."""
-        self._stored[entry.number] = self._stored.pop(entry.number)
+        self._stored.move_to_end(entry.number, last=not entry.goes_first)
+
+    def _keep(self, entry: E) -> None:
+        """An entry is there from now on, and used."""
+        self._stored[entry.number] = entry
+        self.touch(entry)
 
     def _drop(self, entry: E) -> None:
         """The workers drop an entry before the next step."""

@@ -1,9 +1,10 @@
-"""A compressed prefix, and by what it is found.
+"""A compressed prefix, a tail behind one, and by what they are found.
 
-:class:`vllm_kvevict.engine.scheduler.shared.compressed.CompressedPrefixes` owns all of them, and alone writes to one.
+:class:`vllm_kvevict.engine.scheduler.shared.compressed.CompressedPrefixes` owns all prefixes,
+:class:`vllm_kvevict.engine.scheduler.shared.tails.Tails` all tails, and each alone writes to one.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,19 @@ def _hash_of_tokens(
     return hash_block_tokens(hash_function, last_block, rest, extra_keys)
 
 
+def next_key(
+    request: Request, tokens: slice, before: Hashable, hash_function: Callable[[Any], bytes]
+) -> Hashable:
+    """By what some of a request's tokens are found behind all those before them.
+
+    Args:
+        before: by what those before them are found.
+    """
+    # Its salt and adapter are in the key of the prefix that comes before them all.
+    extra_keys, _ = generate_block_hash_extra_keys(request, tokens.start, tokens.stop, 0)
+    return hash_function((before, tuple(request.all_token_ids[tokens]), extra_keys))
+
+
 @dataclass(frozen=True)
 class Counted:
     """Pages of each rank of a prefix: which are nobody's own and no drop would free, which are in use, and which are
@@ -83,6 +97,7 @@ class Prefix(Entry):
         key: as of :func:`prefix_keys`.
         tokens: of the prefix.
         producer: id and epoch of the request that reads it.
+        in_turns: whether that is a turn of a conversation.
         held: pages of each rank that it holds.
         parent: the prefix that this one follows, known when it is stored; None where it begins the prompt.
         children: how many follow it.
@@ -100,6 +115,7 @@ class Prefix(Entry):
     key: Hashable
     tokens: int
     producer: tuple[str, int]
+    in_turns: bool
     held: list[int]
     parent: "Prefix | None" = None
     children: int = 0
@@ -179,3 +195,36 @@ class Prefix(Entry):
         self.kept[rank] = count
         self.full_pages = self.full_pages or [0] * len(self.held)
         self.full_pages[rank] = self.pages_of(rank, count) - partial_pages
+
+
+@dataclass(eq=False)
+class Tail(Entry):
+    """What a request that has ended held behind a compressed prefix, uncompressed.
+
+    Attributes:
+        parent: that prefix, which stays as long as the tail does.
+        keys: by which it is found, one for each unit of its tokens.
+        end: tokens of the prompt and answer up to its last one.
+        held: pages of each rank that it holds.
+        seen_on: ranks that were found to hold it, which is looked at in check mode only.
+    """
+
+    parent: Prefix
+    keys: list[Hashable]
+    end: int
+    held: list[int] = field(default_factory=list)
+    seen_on: set[int] = field(default_factory=set)
+
+    def pages_until(self, tokens: int) -> list[int]:
+        """Pages of each rank behind the prefix's full ones, with so many tokens of prompt and answer."""
+        kept = [self.parent.kept[rank].at(tokens) for rank in range(len(self.parent.held))]
+        return [pages - shared for pages, shared in zip(kept, self.parent.borrowed, strict=True)]
+
+    def cut(self, tokens: int, units: int) -> None:
+        """It ends after so many tokens of prompt and answer, and has so many units."""
+        self.end, self.keys = tokens, self.keys[:units]
+
+    def hold(self, pages: Sequence[int]) -> list[int]:
+        """It holds so many pages of each rank; returns what it did until now."""
+        before, self.held = self.held or [0] * len(pages), list(pages)
+        return before

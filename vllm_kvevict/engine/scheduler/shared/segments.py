@@ -161,7 +161,7 @@ class SegmentCache(Entries[Segment]):
         return parent
 
     def _add(self, segment: Segment) -> None:
-        self._stored[segment.number] = segment
+        self._keep(segment)
         self._fresh.add(segment.number)
         for key in segment.keys:
             self._by_key.setdefault(key, []).append(segment)

@@ -1,10 +1,12 @@
-"""All KV that requests share, of both kinds: who begins with what, who waits for it, what goes to make room.
+"""All KV that stays for later requests, of each kind: who begins with what, who waits for it, what goes to make room.
 
-Owns the two kinds, and who was found to wait in this step. A compressed prefix comes before segments: it is worth as
-many tokens with a part of the pages.
+Owns the kinds, and who was found to wait in this step. A compressed prefix comes before segments: it is worth as many
+tokens with a part of the pages. What goes first are segments, then tails, then compressed prefixes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 from vllm.v1.request import Request
 
@@ -14,8 +16,7 @@ from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
-from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
 from vllm_kvevict.engine.scheduler.terms import Need
 
@@ -27,7 +28,7 @@ class SharedStore:
         waiting, is_on, block: as of :class:`UncompressedPrefixes`.
 
     Attributes:
-        compressed, uncompressed: its two kinds.
+        compressed, tails, uncompressed: its kinds.
     """
 
     def __init__(
@@ -40,9 +41,12 @@ class SharedStore:
         block: int,
     ):
         self._requests, self._books = requests, books
-        self.uncompressed = UncompressedPrefixes(outbox, requests, books, waiting, is_on, block)
+        self.tails = Tails(outbox, requests, books)
+        self.uncompressed = UncompressedPrefixes(outbox, requests, books, waiting, is_on, block, self.tails)
         self._segments = self.uncompressed.segments
-        self.compressed = CompressedPrefixes(outbox, requests, books, self._segments)
+        self.compressed = CompressedPrefixes(outbox, requests, books, self._segments, self.tails)
+        self._found: Counter[str] = Counter()
+        """Tokens with which requests began, by kind, as metrics name them."""
         self._awaited: set[Hashable] = set()
         """By what is found what requests wait for that vLLM has asked about in this step."""
         self._awaited_by: dict[str, Hashable] = {}
@@ -57,19 +61,42 @@ class SharedStore:
 
     def find(self, request: Request) -> Found | None:
         """What a waiting request begins with. Modifies the order: it counts as used."""
-        return self.compressed.find(request) or self.uncompressed.find(request)
+        prefix = self.compressed.find(request)
+        if prefix is not None:
+            tail, more = self.tails.find(request, prefix) or (None, 0)
+            return Found(prefix.tokens + more, prefix, tail)
+        segments = self.uncompressed.find(request)
+        if segments is None:
+            return None
+        segment, columns = segments
+        return Found(columns * self._requests.options.page_size, segment=segment)
 
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
+        self.tails.take(account)
         self.compressed.begin(request, account)
         self.uncompressed.begin(request, account)
+        if not account.preemptions:
+            self._count_found(account)
+
+    def _count_found(self, account: Account) -> None:
+        """A request begins with tokens that it has found."""
+        prefix = account.prefix
+        if prefix is None:
+            self._found["uncompressed"] += account.tokens
+        else:
+            self._found["turns" if account.plan.in_turns else "prefix"] += prefix.tokens
+            self._found["tail"] += account.tokens - prefix.tokens
+
+    def take_found(self) -> dict[str, int]:
+        """Tokens with which requests have begun since the last call, by kind. Counts anew."""
+        found, self._found = +self._found, Counter()
+        return dict(found)
 
     def tokens_found(self, request: Request) -> int:
-        """Tokens that a waiting request need not compute: all of its compressed prefix, or what segments have."""
+        """Tokens that a waiting request need not compute."""
         found = self.find(request)
-        if found is None:
-            return 0
-        return found.tokens if isinstance(found, Prefix) else found[1] * self._requests.options.page_size
+        return 0 if found is None else found.tokens
 
     def tokens_of(self, account: Account) -> int:
         """Tokens that another request with the same prefix need not compute."""
@@ -119,8 +146,8 @@ class SharedStore:
     def make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
         """Drop until every rank has room for an account at ``tokens`` tokens; None if none has.
 
-        For a new request nothing is dropped in vain. Before one that runs is preempted, all prefixes go that nobody
-        uses; one that somebody does only if that is enough.
+        For a new request nothing is dropped in vain. Before one that runs is preempted, all goes that nobody uses; a
+        prefix that somebody does only if that is enough.
 
         Returns:
             What the account needs then: more, if the prefix that it borrowed from is its own now.
@@ -128,12 +155,13 @@ class SharedStore:
         need, books = account.need_at(tokens), self._books
         if books.fits(account, need):
             return need
-        untouchable, kept = (account.prefix, account.segment) if is_new else (None, None)
-        is_enough = books.fits(account, need, self.droppable_pages(untouchable, kept))
+        new = account if is_new else None
+        untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
+        is_enough = books.fits(account, need, self.droppable_pages(new))
         if is_new and not is_enough:
             return None
-        # Uncompressed prefixes go first.
         self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
+        self.tails.drop_until(partial(books.fits, account, need), new)
         while not books.fits(account, need):
             prefix = self.compressed.next_to_drop(untouchable, is_enough)
             if prefix is None:
@@ -142,9 +170,11 @@ class SharedStore:
             need = account.need_at(tokens)
         return need
 
-    def droppable_pages(self, untouchable: Prefix | None = None, kept: Segment | None = None) -> list[int]:
-        """Pages of each rank that would be freed if all went that may, apart from one."""
-        pages = self.compressed.droppable_pages(untouchable)
+    def droppable_pages(self, new: Account | None = None) -> list[int]:
+        """Pages of each rank that would be freed if all went that may, but what a new request begins with."""
+        untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
+        of_prefixes, of_tails = self.compressed.droppable_pages(untouchable), self.tails.droppable(new)
+        pages = [sum(pair) for pair in zip(of_prefixes, of_tails, strict=True)]
         return self._books.with_columns(pages, self._segments.droppable(kept))
 
     def pinned(self, new: Account) -> tuple[list[int], list[int]]:
@@ -161,6 +191,7 @@ class SharedStore:
 
     def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
+        self.tails.part_from(request, account, untold)
         self.compressed.part_from(request.request_id, account, untold)
         self.uncompressed.part_from(request, account, untold)
 
@@ -172,6 +203,7 @@ class SharedStore:
         """
         for account in self._requests.accounts.values():
             account.become_stale()
+        self.tails.forget()
         is_unused = self.compressed.forget()
         self._segments.forget()
         return is_unused and not self._segments.pinned

@@ -16,10 +16,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
+from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
+from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
 
@@ -49,6 +51,7 @@ class UncompressedPrefixes:
         waiting: requests that are not admitted and that there are seats for, in their order.
         is_on: whether anything is cached.
         block: tokens of a block that vLLM hashes.
+        tails: of the same requests, which go before anybody has to wait.
 
     Attributes:
         segments: of which they are made.
@@ -62,8 +65,10 @@ class UncompressedPrefixes:
         waiting: Callable[[], Iterable[Request]],
         is_on: bool,
         block: int,
+        tails: Tails,
     ):
         self._requests, self._books, self._waiting, self.is_on = requests, books, waiting, is_on
+        self._tails = tails
         page_size = requests.options.page_size
         self._block, self._unit = block, math.lcm(block, page_size)
         """Tokens of a block, and those that uncompressed prefixes are a multiple of."""
@@ -122,7 +127,8 @@ class UncompressedPrefixes:
 
         It keeps all of a segment from being dropped, also what it does not use of it.
         """
-        account = self._requests.open(request, request.num_tokens, (segment, columns))
+        found = Found(columns * self._requests.options.page_size, segment=segment)
+        account = self._requests.open(request, request.num_tokens, found)
         in_chain = sum(part.columns for part in segment.chain())
         last = min(account.last_token, self._requests.control.max_model_len) if account.is_lasting else 0
         for index, rank in enumerate(self._books.ranks):
@@ -171,8 +177,9 @@ class UncompressedPrefixes:
         return all(more <= free for more, free in zip(copies, self._idle(), strict=True))
 
     def _idle(self) -> list[int]:
-        """Pages of each rank that nobody holds or is promised, and those of segments that nobody uses."""
-        return self._books.with_columns(self._books.left, self.segments.droppable())
+        """Pages of each rank that nobody holds or is promised, and those of tails, and of segments that nobody uses."""
+        left = [sum(pair) for pair in zip(self._books.left, self._tails.held, strict=True)]
+        return self._books.with_columns(left, self.segments.droppable())
 
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""

@@ -1,0 +1,192 @@
+"""Tails: what requests that have ended held behind a compressed prefix, uncompressed. Which there are, which go.
+
+Owns them. The next turn of a conversation begins with the last question and answer, and reads neither again.
+
+    compressed prefix | question, answer |                 what a request held when it ended
+                      | 1 | 2 | 3 | 4 | 5 |                 its tail: units of ``page_size`` tokens
+                      | 1 | 2 | 3 | other question ...      a request that has three of them in common takes these
+
+Nobody borrows a tail: its tokens are evicted with the turn that they belong to, by the request that goes on with them.
+So that one makes them its own, and what it does not need of them is free. They take only memory that nobody was
+promised, and all of them go before any compressed prefix.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from vllm.v1.request import Request
+
+from vllm_kvevict.engine.scheduler.account import Account
+from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
+from vllm_kvevict.engine.scheduler.requests import Requests
+from vllm_kvevict.engine.scheduler.shared.entries import Entries
+from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
+from vllm_kvevict.schedules.bounds import last_that
+
+MOST_TAILS = 4096
+"""Tails that a server keeps at most; a conversation that rests has one."""
+
+
+class Tails(Entries[Tail]):
+    """All tails of a server, the oldest first.
+
+    Attributes:
+        held: pages of each rank that they hold.
+    """
+
+    def __init__(self, outbox: Outbox, requests: Requests, books: Books):
+        super().__init__(MOST_TAILS, outbox)
+        self._requests, self._books = requests, books
+        self._unit = requests.options.page_size
+        self.held = [0] * len(books.ranks)
+        self._by_key: dict[Hashable, list[Tail]] = {}
+        self._behind: dict[int, list[Tail]] = {}
+        """By the number of the prefix that they follow."""
+
+    # Who begins with one.
+
+    def find(self, request: Request, prefix: Prefix) -> tuple[Tail, int] | None:
+        """What a waiting request has in common with a tail behind the prefix that it begins with: the tail, and how
+        many of its tokens. Changes nothing."""
+        plan = self._requests.plan(request)
+        if prefix.number not in self._behind or not plan.in_turns:
+            return None
+        most = min(
+            plan.most_cached(request.num_tokens, prefix.tokens),
+            request.num_tokens - self._requests.fewest_read,
+        )
+        keys = self._requests.keys_behind(request, prefix)
+        most_units = min(len(keys), max(0, most - prefix.tokens) // self._unit)
+        units = last_that(lambda count: keys[count - 1] in self._by_key, 0, most_units)
+        return (self._by_key[keys[units - 1]][0], units * self._unit) if units else None
+
+    def take(self, account: Account) -> None:
+        """A request was admitted: the beginning of its tail is its own from now on."""
+        if account.tail is not None:
+            self._cut(account.tail, account.tokens)
+            self._remove(account.tail)
+            self._books.take_over(account)
+
+    def _cut(self, tail: Tail, tokens: int) -> None:
+        """Nothing is left of a tail from so many tokens of its prompt on."""
+        if tokens < tail.end:
+            self.outbox.cut(tail.number, tail.end - tokens)
+            units = (tokens - tail.parent.tokens) // self._unit
+            self._forget_keys(tail, units)
+            tail.cut(tokens, units)
+            self._count(tail, tail.pages_until(tokens))
+
+    # Who leaves one.
+
+    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
+        """Keep what an account that ends holds behind its compressed prefix, if its request has ended.
+
+        Args:
+            untold: what the workers were not told of it.
+        """
+        if untold.is_admission:
+            if account.tail is not None:
+                self.outbox.drop(account.tail.number)
+        elif (
+            request.is_finished()
+            and account.prefix is not None
+            and _holds_all_behind(account, account.prefix)
+        ):
+            self._leave(request, account, account.prefix)
+
+    def _leave(self, request: Request, account: Account, prefix: Prefix) -> None:
+        """Keep what a request holds behind a compressed prefix, if there is room for that."""
+        # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
+        stored = min(account.tokens, request.num_tokens - 1)
+        keys = self._requests.keys_behind(request, prefix)[: (stored - prefix.tokens) // self._unit]
+        if prefix.is_forgotten or not keys or keys[-1] in self._by_key:
+            return
+        tail = Tail(self.outbox.new_number(), prefix, keys, prefix.tokens + len(keys) * self._unit)
+        pages = tail.pages_until(tail.end)
+        if self._has_room_for(account, pages):
+            self._store(tail, pages)
+            self.outbox.leave(request.request_id, tail.number, tail.end)
+
+    def _has_room_for(self, account: Account, pages: Sequence[int]) -> bool:
+        """Whether nobody was promised so many pages of each rank, once an account has ended."""
+        ranks = zip(self._books.left, account.held, account.promise, pages, strict=True)
+        return all(more <= left + held + promise for left, held, promise, more in ranks)
+
+    def _store(self, tail: Tail, pages: Sequence[int]) -> None:
+        if self.is_full:
+            self.drop_oldest()
+        self._keep(tail)
+        for key in tail.keys:
+            self._by_key.setdefault(key, []).append(tail)
+        self._behind.setdefault(tail.parent.number, []).append(tail)
+        self._count(tail, pages)
+
+    # What goes.
+
+    def droppable(self, new: Account | None = None) -> list[int]:
+        """Pages of each rank that are free once all tails are dropped, but what a further request would begin with."""
+        if new is None or new.tail is None:
+            return list(self.held)
+        return [held - own for held, own in zip(self.held, new.held, strict=True)]
+
+    def drop_until(self, is_enough: Callable[[], bool], new: Account | None = None) -> None:
+        """Drop tails, the oldest first, until there is enough room or none is left but what a further request would
+        begin with."""
+        kept = None if new is None else new.tail
+        if new is not None and kept is not None and not is_enough():
+            self._cut(kept, new.tokens)
+        for tail in list(self):
+            if is_enough():
+                return
+            if tail is not kept:
+                self._drop(tail)
+
+    def drop_oldest(self) -> bool:
+        """Whether there was one."""
+        oldest = next(iter(self), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def drop_behind(self, prefix: Prefix) -> None:
+        """A prefix is about to be dropped."""
+        for tail in list(self._behind.get(prefix.number, ())):
+            self._drop(tail)
+
+    def forget(self) -> None:
+        """No further request begins with what is there."""
+        for tail in list(self):
+            self._drop(tail)
+
+    def _remove(self, tail: Tail) -> None:
+        super()._remove(tail)
+        self._count(tail, [0] * len(self.held))
+        self._forget_keys(tail, 0)
+        behind = self._behind[tail.parent.number]
+        behind.remove(tail)
+        if not behind:
+            del self._behind[tail.parent.number]
+
+    def _forget_keys(self, tail: Tail, first: int) -> None:
+        """A tail is not found any more by its units from one on."""
+        for key in tail.keys[first:]:
+            found = self._by_key[key]
+            found.remove(tail)
+            if not found:
+                del self._by_key[key]
+
+    def _count(self, tail: Tail, pages: Sequence[int]) -> None:
+        """A tail now holds so many pages of each rank."""
+        more = [now - before for now, before in zip(pages, tail.hold(pages), strict=True)]
+        self._books.cache(more)
+        self.held = [sum(pair) for pair in zip(self.held, more, strict=True)]
+
+
+def _holds_all_behind(account: Account, prefix: Prefix) -> bool:
+    """Whether a turn of a conversation holds all that it has read behind the compressed prefix that it borrows."""
+    if account.awaits_reports or not account.plan.in_turns:
+        return False
+    answer = account.plan.answer
+    if answer is not None and answer.last_eviction(account.tokens) is not None:
+        return False
+    return all(count.tokens == prefix.tokens for count in account.counts)
