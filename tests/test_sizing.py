@@ -12,7 +12,7 @@ import pytest
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import sizing
-from vllm_kvevict.engine.sizing import size
+from vllm_kvevict.engine.sizing import conversations, size
 
 LAYERS, HEADS, DIM = 4, 4, 32
 
@@ -36,7 +36,12 @@ def server(full: float, prompt: int, step: int, tensor: int = 1, stages: int = 1
 
 
 def simulate(
-    server: sizing.Server, settings: dict[str, Any], prompt: int, output: int, count: int
+    server: sizing.Server,
+    settings: dict[str, Any],
+    prompt: int,
+    output: int,
+    count: int,
+    prefix_caching: bool = False,
 ) -> Simulation:
     """Many requests arrive at once; real scheduler, real ledger, workers that keep lengths."""
     tensor, stages = server.tensor_parallel_size, server.pipeline_parallel_size
@@ -52,6 +57,7 @@ def simulate(
         pipeline=stages > 1,
         tensor=tensor,
         options=settings,
+        prefix_caching=prefix_caching,
     )
     # The calculator takes competing rows to end anywhere in a page, as they do unless one of them takes all it can get.
     simulation = Simulation(setup, greeds=("random",))
@@ -141,6 +147,52 @@ def test_how_much_an_evicted_answer_takes() -> None:
     assert row["end"] < competing["end"] <= row["end"] + rows * page
 
 
+CHAT = {"policy": "snapkv", "budget": 0.25}
+"""Of 2,048 tokens in turns of 300: five turns leave 75 in each row, and the last, of 548, leaves 137."""
+
+
+def test_how_many_conversations_stay() -> None:
+    """In each row 512 entries fill 16 pages; five ends within a page are copied; a tail of 300 fills ten more."""
+    machine = server(4, 2048, 2048)
+    assert conversations(machine, CHAT, 2048, 300) == {"chats": 256 // 21, "with tail": 256 // 31}
+    # Of 320 tokens each turn leaves 80, which end within a page every second time; the last, of 448, leaves 112.
+    assert conversations(machine, CHAT, 2048, 320) == {"chats": 256 // 19, "with tail": 256 // 29}
+    # One turn is one compressed prefix.
+    assert conversations(machine, CHAT, 2048, 2048)["chats"] == size(machine, CHAT, 2048, 1)["cached"] == 16
+    # Without eviction there are no copies.
+    assert conversations(machine, {"policy": "full"}, 2048, 300) == {"chats": 4, "with tail": 3}
+    # Short turns are evicted with the next one, the last time at 1,800: 248 tokens are left for the tail.
+    short = {**CHAT, "min_turn": 300}
+    assert conversations(machine, short, 2048, 150) == {"chats": 256 // 20, "with tail": 256 // 33}
+
+
+def test_each_turn_is_one_of_the_prefixes_that_are_cached_at_most() -> None:
+    machine = server(4096, 512, 512)
+    settings = {**CHAT, "min_turn": 1}
+    assert conversations(machine, settings, 512, 64) == {"chats": 4096 // 8, "with tail": 4096 // 8}
+    assert conversations(machine, settings, 512, 128)["chats"] == 4096 // 4
+
+
+TURNS = [*range(300, 1501, 300), 2048]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "ada-snapkv"])
+def test_a_conversation_holds_what_its_prefixes_do_in_the_scheduler(policy: str, ranks: str) -> None:
+    """Also in each stage, whose layers have budgets of their own; rows that compete end where they like."""
+    machine, settings = server(4, 2048, 2048, *RANKS[ranks]), {**CHAT, "policy": policy}
+    simulation = simulate(machine, settings, 0, 4096, count=0, prefix_caching=True)
+    tokens = [index % 500 for index in range(2060)]
+    simulation.add(make_request("chat", tokens, 1, {"kv_turns": TURNS}))
+    simulation.run(1000)
+    assert len(simulation.workers.cached) == len(TURNS)
+    most = max(simulation.workers.cached_pages(rank) for rank in range(len(simulation.workers.ranks)))
+    fit = machine.memory // (PAGE * 4 * DIM) // most
+    assert abs(conversations(machine, settings, 2048, 300)["chats"] - fit) <= (policy == "ada-snapkv")
+    # A control: a document of as many tokens has no turns that end within a page.
+    assert size(machine, settings, 2048, 1)["cached"] > fit
+
+
 def write_model(folder: Path, **changes: Any) -> str:
     config = {
         "num_hidden_layers": LAYERS,
@@ -180,6 +232,17 @@ def test_table_with_evicted_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     sizing.main([*words, "--budget", "1.0", "--config", '{"decode_policy": "knorm", "decode_interval": 64}'])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[2:4]] == [["full", "512", "4095"], ["1", "512", "512"]]
+
+
+def test_table_with_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", write_model(tmp_path), "--memory", "64MiB", "--prompt", "2048", "--budget", "0.25"]
+    sizing.main([*words, "--policy", "snapkv", "--turn", "300"])
+    names, full, evicted = capsys.readouterr().out.splitlines()[1:4]
+    assert names.endswith("limit  chats  with tail")
+    assert [line.split()[-2:] for line in (full, evicted)] == [["16", "13"], ["48", "33"]]
+    # Without the flag the table is as it was.
+    sizing.main([*words, "--policy", "snapkv"])
+    assert capsys.readouterr().out.splitlines()[1].endswith("limit")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +289,10 @@ def test_what_is_set_aside_beside_the_kv_memory(
         ({}, ["--decode-budget", "2"], "--decode-budget must be 0 (off) or at least 4, got 2"),
         ({}, ["--prompt", "0"], "--prompt must be at least 1, got 0"),
         ({}, ["--prompt", "40000"], "--prompt and --output exceed the 32768 tokens of --max-model-len"),
+        ({}, ["--turn", "0"], "--turn must be from 1 to the 8192 tokens of --prompt, got 0"),
+        ({}, ["--turn", "9000"], "--turn must be from 1 to the 8192 tokens of --prompt, got 9000"),
+        ({}, ["--turn", "512", "--policy", "take"], "--turn cannot be used with policy take (choose from "),
+        ({}, ["--turn", "512", "--budget", "300"], "--turn needs a budget that is a share of the tokens"),
         ({}, ["--page-size", "96"], "--page-size 96 must divide --block-size 128"),
         ({}, ["--config", '{"windows": 3}'], "--config.windows does not apply to policy ada-snapkv"),
         ({}, ["--policy", "best"], "argument --policy: invalid choice"),

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ FLAGS = {
     "--kv-eviction": "--policy",
     "--kv-budget": "--budget",
     "--kv-decode-budget": "--decode-budget",
+    "kv_turns": "--turn",
 }
 COLUMNS = (
     "budget",
@@ -37,6 +38,10 @@ COLUMNS = (
     "cached",
     "limit",
 )
+IN_MIB = ("reading", "evicted", "end")
+OF_CONVERSATIONS = ("chats", "with tail")
+"""Columns that --turn adds."""
+
 DESCRIPTION = (
     "Computes how many requests fit a KV memory, with and without eviction. It reads the model's configuration, starts "
     "no server, and computes with the same functions as the server."
@@ -49,8 +54,10 @@ what limits that number. at end: how many requests fit if all hold what they do 
 once, some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer
 by layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing
 else; they are cached with kv_prefix_len, kv_turns and scopes prefix and turns. Where heads compete, the numbers assume
-that all ranks keep as much."""
-
+that all ranks keep as much. chats, with --turn: how many conversations as long as the prompt stay cached if the memory
+holds nothing else, each of their turns compressed on its own; with tail: how many if each has one turn more, the last
+question and answer, that is not compressed yet. Each turn counts as one of 4,096 compressed prefixes, and takes a page
+more in each layer and KV head where it ends within one. On the line without eviction nothing is compressed."""
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}
 ABOUT = {
@@ -100,9 +107,8 @@ def parse_memory(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
-def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.sizing") -> int:
-    """Print the table for the command line, by default that of ``sys.argv``; the exit code."""
-    parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=LEGEND)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
     parser.add_argument("--model", required=True, help="a folder, a config.json or a Hugging Face id")
     parser.add_argument(
         "--memory", required=True, type=parse_memory, help="KV memory per rank, such as 20GiB"
@@ -138,6 +144,13 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
             flag, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)"
         )
     parser.add_argument(
+        "--turn",
+        type=int,
+        metavar="N",
+        help="tokens of each turn, question and answer: two more columns say how many conversations stay cached that "
+        "are as long as --prompt",
+    )
+    parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="as for vllm serve, in tokens (default: the model's)"
     )
     parser.add_argument(
@@ -146,6 +159,12 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
         choices=DTYPES,
         help="type of keys and values; auto is one of 16 bits (default: %(default)s)",
     )
+
+
+def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.sizing") -> int:
+    """Print the table for the command line, by default that of ``sys.argv``; the exit code."""
+    parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=LEGEND)
+    add_arguments(parser)
     args = parser.parse_args(words)
     try:
         print(report(args))
@@ -165,6 +184,8 @@ def report(args: argparse.Namespace) -> str:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.prompt + args.output > model["max_len"]:
         raise ValueError(f"--prompt and --output exceed the {model['max_len']} tokens of --max-model-len")
+    if args.turn is not None and not 1 <= args.turn <= args.prompt:
+        raise ValueError(f"--turn must be from 1 to the {args.prompt} tokens of --prompt, got {args.turn}")
     if args.block_size % args.page_size:
         raise ValueError(f"--page-size {args.page_size} must divide --block-size {args.block_size}")
     model |= {name: getattr(args, name) for name in SIZES}
@@ -178,12 +199,12 @@ def report(args: argparse.Namespace) -> str:
     from vllm_kvevict.engine import sizing
 
     rows = [sizing.size(server, settings, args.prompt, args.output) for settings in runs]
-    cells = [
-        [f"{row[name] / 2**20:.1f}" if name in COLUMNS[3:6] else str(row[name]) for name in COLUMNS]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    table = ["  ".join(map(str.rjust, line, widths)) for line in (COLUMNS, *cells)]
+    columns = list(COLUMNS)
+    if args.turn is not None:
+        columns += OF_CONVERSATIONS
+        chats = [sizing.conversations(server, settings, args.prompt, args.turn) for settings in runs]
+        rows = [row | more for row, more in zip(rows, chats, strict=True)]
+    table = _table(columns, rows)
     token, fit = server.entry * server.kv_heads * server.layers, sizing.blocks(server) * server.block_size
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"
     reserve, policies = sizing.reserve(server, settings)
@@ -199,6 +220,15 @@ def report(args: argparse.Namespace) -> str:
             f"for {requests:,} requests, or for --max-num-seqs if that is less"
         )
     return "\n".join((head, *table, LEGEND))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of right-aligned cells, names of columns first."""
+    cells = [
+        [f"{row[name] / 2**20:.1f}" if name in IN_MIB else str(row[name]) for name in columns] for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return ["  ".join(map(str.rjust, line, widths)) for line in (columns, *cells)]
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class PageCount:
         room = sum(self.rows - gain for gain in self.gains[1:])
         return self.pages * self.page_size - room
 
+    @property
+    def partial(self) -> int:
+        """Pages that are not full: the last one of each row that ends within one, where a page has several entries."""
+        return self.rows - self.gains[1]
+
     @classmethod
     def start(cls, rows: int, page_size: int) -> "PageCount":
         """The count of a request that stores nothing yet."""

@@ -10,6 +10,7 @@ from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
+from vllm_kvevict.engine.turns import TURNS
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -78,6 +79,43 @@ def cached(plan: Plan, ranks: Sequence[RankCapacity], pages: Sequence[int]) -> i
     return min(min(rank.pages // held, rank.most_prefixes) for rank, held in zip(ranks, pages, strict=True))
 
 
+def conversations(server: Server, settings: Mapping[str, Any], prompt: int, turn: int) -> dict[str, int]:
+    """Two more columns of a row: how many conversations stay cached, if the memory holds nothing else.
+
+    Each has as many tokens as the prompt, in turns of ``turn`` tokens; what is left over belongs to the last one. Their
+    tails are one turn more, the last question and answer, that is not evicted yet.
+
+    Raises:
+        ValueError: the settings cannot evict turn by turn.
+    """
+    options = Options.parse({"page_size": server.page_size, **settings})
+    bounds = _admission_control(
+        server, options, stage_layers(server.layers, server.pipeline_parallel_size)
+    ).bounds
+    plan = options.plan(prompt, {TURNS: [*range(turn, prompt - turn + 1, turn), prompt]})
+    chats, with_tail = [], []
+    for rank in bounds.ranks:
+        most = rank.most_prefixes // max(1, len(plan.parts))
+        chain, tail = pages_of_chain(plan, prompt, prompt + turn, rank, server.page_size)
+        chats.append(min(most, rank.pages // chain))
+        with_tail.append(min(most, rank.pages // (chain + tail)))
+    return {"chats": min(chats), "with tail": min(with_tail)}
+
+
+def pages_of_chain(
+    plan: Plan, prompt: int, tokens: int, rank: RankCapacity, page_size: int
+) -> tuple[int, int]:
+    """Pages of a rank that the entries of a conversation own, and those of what follows them up to so many tokens.
+
+    Each entry begins behind the full pages of the one before, with a copy of what that has in partial ones.
+    """
+    ends = [part.end for part in plan.parts] or [prompt]
+    counts = [after_eviction(plan, end, rank, page_size) for end in ends]
+    last = counts[-1]
+    chain = last.pages + sum(count.partial for count in counts[:-1])
+    return chain, last.at(tokens) - last.pages + last.partial
+
+
 @dataclass(frozen=True)
 class Crowd:
     """Requests of one kind that arrive together, whose prompts are read one after the other.
@@ -140,17 +178,24 @@ def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int
     return answer.window * query_heads * row, max(1, requests)
 
 
-def after_eviction(plan: Plan, prompt: int, rank: RankCapacity, page_size: int) -> PageCount:
-    """Pages of a request on a rank once its prompt is read; rows that compete are taken to end anywhere in a page."""
-    phase, rows, layers = plan.prompt, rank.rows, rank.num_model_layers
-    budgets = schedule_of(phase).layer_budgets(phase, layers) if phase else [prompt] * layers
+def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) -> PageCount:
+    """Pages of a request on a rank once so many tokens of its prompt are read, and evicted where a part of it ends.
+
+    Rows that compete are taken to end anywhere in a page.
+    """
+    rows, layers = rank.rows, rank.num_model_layers
+    parts = [part for part in plan.parts if part.end <= tokens]
+    budgets = [tokens - (parts[-1].end if parts else 0)] * layers
+    for part in parts:
+        of_part = schedule_of(part).layer_budgets(part, layers)
+        budgets = [kept + more for kept, more in zip(budgets, of_part, strict=True)]
     on_rank = budgets[rank.first_layer :][: rank.num_layers]
     lengths = [budget for budget in on_rank for _ in range(rank.num_kv_heads)]
-    if phase and schedule_of(phase).is_ragged(phase.config):
+    if any(schedule_of(part).is_ragged(part.config) for part in parts):
         spread = [(2 * row + 1) * page_size // (2 * rows) - page_size // 2 for row in range(rows)]
-        lengths = [max(1, min(kept + more, prompt)) for kept, more in zip(lengths, spread, strict=True)]
+        lengths = [max(1, min(kept + more, tokens)) for kept, more in zip(lengths, spread, strict=True)]
     residues = [sum(kept % page_size == rest for kept in lengths) for rest in range(page_size)]
-    return PageCount.from_residues(sum(-(-kept // page_size) for kept in lengths), prompt, residues)
+    return PageCount.from_residues(sum(-(-kept // page_size) for kept in lengths), tokens, residues)
 
 
 def _admission_control(server: Server, options: Options, stages: Sequence[range]) -> AdmissionControl:

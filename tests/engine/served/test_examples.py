@@ -88,7 +88,7 @@ def test_sizing():
     (line,) = (line for line in commands(CONFIGURATION) if line[:2] == ["vllm-kvevict", "sizing"])
     done = run_ours(line, {"MODEL": str(NEEDLE), "8192": "3072"})
     assert done.returncode == 0, done.stderr
-    assert "0.1" in done.stdout and "0.2" in done.stdout
+    assert "0.1" in done.stdout and "0.2" in done.stdout and "  with tail\n" in done.stdout
 
 
 @pytest.mark.engine
