@@ -201,9 +201,10 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "invalidate",
         "images of a refused request are taken for sent, and the next request that has them fails",
     ),
+    "vllm.entrypoints.llm:LLM": ("renderer llm_engine reset_prefix_cache", "inspect --chat fails"),
     "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
     "vllm.renderers.params:TokenizeParams": (
-        "truncate_prompt_tokens max_truncation_tokens return_token_offsets",
+        "truncate_prompt_tokens max_truncation_tokens return_token_offsets with_kwargs",
         "scope=prefix compares prompts of which tokens were cut off, scope=turns finds no turns",
     ),
 }

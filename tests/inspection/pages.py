@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,28 @@ def random_inspection(
     return Inspection(**{**settings, **changes})
 
 
+def conversation(tokens: int = 130, turns: tuple[int, ...] = (40, 90), first: int = 100) -> Inspection:
+    """A conversation of so many tokens, whose ids begin with ``first``."""
+    made = random_inspection(tokens, 3, 4, turns=turns, evicted_tokens=turns[-1])
+    return replace(made, prompt=replace(made.prompt, ids=[first + i for i in range(tokens)]))
+
+
+def branching() -> Inspection:
+    """A conversation of two turns, and one that has the first of them."""
+    first, branch = conversation(), conversation(150, (40, 100))
+    ids = first.prompt.ids[:60] + branch.prompt.ids[61:] + [7]
+    return replace(first, branch=replace(branch, prompt=replace(branch.prompt, ids=ids)))
+
+
 def read(html: str) -> dict[str, Any]:
-    """The data of a page, with the positions of each policy as ``kept[layer][head]``."""
+    """The data of a page, with the positions of each policy as ``kept[layer][head]``, and the same of its branch."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
-    content: dict[str, Any] = json.loads(text)
+    return unpacked(json.loads(text))
+
+
+def unpacked(content: dict[str, Any]) -> dict[str, Any]:
+    if "branch" in content:
+        unpacked(content["branch"])
     tokens, heads = content["prompt_tokens"], content["kv_heads"]
     row_bytes = -(-tokens // 8)
     for policy in content["policies"]:

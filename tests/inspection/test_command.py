@@ -1,6 +1,7 @@
 """What the command ``inspect`` refuses before it starts an engine, and that it reads prompts as they are."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from tests.documents import ROOT
 from vllm_kvevict.inspect import __main__ as command
+from vllm_kvevict.inspect.chats import Chat, parse_chat
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "Hello."}]')
 
 
 @pytest.fixture
@@ -97,15 +100,76 @@ def test_a_full_disk(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
 
 
+MESSAGES = (
+    "must be a list of messages, each with role and content, or the body of a chat request that has one"
+)
+
+
+@pytest.mark.parametrize("flag", ["--chat", "--branch"])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is empty"),
+        ("Hello.", "is not JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("[]", MESSAGES),
+        ('["Hello."]', MESSAGES),
+        ('{"prompt": "Hello."}', MESSAGES),
+        ('[{"content": "Hello."}]', MESSAGES),
+        ('[{"role": "user", "content": 5}]', MESSAGES),
+    ],
+)
+def test_chats(flag, text, sentence, refusal, tmp_path):
+    (tmp_path / "bad.json").write_text(text)
+    before = ["--chat", "chat.json"] if flag == "--branch" else []
+    assert refusal(*before, flag, "bad.json") == f"{flag} bad.json {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--turns", "5"], "--chat cannot be used with --turns: each says where a prompt is evicted"),
+        (
+            ["--prefix-len", "5"],
+            "--chat cannot be used with --prefix-len: each says where a prompt is evicted",
+        ),
+        (["--prompt", "prompt.txt"], "argument --prompt: not allowed with argument --chat"),
+        (["--output", "chat.json"], "--output chat.json is the file of --chat: name another one"),
+    ],
+)
+def test_what_does_not_go_with_a_chat(words, sentence, refusal):
+    assert refusal("--chat", "chat.json", *words) == sentence
+
+
+def test_what_does_not_go_with_a_prompt(refusal):
+    assert refusal() == "one of the arguments --prompt --chat is required"
+    sentence = "--turns cannot be used with --prefix-len: each says where a prompt is evicted"
+    assert refusal("--prompt", "prompt.txt", "--turns", "5", "9", "--prefix-len", "7") == sentence
+    sentence = "--branch is for --chat: it is another chat that begins like it"
+    assert refusal("--prompt", "prompt.txt", "--branch", "chat.json") == sentence
+
+
+def test_a_chat_with_all_that_its_template_gets():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    messages = [{"role": "user", "content": "Hello."}]
+    body = {
+        "model": "x",
+        "messages": messages,
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert parse_chat(json.dumps(body)) == Chat(messages, tools, {"enable_thinking": False})
+    assert parse_chat(json.dumps(messages)) == Chat(messages)
+
+
 HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"
 
 
 def test_line_ends_are_part_of_the_prompt(tmp_path, monkeypatch):
     path = tmp_path / "hostile.txt"
     path.write_bytes(HOSTILE.encode())
-    assert command.read_prompt(str(path)) == HOSTILE
+    assert command.read_file(str(path)) == HOSTILE
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(HOSTILE.encode())))
-    assert command.read_prompt("-") == HOSTILE
+    assert command.read_file("-") == HOSTILE
     assert path.read_text() != HOSTILE  # the control: as Python reads texts otherwise
 
 

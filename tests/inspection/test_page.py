@@ -2,11 +2,12 @@
 
 import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from tests.inspection.pages import random_inspection, read
+from tests.inspection.pages import branching, random_inspection, read
 from vllm_kvevict.inspect.data import Prompt
 from vllm_kvevict.inspect.page import SCRIPTS, render
 
@@ -21,6 +22,26 @@ def test_page_and_json_say_the_same():
         for layer, heads in enumerate(policy["kept"]):
             for head, positions in enumerate(heads):
                 assert positions == np.flatnonzero(kept.mask[layer, head]).tolist()
+
+
+def test_page_and_json_say_the_same_of_a_branch():
+    inspection = branching()
+    content = read(render(inspection))
+    assert content == json.loads(json.dumps(inspection.to_json()))
+    assert content["turns"] == [40, 90] and content["shared_turns"] == 1
+    for side in (content, content["branch"]):
+        for policy in side["policies"]:
+            positions = [token for layer in policy["kept"] for head in layer for token in head]
+            bounds = [0, *side["turns"], side["prompt_tokens"]]
+            of_turns = [sum(start <= x < end for x in positions) for start, end in pairwise(bounds)]
+            assert policy["entries_per_turn"] == of_turns
+
+
+def test_a_prompt_without_turns_is_told_as_before():
+    """Who reads the JSON finds what was there, and no branch."""
+    content = INSPECTION.to_json()
+    assert content["turns"] == [] and content["shared_turns"] == 0 and "branch" not in content
+    assert all(policy["entries_per_turn"] == [policy["entries"]["kept"]] for policy in content["policies"])
 
 
 @pytest.mark.parametrize("token", [0, 7, 8, 202])
@@ -61,9 +82,9 @@ def test_the_page_loads_nothing():
 
 def test_all_scripts_are_in_the_page():
     html = render(INSPECTION)
-    for function in ("inflate", "makeMap", "makeHeads", "rowStarts", "open"):
+    for function in ("inflate", "makeMap", "makeHeads", "showTurns", "rowStarts", "open"):
         assert f"function {function}(" in html
-    assert len(SCRIPTS) == 5
+    assert len(SCRIPTS) == 6
 
 
 def test_the_text_of_a_prompt_leaves_out_what_the_tokenizer_added():

@@ -191,6 +191,11 @@ class Options:
         return [known_config(policy, ANY_BUDGET, self.params_of(policy), self.defaults) for policy in allowed]
 
     @property
+    def least_turn(self) -> int:
+        """Tokens of a part of a prompt that is evicted on its own."""
+        return self.min_prompt if self.min_turn is None else self.min_turn
+
+    @property
     def most_window(self) -> int:
         """The largest window that a request may set."""
         if self.max_window is not None:
@@ -286,8 +291,7 @@ class Options:
         begins = answer_from(fields, prompt_len, turns[-1] if turns else prefix_len, budget)
         answer = self.decoding.phase(budget, begins) if budget else None
         if turns is not None:
-            least = self.min_prompt if self.min_turn is None else self.min_turn
-            return plan_of_parts(config, turns, least, answer)
+            return plan_of_parts(config, turns, self.least_turn, answer)
         return self.plan_with(config, begins if prefix_len is None else prefix_len, answer)
 
     def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:

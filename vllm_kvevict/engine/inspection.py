@@ -17,12 +17,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
+from vllm_kvevict.engine.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.memory import bytes_for
+from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
-from vllm_kvevict.inspect.data import Inspection, Kept, Prompt
-from vllm_kvevict.inspect.text import tokenize
+from vllm_kvevict.inspect.chats import Chat
+from vllm_kvevict.inspect.data import Inspection, Kept
 from vllm_kvevict.policy_list import Entry
+from vllm_kvevict.schedules.plan import Plan
 
 QUIET = {
     "enforce_eager": True,  # one prompt is read: neither graphs nor compiled code would pay
@@ -54,13 +57,15 @@ class Wanted:
 
     Attributes:
         model: folder or Hugging Face id.
-        text: of the prompt.
+        text: of the prompt; empty if a chat is read.
         policies: without doubles; parameters in ``arguments["kv_eviction_config"]`` are those of the first, which has
             no others.
         budget: as of ``--kv-budget``.
         prefix_len: choose among so many first tokens, and keep the others.
         arguments: of vLLM's engine.
         tell: is told what goes on.
+        turns: evict the prompt turn by turn, which end after so many tokens.
+        chats: what is read instead of a prompt, turn by turn: a chat, and one that branches off.
     """
 
     model: str
@@ -70,6 +75,8 @@ class Wanted:
     prefix_len: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda line: None
+    turns: Sequence[int] = ()
+    chats: Sequence[Chat] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -81,6 +88,17 @@ class Wanted:
         fields: dict[str, Any] = {"kv_eviction": policy.policy, "kv_budget": self.budget}
         return fields if self.prefix_len is None else fields | {"kv_prefix_len": self.prefix_len}
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether it is evicted turn by turn."""
+        return bool(self.turns or self.chats)
+
+    @property
+    def min_turn(self) -> int | None:
+        """Tokens of a turn that is evicted on its own: as on a server, where single prompts of any length are."""
+        given = self.options.get("min_turn")
+        return self.options.get("min_prompt", ENGINE_DEFAULTS["min_prompt"]) if given is None else given
+
 
 def inspect(wanted: Wanted) -> Inspection:
     """Read a prompt once with each policy and see what it keeps.
@@ -91,15 +109,29 @@ def inspect(wanted: Wanted) -> Inspection:
         ValueError: the prompt, a policy or an argument cannot be served.
         RuntimeError: vLLM does not start.
     """
-    plain = [entry for entry in wanted.policies if not entry.texts]
-    found = _inspected(replace(wanted, policies=plain))
-    kept = dict(zip(plain, found.kept, strict=True))
+    if wanted.in_turns:
+        name = "--chat" if wanted.chats else "--turns"
+        for entry in wanted.policies:
+            check_parts(entry.policy, int(wanted.budget) if wanted.budget > 1 else None, name)
+    found = _inspected(replace(wanted, policies=[entry for entry in wanted.policies if not entry.texts]))
+    others = {}
     for entry in wanted.policies:
         if entry.texts:
             of_engine = {name: value for name, value in wanted.options.items() if name in ENGINE_DEFAULTS}
             asked = {**wanted.arguments, "kv_eviction_config": of_engine | entry.parameters}
-            kept[entry] = _inspected(replace(wanted, policies=[entry], arguments=asked)).kept[0]
-    return replace(found, kept=[replace(kept[entry], policy=str(entry)) for entry in wanted.policies])
+            others[entry] = _inspected(replace(wanted, policies=[entry], arguments=asked))
+    return _in_order(wanted.policies, found, others)
+
+
+def _in_order(policies: Sequence[Entry], found: Inspection, others: Mapping[Entry, Inspection]) -> Inspection:
+    """What several engines show, as one: the policies without parameters come from one of them."""
+    plain = [entry for entry in policies if not entry.texts]
+    kept = dict(zip(plain, found.kept, strict=True)) | {entry: one.kept[0] for entry, one in others.items()}
+    branch = found.branch
+    if branch is not None:
+        branches = {entry: one.branch for entry, one in others.items() if one.branch is not None}
+        branch = _in_order(policies, branch, branches)
+    return replace(found, kept=[replace(kept[entry], policy=str(entry)) for entry in policies], branch=branch)
 
 
 def _inspected(wanted: Wanted) -> Inspection:
@@ -112,26 +144,38 @@ def _inspected(wanted: Wanted) -> Inspection:
 
 def read(llm: LLM, wanted: Wanted) -> Inspection:
     """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
-    prompt = tokenize(llm.get_tokenizer(), wanted.text)
-    if not prompt.ids:
-        raise ValueError("the prompt has no tokens")
+    if not wanted.chats:
+        return _read(llm, wanted, reading_of_text(llm, wanted.text, wanted.turns))
+    first, *branches = (_read(llm, wanted, reading_of_chat(llm, chat)) for chat in wanted.chats)
+    return replace(first, branch=branches[0] if branches else None)
+
+
+def _read(llm: LLM, wanted: Wanted, reading: Reading) -> Inspection:
+    """One of the prompts."""
+    prompt = reading.prompt
     wanted.tell(f"the prompt has {len(prompt.ids):,} tokens")
     ranks = llm.collective_rpc(recording.layout)
     layers = sorted({layer for rank in ranks for layer in rank.layers})
     shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
-    kept = []
+    kept: list[Kept] = []
+    turns: tuple[int, ...] = ()
     for entry in wanted.policies:
-        kept.append(Kept(entry.policy, wanted.budget, _mask(llm, prompt, wanted.fields(entry), shape)))
+        mask, plan = _mask(llm, reading, wanted.fields(entry), shape)
+        kept.append(Kept(entry.policy, wanted.budget, mask))
+        if reading.turns and plan.parts:
+            turns = tuple(part.end for part in plan.parts)
         wanted.tell(f"{entry.policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
-    evicted = len(prompt.ids) if wanted.prefix_len is None else wanted.prefix_len
-    return Inspection(wanted.model, prompt, evicted, layers, ranks[0].page_size, ranks[0].page_bytes, kept)
+    evicted = turns[-1] if turns else wanted.prefix_len or len(prompt.ids)
+    page = ranks[0].page_size, ranks[0].page_bytes
+    return Inspection(wanted.model, prompt, evicted, layers, *page, kept, turns)
 
 
 @contextlib.contextmanager
 def _engine(wanted: Wanted) -> Iterator[LLM]:
     """An engine that evicts with the first policy and lets requests name the others, however short they are."""
     own, *others = (entry.policy for entry in wanted.policies)
-    config = {**wanted.options, "min_prompt": 0, "scope": "prompt", "policies": list(dict.fromkeys(others))}
+    config = {**wanted.options, "min_prompt": 0, "min_turn": wanted.min_turn}
+    config |= {"scope": "prompt", "policies": list(dict.fromkeys(others))}
     ours = {"kv_eviction": own, "kv_budget": wanted.budget, "kv_eviction_config": config}
     settings = {**QUIET, **wanted.arguments, **ours}
     try:
@@ -167,33 +211,40 @@ def _kv_memory(wanted: Wanted, settings: Mapping[str, Any]) -> dict[str, int]:
     asked = [whole.fields(entry) for entry in wanted.policies]
     if wanted.prefix_len is not None and wanted.prefix_len <= tokens:
         asked += [wanted.fields(entry) for entry in wanted.policies]
+    if wanted.in_turns:  # not layer by layer, so as much as what is kept whole
+        asked.append({"kv_eviction": "full"})
     # vLLM's check at start-up asks for the longest prompt with the engine's own policy.
     plans = [options.plan(tokens), *(options.plan(tokens, fields) for fields in asked)]
     needed = bytes_for(config, plans, tokens)
     return {"kv_cache_memory_bytes": needed} if needed and needed < psutil.virtual_memory().available else {}
 
 
-def _mask(llm: LLM, prompt: Prompt, fields: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
-    """Read the prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
-    sampling = SamplingParams(max_tokens=ANSWER_LENGTH, ignore_eos=True, temperature=0, extra_args=fields)
+def _mask(
+    llm: LLM, reading: Reading, fields: dict[str, Any], shape: tuple[int, int, int]
+) -> tuple[np.ndarray, Plan]:
+    """Read a prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
+    ids = reading.prompt.ids
+    llm.reset_prefix_cache()  # what is found there is not evicted again, so it would not be seen
     try:
-        (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], sampling, use_tqdm=False)
+        fields = reading.fields(llm, fields)
+        sampling = SamplingParams(max_tokens=ANSWER_LENGTH, ignore_eos=True, temperature=0, extra_args=fields)
+        (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
     except VLLMValidationError as error:
         raise ValueError(error.args[0]) from error
     joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
     done = recording.of_request(joined, output.request_id)
     mask = np.ones(shape, bool)
-    plan = require_options(llm.llm_engine.vllm_config).plan(len(prompt.ids), fields)
+    plan = require_options(llm.llm_engine.vllm_config).plan(len(ids), fields)
     if plan.prompt is None:  # all of it fits the budget, or the policy evicts nothing
-        return mask
+        return mask, plan
     if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:
         raise ValueError("the prompt leaves no room for an answer: raise --max-model-len")
     if not done:
         raise ValueError(
             f"{fields['kv_eviction']} cannot evict this model, which it keeps whole: leave it out"
         )
-    mask[:, :, : fields.get("kv_prefix_len", len(prompt.ids))] = False
+    mask[:, :, : plan.evicted_at] = False
     for layer, heads in done[-1].kept.items():
         for head, positions in enumerate(heads):
             mask[layer, head, positions.numpy()] = True
-    return mask
+    return mask, plan

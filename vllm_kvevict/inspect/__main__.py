@@ -15,8 +15,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_kvevict.inspect.chats import Chat, parse_chat
 from vllm_kvevict.inspect.data import Inspection
 from vllm_kvevict.inspect.page import render
+from vllm_kvevict.inspect.turns import lines_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policy_list import GRAMMAR, checked
 
@@ -26,6 +28,7 @@ FLAGS = {
     "--kv-budget": "--budget",
     "kv_budget": "--budget",
     "kv_prefix_len": "--prefix-len",
+    "kv_turns": "--turns",
 }
 """Flags and fields that errors of the engine name, and what they are called here."""
 
@@ -46,13 +49,47 @@ ENVIRONMENT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; others are vLLM's."""
+    _add_prompt(parser)
+    _add_policies(parser)
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    """What is read, and where it is evicted."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id, as for `vllm serve`")
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        metavar="FILE",
-        help="the prompt, a file of text in UTF-8; - is standard input",
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--prompt", metavar="FILE", help="the prompt, a file of text in UTF-8; - is standard input"
     )
+    what.add_argument(
+        "--chat",
+        metavar="FILE",
+        help="a chat instead, evicted turn by turn as a server does with scope turns: JSON, a list of messages or the "
+        "body of a request to /v1/chat/completions",
+    )
+    parser.add_argument(
+        "--branch",
+        metavar="FILE",
+        help="with --chat: another chat that begins like it; the page shows both, and which turns they share",
+    )
+    parser.add_argument(
+        "--prefix-len",
+        type=int,
+        metavar="N",
+        help="evict after the first N tokens of the prompt; the policy does not see the tokens after them, which are "
+        "all kept",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="evict the prompt turn by turn: numbers of tokens after which its turns end, as for kv_turns",
+    )
+
+
+def _add_policies(parser: argparse.ArgumentParser) -> None:
+    """How much which policies keep, and where the page goes."""
     parser.add_argument(
         "--policy",
         default="ada-snapkv",
@@ -76,13 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gets an engine of its own, one after another",
     )
     parser.add_argument(
-        "--prefix-len",
-        type=int,
-        metavar="N",
-        help="evict after the first N tokens of the prompt; the policy does not see the tokens after them, which are "
-        "all kept",
-    )
-    parser.add_argument(
         "--output",
         type=Path,
         default=Path("inspect.html"),
@@ -101,13 +131,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
     """
     parser = argparse.ArgumentParser(
         program,
-        usage=f"{program} MODEL --prompt FILE [options] [vLLM's engine arguments]",
+        usage=f"{program} MODEL (--prompt FILE | --chat FILE) [options] [vLLM's engine arguments]",
         description=__doc__,
         allow_abbrev=False,
     )
     add_arguments(parser)
     args, words = parser.parse_known_args(arguments)
     try:
+        _check_sources(args)
         _check_targets(args)
         inspection = _read(args, words, program)
         _write("--output", args.output, render(inspection))
@@ -118,12 +149,25 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
         parser.error(f"{package} is not installed: install vLLM, which reads the prompt")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
+    for line in lines_of(inspection):
+        _tell(line)
     _tell(f"wrote {args.output}" + (f" and {args.json}" if args.json else ""))
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    """Refuse arguments that say in two ways where a prompt is evicted, and a branch of nothing."""
+    ways = {"--chat": args.chat, "--turns": args.turns, "--prefix-len": args.prefix_len is not None}
+    given = [flag for flag, value in ways.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} cannot be used with {given[1]}: each says where a prompt is evicted")
+    if args.branch and not args.chat:
+        raise ValueError("--branch is for --chat: it is another chat that begins like it")
 
 
 def _check_targets(args: argparse.Namespace) -> None:
     """Refuse files that could not be written, before an engine works for them, and files that must not be lost."""
-    taken = {Path(args.prompt).resolve(): "--prompt"}
+    sources = {"--prompt": args.prompt, "--chat": args.chat, "--branch": args.branch}
+    taken = {Path(name).resolve(): flag for flag, name in sources.items() if name}
     for flag, target in {"--output": args.output, "--json": args.json}.items():
         if target is None:
             continue
@@ -155,7 +199,9 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
                 EvictionConfig(entry.policy, keep_ratio=0.5, **entry.parameters)
     except ValueError as error:
         raise ValueError(f"--compare: {error}") from None
-    text = read_prompt(args.prompt)
+    text = read_file(args.prompt) if args.prompt else ""
+    sources = {"--chat": args.chat, "--branch": args.branch}
+    chats = [read_chat(name, flag) for flag, name in sources.items() if name]
     _set_environment()
     from vllm_kvevict.engine import registration
 
@@ -169,24 +215,35 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
         if name in given:
             raise ValueError(f"--{name.replace('_', '-')} is not an argument of this command: use {ours}")
     try:
-        wanted = inspection.Wanted(args.model, text, policies, budget, args.prefix_len, given, _tell)
+        wanted = inspection.Wanted(
+            args.model, text, policies, budget, args.prefix_len, given, _tell, args.turns, chats
+        )
         return inspection.inspect(wanted)
     except (ValueError, RuntimeError) as error:
         raise ValueError(_by_our_names(str(error))) from error
 
 
-def read_prompt(name: str) -> str:
-    """The prompt as it is: line ends are part of it."""
+def read_file(name: str, flag: str = "--prompt") -> str:
+    """A text as it is: line ends are part of a prompt."""
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = content.decode()
     except OSError as error:
-        raise ValueError(f"--prompt {name} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{flag} {name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--prompt {name} is not text in UTF-8") from None
+        raise ValueError(f"{flag} {name} is not text in UTF-8") from None
     if not text:
-        raise ValueError(f"--prompt {name} is empty")
+        raise ValueError(f"{flag} {name} is empty")
     return text
+
+
+def read_chat(name: str, flag: str) -> Chat:
+    """A chat from a file of JSON."""
+    text = read_file(name, flag)
+    try:
+        return parse_chat(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {name} {error}") from None
 
 
 def _set_environment() -> None:

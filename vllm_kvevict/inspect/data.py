@@ -1,5 +1,6 @@
 """What is shown of a prompt and of what policies keep of it; needs no vLLM."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,8 @@ class Inspection:
     Attributes:
         model: its name.
         evicted_tokens: the policies choose among so many first tokens; what comes behind is kept whole.
+        turns: numbers of tokens after which turns end, where the policies choose among those of one turn at a time.
+        branch: another conversation that begins like this one.
         layers: numbers, within the model, of the layers that are evicted.
         page_size: tokens of one KV head in a page.
         page_bytes: memory of a page.
@@ -66,18 +69,55 @@ class Inspection:
     page_size: int
     page_bytes: int
     kept: list[Kept]
+    turns: tuple[int, ...] = ()
+    branch: "Inspection | None" = None
+
+    @property
+    def shared_turns(self) -> int:
+        """How many turns the branch begins with, too: whoever has read one has them compressed for both."""
+        if self.branch is None:
+            return 0
+        ids, others = self.prompt.ids, self.branch.prompt.ids
+        pairs = zip(self.turns, self.branch.turns, strict=False)
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1] and ids[: pair[0]] == others[: pair[0]], pairs
+        )
+        return sum(1 for _ in same)
+
+    @property
+    def tokens_per_turn(self) -> list[int]:
+        """Of each turn, and of what comes behind the last one, if there is something."""
+        ends = [0, *self.turns, len(self.prompt.ids)]
+        return [end - begins for begins, end in itertools.pairwise(ends) if end > begins]
+
+    def entries_per_turn(self, kept: Kept) -> list[int]:
+        """Of the same, what a policy keeps in all layers and heads."""
+        of_tokens = kept.mask.sum((0, 1), dtype=np.int64)
+        ends = itertools.accumulate(self.tokens_per_turn)
+        return [
+            int(of_tokens[end - length : end].sum())
+            for length, end in zip(self.tokens_per_turn, ends, strict=True)
+        ]
+
+    def shares_per_turn(self, kept: Kept) -> list[float]:
+        """The same, of all entries."""
+        rows = kept.mask.shape[0] * kept.mask.shape[1]
+        pairs = zip(self.entries_per_turn(kept), self.tokens_per_turn, strict=True)
+        return [entries / (rows * length) for entries, length in pairs]
 
     def memory(self, entries: np.ndarray) -> int:
         """Bytes of the pages that hold so many tokens of each head."""
         return int((-(-entries // self.page_size)).sum()) * self.page_bytes
 
     def summary(self) -> dict[str, Any]:
-        """All but the kept positions, as plain JSON."""
+        """All but the kept positions and the branch, as plain JSON."""
         heads = self.kept[0].mask.shape[1]
         return {
             "model": self.model,
             "prompt_tokens": len(self.prompt.ids),
             "evicted_tokens": self.evicted_tokens,
+            "turns": list(self.turns),
+            "shared_turns": self.shared_turns,
             "layers": self.layers,
             "kv_heads": heads,
             "page_size": self.page_size,
@@ -96,11 +136,14 @@ class Inspection:
             "entries": {"kept": int(kept.mask.sum()), "of": kept.mask.size},
             "bytes": {"before": self.memory(whole), "after": self.memory(kept.entries)},
             "entries_per_head": kept.entries.tolist(),
+            "entries_per_turn": self.entries_per_turn(kept),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The summary, and for each policy the kept positions as ``kept[layer][head]``."""
+        """The summary, for each policy the kept positions as ``kept[layer][head]``, and the same of the branch."""
         content = self.summary()
         for policy, kept in zip(content["policies"], self.kept, strict=True):
             policy["kept"] = [[np.flatnonzero(head).tolist() for head in layer] for layer in kept.mask]
+        if self.branch is not None:
+            content["branch"] = self.branch.to_json()
         return content

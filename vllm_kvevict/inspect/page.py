@@ -14,24 +14,31 @@ import numpy as np
 
 from vllm_kvevict.inspect.data import Inspection
 
-SCRIPTS = ("kept.js", "map.js", "heads.js", "text.js", "page.js")
+SCRIPTS = ("kept.js", "map.js", "heads.js", "turns.js", "text.js", "page.js")
 """Files of the page's script, in their order."""
 
 
 def render(inspection: Inspection) -> str:
     """The page's HTML."""
-    content = inspection.summary()
-    for policy, kept in zip(content["policies"], inspection.kept, strict=True):
-        policy["bits"] = pack(kept.mask)
     page = _file("page.html")
     for mark, text in {
         "/* style */": _file("page.css"),
         "/* script */": "\n".join(map(_file, SCRIPTS)),
-        "/* data */": _json(content),
+        "/* data */": _json(_content(inspection)),
     }.items():
         before, after = page.split(mark)
         page = before + text + after
     return page
+
+
+def _content(inspection: Inspection) -> dict[str, Any]:
+    """What the script reads, of a branch as well."""
+    content = inspection.summary()
+    for policy, kept in zip(content["policies"], inspection.kept, strict=True):
+        policy["bits"] = pack(kept.mask)
+    if inspection.branch is not None:
+        content["branch"] = _content(inspection.branch)
+    return content
 
 
 def pack(mask: np.ndarray) -> str:

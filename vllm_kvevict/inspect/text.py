@@ -9,15 +9,17 @@ WINDOW = 8
 """How many tokens are decoded with a token, where the tokenizer gives no offsets: more than a character has."""
 
 
-def tokenize(tokenizer: Any, text: str) -> Prompt:
+def tokenize(tokenizer: Any, text: str, with_special: bool = True) -> Prompt:
     """Cut a prompt into tokens.
 
     Args:
         tokenizer: as transformers or vLLM make it.
         text: of the prompt.
+        with_special: whether the tokenizer adds tokens; a chat template has written them into the text.
     """
+    given = {} if with_special else {"add_special_tokens": False}
     if getattr(tokenizer, "is_fast", False):
-        encoded = tokenizer(text, return_offsets_mapping=True)
+        encoded = tokenizer(text, return_offsets_mapping=True, **given)
         ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
         added = [
             index
@@ -26,7 +28,7 @@ def tokenize(tokenizer: Any, text: str) -> Prompt:
         ]
         texts = _by_offsets(text, spans, set(added))
     else:
-        ids = list(tokenizer.encode(text))
+        ids = list(tokenizer.encode(text, **given))
         added = [index for index, token in enumerate(ids) if token in tokenizer.all_special_ids]
         texts = _by_decoding(tokenizer, ids, set(added))
     for index in added:

@@ -1,5 +1,6 @@
 """What the page of ``inspect`` shows of a prompt is what the engine keeps of it."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -158,3 +159,14 @@ def test_the_user_may_choose_the_memory(chosen, space, gets, models, monkeypatch
     settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, **ours, **chosen}
     wanted = inspection.Wanted(str(models("llama")), "", [Entry(policy) for policy in POLICIES], BUDGET)
     assert inspection._kv_memory(wanted, settings) == gets
+
+
+def test_who_is_evicted_turn_by_turn_gets_memory_for_all_of_it(models, monkeypatch):
+    """Not layer by layer, though one step may read it."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    ours = {"kv_eviction": "snapkv", "kv_budget": BUDGET, "kv_eviction_config": {"min_prompt": 0}}
+    settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 512, **ours}
+    wanted = inspection.Wanted(str(models("llama")), "", [Entry("snapkv")], BUDGET)
+    in_turns = inspection._kv_memory(dataclasses.replace(wanted, turns=(100,)), settings)
+    as_one = inspection._kv_memory(wanted, settings)
+    assert as_one["kv_cache_memory_bytes"] < in_turns["kv_cache_memory_bytes"] == 8 * 512 * 2 * 32 * 4

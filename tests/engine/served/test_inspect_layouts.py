@@ -62,6 +62,13 @@ def test_a_layer_that_a_policy_leaves_alone_is_kept(models):
     assert first == [LENGTH, LENGTH] and all(len(layer) == 2 and max(layer) < LENGTH for layer in others)
 
 
+def test_a_layer_that_a_policy_leaves_alone_keeps_all_turns(models):
+    options = {"policy": "knorm", "budget": BUDGET, "skip_layers": 1, "min_turn": 32}
+    with evicting_engine(models("llama"), eviction=options) as llm:
+        first, *others = page_of(llm, ["knorm"], turns=(96, 200))["policies"][0]["entries_per_head"]
+    assert first == [LENGTH, LENGTH] and all(max(layer) < LENGTH for layer in others)
+
+
 def test_a_prompt_without_room_for_an_answer_is_refused(models):
     with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
         shown = page_of(llm, ["snapkv"])["policies"][0]

@@ -11,10 +11,10 @@ ASK = Ask(LENGTH)
 TEXT = " ".join(f"w{token}" for token in ASK.prompt)
 
 
-def page_of(llm, policies, budget=BUDGET, prefix_len=None):
-    """The data of the page that shows what an engine keeps of the prompt."""
+def page_of(llm, policies, budget=BUDGET, prefix_len=None, **how):
+    """The data of the page that shows what an engine keeps of the prompt, or of chats."""
     entries = [Entry(policy) for policy in policies]
-    wanted = inspection.Wanted("tiny", TEXT, entries, budget, prefix_len)
+    wanted = inspection.Wanted("tiny", "" if "chats" in how else TEXT, entries, budget, prefix_len, **how)
     return read(render(inspection.read(llm, wanted)))
 
 

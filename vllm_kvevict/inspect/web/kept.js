@@ -1,6 +1,8 @@
 // What policies keep: bit sets by layer and head, read from the page, and how many of them have each token.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+const page = JSON.parse(document.getElementById("data").textContent);
+// Of two conversations the address says which one is shown.
+const data = location.hash === "#branch" && page.branch ? page.branch : page;
 const tokens = data.prompt_tokens;
 const rowBytes = Math.ceil(tokens / 8);
 

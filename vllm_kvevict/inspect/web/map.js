@@ -24,7 +24,15 @@ function makeMap(policy, goTo) {
   const name = make("span", { className: "name" }, policy.policy);
   const ends = make("span", { className: "ends" }, make("span", {}, "layer"), make("span", {}, `${data.layers[0]}`));
   ends.append(make("span", {}, `${data.layers.at(-1)}`));
-  return { element: make("div", { className: "map" }, name, ends, canvas), canvas, policy };
+  const strip = make("div", { className: "strip" }, canvas, ...data.turns.map(turnMark));
+  return { element: make("div", { className: "map" }, name, ends, strip), canvas, policy };
+}
+
+/** A line where a turn ends; a broad one where the branch goes another way. */
+function turnMark(end) {
+  const mark = make("i", { className: end === branchesAt ? "branch" : "" });
+  mark.style.left = `${(100 * end) / tokens}%`;
+  return mark;
 }
 
 /** Draw the shares that the chosen heads keep; layers that are not chosen are pale. */

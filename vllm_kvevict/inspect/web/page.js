@@ -31,7 +31,9 @@ function showChosen() {
 /** Show what a layer and head keep, but for the maps, which take longer than a pointer stays on a head. */
 function show(layer, head) {
   const heads = chosenHeads(layer, head);
-  text.shadeBy(shown().map((policy) => shades(count(policy, layer, head), heads)));
+  const counts = shown().map((policy) => count(policy, layer, head));
+  text.shadeBy(counts.map((kept) => shades(kept, heads)));
+  showTurns(counts, heads);
   markHeads(layer, head, state.token);
   const chosen = [layer === null ? "All layers" : `Layer ${data.layers[layer]}`, head === null ? "all heads" : `head ${head}`];
   const sums = shown().map((policy) => make("div", {}, `${policy.policy}: ${sumOf(policy, layer, head)}`));
@@ -102,7 +104,7 @@ function showPolicies() {
     bar.style.setProperty("--part", part);
     const kept = ` of the KV cache kept: ${whole(policy.entries.kept)} of ${whole(policy.entries.of)} entries`;
     const memory = `memory ${sizes(policy.bytes.before, policy.bytes.after)}`;
-    const budget = policy.budget <= 1 ? `${percent(policy.budget)} of the prompt` : `${whole(policy.budget)} tokens per head`;
+    const budget = policy.budget <= 1 ? `${percent(policy.budget)} of ${data.turns.length ? "each turn" : "the prompt"}` : `${whole(policy.budget)} tokens per head`;
     const share = make("span", {}, make("b", { className: "kept" }, percent(part)), kept);
     const facts = make("p", { className: "facts" }, share, make("span", {}, memory));
     const title = make("h2", {}, policyName(side), make("small", {}, `budget ${budget}`));
@@ -128,7 +130,9 @@ function showFrame() {
   document.title = `${data.policies.map(({ policy }) => policy).join(", ")}: what is kept of a prompt`;
   const heads = `${data.layers.length} layers of ${data.kv_heads} KV heads`;
   let about = `${data.model} · ${whole(tokens)} tokens · ${heads}`;
-  if (data.evicted_tokens < tokens) {
+  if (data.turns.length) {
+    about += ` · evicted turn by turn, the last time after ${whole(data.evicted_tokens)} tokens`;
+  } else if (data.evicted_tokens < tokens) {
     about += ` · evicted after ${whole(data.evicted_tokens)} tokens; all later tokens are kept`;
   }
   document.getElementById("about").textContent = about;
@@ -166,6 +170,7 @@ function listenToPage() {
 }
 
 showFrame();
+showBranch();
 await open(state.sides);
 listenToPage();
 // Two frames later the first shades are on the screen; tests read this.

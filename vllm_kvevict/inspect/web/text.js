@@ -124,7 +124,8 @@ function tokenSpans(start, stop) {
     const more = [];
     if (special.has(token)) more.push("special");
     if (text.startsWith("\n")) more.push("newline");
-    if (token === data.evicted_tokens) more.push("edge");
+    if (edges.has(token)) more.push("edge");
+    if (token === branchesAt) more.push("branch");
     if (more.length) span.dataset.more = more.join(" ");
     spans.push(span);
   }

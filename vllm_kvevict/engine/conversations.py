@@ -1,0 +1,99 @@
+"""What ``inspect`` reads: a text, or a chat as a server makes a prompt of it, and where its turns end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.renderers.params import ChatParams
+
+from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.frontend import media
+from vllm_kvevict.engine.frontend.boundaries import find_turns
+from vllm_kvevict.engine.frontend.chat import ANSWERING, CHAT, REFUSALS
+from vllm_kvevict.engine.frontend.requests import passed_on_fields
+from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.inspect.chats import Chat
+from vllm_kvevict.inspect.data import Prompt
+from vllm_kvevict.inspect.text import tokenize
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt.
+
+    Attributes:
+        turns: numbers of tokens after which it may be evicted, where that is done turn by turn.
+        rendered: of a chat, the prompt as vLLM has rendered it.
+    """
+
+    prompt: Prompt
+    turns: tuple[int, ...] = ()
+    rendered: Any = None
+
+    def fields(self, llm: LLM, fields: dict[str, Any]) -> dict[str, Any]:
+        """What a request says to have it evicted as a server would, beside its policy and budget.
+
+        Raises:
+            VLLMValidationError: one sentence naming the field.
+        """
+        if self.turns:
+            fields = fields | {TURNS: list(self.turns)}
+        if self.rendered is None:
+            return fields
+        params = SamplingParams(extra_args=fields)
+        return passed_on_fields(llm.llm_engine.vllm_config, llm.renderer, self.rendered, params) or fields
+
+
+def reading_of_text(llm: LLM, text: str, turns: Sequence[int]) -> Reading:
+    """Raises ValueError, as below."""
+    prompt = tokenize(llm.get_tokenizer(), text)
+    if not prompt.ids:
+        raise ValueError("the prompt has no tokens")
+    if turns:
+        _check_last(llm, turns[-1])
+    return Reading(prompt, tuple(turns))
+
+
+def reading_of_chat(llm: LLM, chat: Chat) -> Reading:
+    """A chat, whose turns end where a server finds that they do in scope ``turns``.
+
+    Raises:
+        ValueError: the chat has no turn that would be evicted, or cannot be shown; one sentence.
+    """
+    try:
+        rendered = _rendered(llm, chat)
+    except REFUSALS as error:
+        raise ValueError(f"the chat cannot be rendered: {error}") from error
+    if "prompt" not in rendered or media.has_media(rendered):
+        raise ValueError(
+            "only chats that are rendered as text can be shown: images and some models' own formats are not"
+        )
+    prompt = tokenize(llm.get_tokenizer(), rendered["prompt"], with_special=False)
+    if prompt.ids != list(rendered["prompt_token_ids"]):
+        raise ValueError("the chat's tokens are not those of its text, so they cannot be shown")
+    turns = find_turns(rendered[CHAT], rendered)
+    if not turns:
+        raise ValueError(
+            "no turn of the chat ends: instructions, or an answer, have to come before its last message"
+        )
+    _check_last(llm, turns[-1])
+    return Reading(prompt, tuple(turns), rendered)
+
+
+def _rendered(llm: LLM, chat: Chat) -> Any:
+    """As ``LLM.chat`` would; the frontend notes in it what it was rendered from."""
+    arguments = {**chat.template_arguments, **ANSWERING, "tools": chat.tools, "tokenize": False}
+    tok_params = llm.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+    params = ChatParams(chat_template_kwargs=arguments)
+    _, (rendered,) = llm.renderer.render_chat([list(chat.messages)], params, tok_params)
+    return rendered
+
+
+def _check_last(llm: LLM, end: int) -> None:
+    least = require_options(llm.llm_engine.vllm_config).least_turn
+    if end < least:
+        raise ValueError(
+            f"the turns have {end} tokens in all, and turns of fewer than {least} are evicted with the next one: lower "
+            "--kv-eviction-config.min_turn"
+        )
