@@ -69,6 +69,16 @@ def test_a_layer_that_a_policy_leaves_alone_keeps_all_turns(models):
     assert first == [LENGTH, LENGTH] and all(max(layer) < LENGTH for layer in others)
 
 
+def test_what_was_cached_is_seen_all_the_same(models):
+    """Who begins with what others have left is not evicted again."""
+    with evicting_engine(models("llama"), eviction={"min_turn": 32}, enable_prefix_caching=True) as llm:
+        first, again = (page_of(llm, ["ada-snapkv"], turns=(96, 200)) for _ in range(2))
+        assert first == again
+        # The control: of two requests without a look in between, the second is evicted nowhere.
+        ask = Ask(LENGTH, "snapkv", BUDGET, turns=(96, 200), max_tokens=2)
+        assert [len(answer.kept) for answer in (*run(llm, [ask]), *run(llm, [ask]))] == [2, 0]
+
+
 def test_a_prompt_without_room_for_an_answer_is_refused(models):
     with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
         shown = page_of(llm, ["snapkv"])["policies"][0]
