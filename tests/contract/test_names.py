@@ -66,6 +66,7 @@ NAMES = {
     "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
     "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
     "vllm.renderers.online_renderer:OnlineRenderer": "chats of gpt-oss models are refused under scope=prefix",
+    "vllm.renderers.params:ChatParams": "inspect --chat cannot render chats",
     "vllm.renderers.params:TokenizeParams": "what a model is asked when it repeats a prefix has no tokens",
     "vllm.v1.core.block_pool:BlockPool": "blocks cannot be shared with layers that are not evicted",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "blocks cannot be shared with layers that are not evicted",
