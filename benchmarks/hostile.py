@@ -31,7 +31,8 @@ from benchmarks.harness.measure import RESULTS, Estimate, paired_ratio, record, 
 from benchmarks.harness.models import make_model
 from benchmarks.harness.options import add_start_patience, whole
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
-from benchmarks.harness.traffic import ENDPOINTS, random_words
+from benchmarks.harness.traffic import ENDPOINTS
+from benchmarks.harness.words import random_words
 
 SCRATCH = Path(__file__).parent / "out" / "hostile"
 HIDDEN, LAYERS, MAX_LEN, BLOCK = 64, 4, 1024, 32

@@ -1,8 +1,9 @@
 """Put a server with eviction under random load for a long time, and check that nothing is lost, leaks or hangs.
 
 Starts ``vllm serve`` with much less KV memory than the load needs. All policies, completions and chats, streamed or
-not, several answers, log-probabilities, repeated documents, clients that disconnect, bursts and malformed requests
-come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a requirement is missed.
+not, several answers, log-probabilities, repeated documents, conversations that branch, clients that disconnect, bursts
+and malformed requests come at random, and the prefix cache is emptied now and then. Ends with exit code 1 if a
+requirement is missed.
 
 With --updates, clients ask about documents and chat while the server's weights are changed and its caches are reset in
 all of vLLM's ways; nobody may be answered from KV that was read with earlier weights.
@@ -13,21 +14,20 @@ import asyncio
 import itertools
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 import httpx
-import psutil  # type: ignore[import-untyped]
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
 from benchmarks.harness.options import add_start_patience, positive, whole
 from benchmarks.harness.requirements import Requirement, SoakRun, tracebacks
+from benchmarks.harness.samples import Sample, baseline, growth, resident_memory
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.traffic import (
     BROKEN,
@@ -49,8 +49,9 @@ MAX_LEN, LONGEST_PROMPT = 512, 300
 FLAGS = (
     *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "64", "--kv-eviction-config.policies", "all"),
     *("--kv-eviction-config.min_prompt", "32", "--kv-eviction-config.decode_reserve", "16"),
+    *("--kv-eviction-config.min_turn", "16", "--enable-prompt-tokens-details"),
     *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
-    *("--block-size", "32", "--num-gpu-blocks-override", "24", "--dtype", "float32", "--enforce-eager"),
+    *("--block-size", str(BLOCK), "--num-gpu-blocks-override", "24", "--dtype", "float32", "--enforce-eager"),
 )  # fmt: skip
 """Memory for one and a half requests of MAX_LEN, and a reserve so small that decodes have to preempt each other."""
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -61,40 +62,8 @@ CONCURRENCY, BURST, BURST_EVERY = 32, 96, 500
 """Requests in flight; every BURST_EVERY-th and the BURST - 1 after it are sent at once, on top of these."""
 SAMPLE_SECONDS = 2.0
 IDLE_PATIENCE = 60.0
-GROWTH = 0.02
+GROWTH, FOUND = 0.02, 0.1
 KEPT_SAMPLES, KEPT_FAILURES = 60, 20
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What was seen at one moment.
-
-    Attributes:
-        seconds: since the load began.
-        answered: requests that are over.
-        rss_mib: resident memory by process; what processes share counts in each.
-        pages, entries: held over all ranks by requests.
-        cached: pages held by cached prefixes.
-        running, waiting: requests.
-        preemptions: since the server started.
-        prefix_hits: prompt tokens that were found in the prefix cache since then.
-    """
-
-    seconds: float
-    answered: int
-    rss_mib: dict[str, float]
-    pages: int
-    entries: int
-    running: int
-    waiting: int
-    preemptions: int
-    cached: int = 0
-    prefix_hits: int = 0
-
-    @property
-    def rss(self) -> float:
-        """MiB over all processes."""
-        return sum(self.rss_mib.values())
 
 
 class Soak(SoakRun):
@@ -104,6 +73,7 @@ class Soak(SoakRun):
         super().__init__(arguments, FLAGS)
         self.policies = list(available())
         self.samples: list[Sample] = []
+        self.later_turns, self.found_turns = 0, 0
         self.missed_samples = 0
 
     async def run(self) -> None:
@@ -179,7 +149,7 @@ class Soak(SoakRun):
 
         async def one(ask: Ask, waits: bool) -> None:
             try:
-                self._note(ask, await send(client, ask))
+                self._note(ask, traffic.hear(ask, await send(client, ask)))
             finally:
                 if waits:
                     slots.release()
@@ -212,6 +182,9 @@ class Soak(SoakRun):
     def _note(self, ask: Ask, outcome: Outcome) -> None:
         self.tally[ask.kind, outcome.result] += 1
         self.server_errors += outcome.status is not None and outcome.status >= 500
+        if ask.turn is not None and ask.turn.is_later and outcome.answer is not None:
+            self.later_turns += 1
+            self.found_turns += ask.turn.is_found(outcome.answer.cached)
         if outcome.result not in (EXPECTED, LEFT) and len(self.failures) < KEPT_FAILURES:
             body = ask.content.decode(errors="replace")
             self.failures.append(
@@ -266,14 +239,22 @@ class Soak(SoakRun):
             Requirement(
                 "growth of the resident memory after a third of the load", growth(self.samples), GROWTH
             ),
+            Requirement(
+                "share of later turns that begin with earlier ones", self.found_share, FOUND, at_most=False
+            ),
         ]
+
+    @property
+    def found_share(self) -> float:
+        """Of the later turns of conversations, how many began with what eviction had left of earlier ones."""
+        return self.found_turns / max(1, self.later_turns)
 
     def table(self, seconds: float) -> Table:
         """Tally, extremes and requirements."""
         table = Table(title=f"{self.answered} requests in {seconds:.0f} s, {self.answered / seconds:.1f}/s")
         table.add_column("")
         table.add_column("", justify="right")
-        table.add_column("at most", justify="right")
+        table.add_column("bound", justify="right")
         for (kind, result), times in sorted(self.tally.items()):
             table.add_row(f"{kind}: {result}", str(times), "")
         table.add_section()
@@ -281,8 +262,8 @@ class Soak(SoakRun):
             table.add_row(name, f"{value:g}", "")
         table.add_section()
         for of in self.requirements:
-            style = None if of.met else "bold red"
-            table.add_row(of.name, f"{of.value:.3g}", f"{of.bound:g}", style=style)
+            bound = f"{'at most' if of.at_most else 'at least'} {of.bound:g}"
+            table.add_row(of.name, f"{of.value:.3g}", bound, style=None if of.met else "bold red")
         return table
 
     def extremes(self) -> dict[str, float]:
@@ -292,6 +273,8 @@ class Soak(SoakRun):
         return {
             **{f"most {name}": value for name, value in most.items()},
             "preemptions": self.samples[-1].preemptions,
+            "later turns of conversations": self.later_turns,
+            "later turns that began with earlier ones": self.found_turns,
             "prompt tokens found in the prefix cache": self.samples[-1].prefix_hits,
             "looks at /metrics that failed": self.missed_samples,
             "MiB resident after a third": round(baseline(self.samples), 1),
@@ -317,34 +300,6 @@ class Soak(SoakRun):
         folder = RESULTS if self.arguments.name is None else SCRATCH
         path = save(self.arguments.name or "soak", record("soak", results), folder)
         self.console.print(f"written to {path}")
-
-
-def resident_memory() -> dict[str, float]:
-    """MiB of each kind of process that this one has started."""
-    found: Counter[str] = Counter()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            found[process.name()] += process.memory_info().rss / 2**20
-        except psutil.Error:  # it has ended
-            continue
-    return dict(found)
-
-
-def baseline(samples: Sequence[Sample]) -> float:
-    """MiB resident after the warm-up, the first third of the load: the median of the sixth that follows."""
-    return median(sample.rss for sample in _part(samples, 2, 3))
-
-
-def growth(samples: Sequence[Sample]) -> float:
-    """Growth of the resident memory from the sixth after the warm-up to the last sixth, as a share."""
-    return median(sample.rss for sample in _part(samples, 5, 6)) / baseline(samples) - 1
-
-
-def _part(samples: Sequence[Sample], first: int, end: int) -> Sequence[Sample]:
-    """The samples between two sixths of the time, or the one next to them."""
-    last = samples[-1].seconds
-    found = [sample for sample in samples if first * last <= 6 * sample.seconds <= end * last]
-    return found or [min(samples, key=lambda sample: abs(6 * sample.seconds - end * last))]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,21 +1,28 @@
-"""Random requests for the soak: valid ones of every kind, malformed ones, and clients that go away."""
+"""Random requests for the soak: valid ones of every kind, turns of conversations, malformed ones, and clients that
+go away."""
 
 import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+
+from benchmarks.harness.conversations import SALTS, Conversations, Turn
+from benchmarks.harness.words import random_words
+from vllm_kvevict.policies.registry import policies_for_parts
 
 DEADLINE = 180.0
 """Seconds after which a request counts as hanging."""
 BUDGETS = (0.05, 0.1, 0.2, 0.5, 1.0, 96, 128, 300)
 """Every policy's defaults allow these."""
 LONGEST_ANSWER = 100
-DOCUMENTS, SALTS = 6, (None, "one", "other")
-"""Texts that many requests begin with, and values of ``cache_salt``; each pair is cached on its own."""
+KINDS, LEAVING = {"valid": 62, "turn": 20, "malformed": 15, "probe": 3}, 0.15
+"""Requests in a hundred; and the share of clients of the first two that go away."""
+DOCUMENTS = 6
+"""Texts that many requests begin with; each is cached on its own for each of ``SALTS``."""
 EXPECTED, LEFT, HUNG, WRONG, BROKEN = "as expected", "left by the client", "hung", "wrong", "broken off"
 """What becomes of a request: answered or refused as it should be, or one of the other four."""
 
@@ -25,6 +32,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_eviction": ("nope", "", 7, ["snapkv"]),
     "kv_budget": (0, -0.5, 2.5, "much", "nan", float("nan"), float("inf"), None, [0.2], {}),
     "kv_prefix_len": (0, -1, 2.5, "ten", 10**6, [10]),
+    "kv_turns": ([], [0], [3, 3], [5, 4], [2.5], ["ten"], [10**6], 4, "ten"),
     **{unknown: (0.2,) for unknown in ("kv_budgets", "kv_page_size", "kv_")},
 }
 """Entries of ``vllm_xargs``, each of which must be refused in a sentence that names the field."""
@@ -55,6 +63,7 @@ class Ask:
         refusal: a word that its refusal must contain; None for requests that are to be answered.
         leave: after how many events of a stream, or seconds without one, the client goes away; None: never.
         stream: whether the answer comes in events.
+        turn: of a conversation, that it asks for the answer to.
     """
 
     kind: str
@@ -66,6 +75,7 @@ class Ask:
     refusal: str | None = None
     leave: float | None = None
     stream: bool = False
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Traffic:
 
     Args:
         model: its name.
-        seed: the same seed makes the same series.
+        seed: the same seed makes the same series, but for conversations, which go on with what is answered.
         longest: words of the longest prompt.
         max_len: tokens that the server takes at most.
         probes: by policy, bodies of completions with their answers, some of which are asked again between the others;
@@ -123,6 +133,8 @@ class Traffic:
     ):
         self.model, self.longest, self.max_len, self.probes = model, longest, max_len, probes
         self._choose = random.Random(seed)
+        by_turns = [policy for policy in policies_for_parts() if policy in probes and policy != "full"]
+        self._conversations = Conversations(seed, longest, list(probes), by_turns)
         self._documents = [
             random_words(random.Random(number), max(1, longest * (number + 2) // (DOCUMENTS + 2)))
             for number in range(DOCUMENTS)
@@ -130,13 +142,21 @@ class Traffic:
 
     def next(self) -> Ask:
         """The next request."""
-        kind = self._choose.choices(("valid", "leaving", "malformed", "probe"), (70, 12, 15, 3))[0]
+        kind = self._choose.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "probe":
             body, text = self._choose.choice(list(self.probes.values()))
             return Ask("probe", ENDPOINTS["completions"], _json(body), tokens=body["max_tokens"], text=text)
         if kind == "malformed":
             return self._malformed()
-        return self._valid(leaving=kind == "leaving")
+        leaving = self._choose.random() < LEAVING
+        return self._turn(leaving) if kind == "turn" else self._valid(leaving)
+
+    def hear(self, ask: Ask, outcome: "Outcome") -> "Outcome":
+        """What became of a request. Conversations go on with the answer, which must be the same for the same turn."""
+        if ask.turn is None or outcome.result != EXPECTED or outcome.answer is None:
+            return outcome
+        before, now = self._conversations.hear(ask.turn, outcome.answer.text), outcome.answer.text
+        return outcome if now == before else replace(outcome, result=WRONG, details=_changed(before, now))
 
     def _valid(self, leaving: bool) -> Ask:
         choose = self._choose
@@ -161,13 +181,37 @@ class Traffic:
         if choose.random() < 0.03 and not stream:
             body["prompt_logprobs"] = 1
         choices = body.get("n", 1)
-        leave = None
-        if leaving:
-            leave = choose.choice((0, 1, 3, 10)) if stream else choose.choice((0.0, 0.02, 0.1, 0.5))
+        leave = self._when_to_leave(stream) if leaving else None
         kind = f"{endpoint}{', streamed' if stream else ''}{', left' if leaving else ''}"
         return Ask(
             kind, ENDPOINTS[endpoint], _json(body), choices, choices * tokens, leave=leave, stream=stream
         )
+
+    def _turn(self, leaving: bool) -> Ask:
+        """The turn of a conversation, always answered in the same way: what it begins with makes no difference."""
+        choose, question = self._choose, self._conversations.next()
+        stream, choices = choose.random() < 0.5, 1
+        body = self._settings(question.tokens, stream) | question.prompt
+        body["vllm_xargs"] = question.fields
+        if question.salt:
+            body["cache_salt"] = question.salt
+        if choose.random() < 0.15:
+            choices = choose.randint(2, 4)
+            body |= {"n": choices, "temperature": 1.0, "top_k": 1}
+        leave = self._when_to_leave(stream) if leaving else None
+        return Ask(
+            f"conversation, {question.how}{', left' if leaving else ''}",
+            ENDPOINTS[question.endpoint],
+            _json(body),
+            choices,
+            choices * question.tokens,
+            leave=leave,
+            stream=stream,
+            turn=question.turn,
+        )
+
+    def _when_to_leave(self, stream: bool) -> float:
+        return self._choose.choice((0, 1, 3, 10) if stream else (0.0, 0.02, 0.1, 0.5))
 
     def _about_a_document(self, endpoint: str) -> tuple[dict[str, Any], int]:
         """A prompt that begins as others do, and how many of its tokens may be evicted; many find them cached."""
@@ -202,10 +246,19 @@ class Traffic:
         return Ask("malformed", ENDPOINTS[endpoint], _json(body)[:cut], refusal=word)
 
     def _body(self, endpoint: str, length: int, tokens: int, stream: bool) -> dict[str, Any]:
-        body = {"model": self.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        prompt = self._prompt(endpoint, random_words(self._choose, length))
+        return self._settings(tokens, stream) | prompt
+
+    def _settings(self, tokens: int, stream: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | self._prompt(endpoint, random_words(self._choose, length))
+        return body
 
     def _prompt(self, endpoint: str, text: str) -> dict[str, Any]:
         if endpoint == "completions":
@@ -215,11 +268,6 @@ class Traffic:
     def _random_length(self, most: int) -> int:
         """Between 1 and most; each order of magnitude is equally likely."""
         return max(1, int(most ** self._choose.random()))
-
-
-def random_words(choose: random.Random, length: int) -> str:
-    """A text of so many words, each of which is at least one token of any tokenizer."""
-    return " ".join(f"w{choose.randrange(8, 500)}" for _ in range(length))
 
 
 async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
@@ -322,8 +370,12 @@ def _complete(ask: Ask, answer: Answer) -> Outcome:
         wanted = f"{ask.choices} answers with {ask.tokens} tokens"
         return Outcome(WRONG, 200, f"{wanted} were asked for, {ends} with {tokens} came", answer)
     if ask.text is not None and answer.text != ask.text:
-        return Outcome(WRONG, 200, f"{ask.text!r} was answered before, {answer.text!r} now", answer)
+        return Outcome(WRONG, 200, _changed(ask.text, answer.text), answer)
     return Outcome(EXPECTED, 200, answer=answer)
+
+
+def _changed(before: str, now: str) -> str:
+    return f"{before!r} was answered before, {now!r} now"
 
 
 def _json(body: Any) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome, random_words
+from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome
+from benchmarks.harness.words import random_words
 
 BLOCK = 32
 """Tokens of a block of uncompressed KV. No document has a multiple of it, so that hits tell which cache they are of."""

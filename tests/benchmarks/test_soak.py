@@ -4,27 +4,33 @@ import asyncio
 import io
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from rich.console import Console
 
-from benchmarks.harness import traffic
-from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Ask, Outcome, Traffic, send
-from benchmarks.soak import (
-    BURST,
-    Requirement,
-    Sample,
-    Soak,
-    baseline,
-    growth,
-    parse_arguments,
-    tracebacks,
+from benchmarks.harness import conversations, traffic
+from benchmarks.harness.conversations import BLOCK, GOES_ON, WEIGHTS, Turn
+from benchmarks.harness.requirements import Requirement, tracebacks
+from benchmarks.harness.samples import Sample, baseline, growth
+from benchmarks.harness.traffic import (
+    BROKEN,
+    EXPECTED,
+    HUNG,
+    LEFT,
+    WRONG,
+    Answer,
+    Ask,
+    Outcome,
+    Traffic,
+    send,
 )
+from benchmarks.soak import BURST, MAX_LEN, Soak, parse_arguments
 from tests.engine.support.serving import command
 from vllm_kvevict.policies import available
+from vllm_kvevict.policies.registry import policies_for_parts
 
 LONGEST = 50
 # Without one policy, as under pipeline parallelism: no request may name it.
@@ -46,17 +52,25 @@ def test_the_same_seed_makes_the_same_requests():
 
 
 def test_all_kinds_come():
-    kinds = {ask.kind for ask in asks(2000)}
+    kinds = {ask.kind for ask in asks(4000)}
     answers = {
         f"{e}{s}{left}" for e in traffic.ENDPOINTS for s in ("", ", streamed") for left in ("", ", left")
     }
-    assert kinds == answers | {"malformed", "probe"}
+    # Nothing is answered here, so that no conversation goes on.
+    turns = {f"conversation, {how}" for how in WEIGHTS if how != GOES_ON}
+    kinds_of_turns = {kind for kind in kinds if kind.startswith("conversation")}
+    assert {kind.removesuffix(", left") for kind in kinds_of_turns} == turns
+    assert any(kind.endswith(", left") for kind in kinds_of_turns)
+    assert kinds - kinds_of_turns == answers | {"malformed", "probe"}
+
+
+def is_alone(ask: Ask) -> bool:
+    """Whether it is to be answered, and is neither a probe nor the turn of a conversation."""
+    return ask.kind not in ("malformed", "probe") and not ask.kind.startswith("conversation")
 
 
 def test_valid_requests_are_valid():
-    bodies = [
-        (ask, json.loads(ask.content)) for ask in asks(2000) if ask.refusal is None and ask.text is None
-    ]
+    bodies = [(ask, json.loads(ask.content)) for ask in asks(2000) if is_alone(ask)]
     assert {body["vllm_xargs"]["kv_eviction"] for _, body in bodies if "vllm_xargs" in body} == set(PROBES)
     assert any("n" in body for _, body in bodies) and any("seed" in body for _, body in bodies)
     for ask, body in bodies:
@@ -71,12 +85,12 @@ def test_valid_requests_are_valid():
 def test_documents_are_asked_again_by_users_with_and_without_a_salt():
     times = Counter()
     for ask in asks(2000):
-        body = json.loads(ask.content) if ask.refusal is None else {}
+        body = json.loads(ask.content) if is_alone(ask) else {}
         if words := body.get("vllm_xargs", {}).get("kv_prefix_len"):
             text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
             times[body.get("cache_salt"), " ".join(text.split()[:words])] += 1
     again = {key: count for key, count in times.items() if count > 10}
-    assert {salt for salt, _ in again} == set(traffic.SALTS)
+    assert {salt for salt, _ in again} == set(conversations.SALTS)
     assert len({document for _, document in again}) >= traffic.DOCUMENTS
 
 
@@ -91,6 +105,86 @@ def test_malformed_requests_say_what_their_refusal_must_name():
         except ValueError:
             broken += 1
     assert broken
+
+
+# Conversations.
+
+FIRST = Turn(("w1 w2 w3 w4", "w5 w6"), 3)
+LATER = Turn((*FIRST.said, "w7", "w8"), 3)
+
+
+def test_turns_end_where_answers_do():
+    assert FIRST.ends == [4] and LATER.ends == [4, 7] and LATER.is_later and not FIRST.is_later
+    assert LATER.prompt("completions") == {"prompt": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    messages = LATER.prompt("chat")["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert [message["content"] for message in messages] == [*LATER.said]
+
+
+def test_only_chains_of_several_turns_are_found():
+    """One turn may be found as a single prefix is, and whole blocks as uncompressed ones are."""
+    found = [cached for cached in range(9) if LATER.is_found(cached)]
+    assert found == [7]
+    block = Turn(("w1 w2 w3 w4", "w " * (BLOCK - 5), "w7", "w8"), 3)
+    assert block.ends == [4, BLOCK] and not block.is_found(BLOCK)
+
+
+def answered_asks(count: int, longest: int = 300) -> list[Ask]:
+    """What clients ask who hear answers at once, and what they ask while those of every fifth are on the way."""
+    requests = Traffic("m", 0, longest, MAX_LEN, PROBES)
+    found = []
+    for number in range(count):
+        found.append(ask := requests.next())
+        if number % 5:
+            text = f" w{number % 400 + 9}" * (ask.tokens // ask.choices)
+            requests.hear(ask, Outcome(EXPECTED, 200, answer=Answer([], ask.tokens, text)))
+    return found
+
+
+def test_conversations_go_on_and_branch():
+    asked = [ask for ask in answered_asks(4000) if ask.kind.startswith("conversation")]
+    assert {ask.kind.removesuffix(", left") for ask in asked} == {f"conversation, {how}" for how in WEIGHTS}
+    assert max(len(ask.turn.said) for ask in asked if ask.turn) > 6
+    assert any(ask.choices > 1 for ask in asked) and any(ask.stream for ask in asked)
+    fields_of, salts, next_questions = {}, defaultdict(set), defaultdict(set)
+    for ask in asked:
+        if (turn := ask.turn) is None:
+            continue
+        body = json.loads(ask.content)
+        fields = body["vllm_xargs"]
+        # A turn is asked again, by others too, but never in another way.
+        assert fields_of.setdefault(turn, fields) == fields and fields["kv_turns"] == turn.ends
+        salts[turn].add(body.get("cache_salt"))
+        next_questions[turn.said[:-1]].add(turn.said[-1])
+        if GOES_ON in ask.kind:
+            assert turn.said[:-2] in {before.said for before in fields_of}
+    assert any(len(of_turn) > 1 for of_turn in salts.values())
+    assert any(len(said) > 3 and len(questions) > 1 for said, questions in next_questions.items())
+    policies = {fields["kv_eviction"] for fields in fields_of.values()}
+    assert policies == set(policies_for_parts()) - {"full", "tova"}
+
+
+def test_turns_fit():
+    for ask in answered_asks(3000):
+        if ask.turn is not None:
+            words = sum(len(text.split()) for text in ask.turn.said)
+            assert words <= 300 and words + ask.turn.tokens + len(ask.turn.said) < MAX_LEN
+            assert ask.turn.ends == sorted(set(ask.turn.ends)) and ask.turn.ends[-1] < words
+            assert ask.tokens == ask.choices * ask.turn.tokens
+
+
+def test_the_same_turn_must_be_answered_in_the_same_way():
+    requests = Traffic("m", 0, LONGEST, 512, PROBES)
+    turn = Ask("conversation", "/v1/completions", b"", tokens=3, turn=LATER)
+
+    def hear(ask: Ask, text: str, result: str = EXPECTED) -> str:
+        return requests.hear(ask, Outcome(result, 200, answer=Answer(["length"], 3, text))).result
+
+    assert hear(turn, " w2", WRONG) == WRONG  # and is not what others must be answered
+    assert hear(turn, " w1") == hear(turn, " w1") == EXPECTED
+    assert hear(turn, " w2") == WRONG
+    assert hear(ASK, " w1") == hear(ASK, " w2") == EXPECTED
+    assert requests.hear(turn, Outcome(LEFT)).result == LEFT
 
 
 # Answers.
@@ -208,16 +302,22 @@ def verdict(seen: list[Sample], *outcomes: tuple[Ask, Outcome], changed=0, trace
     return soak
 
 
-GOOD = [(ASK, Outcome(EXPECTED, 200)), (BAD, Outcome(EXPECTED, 400)), (STREAM, Outcome(LEFT))]
+def turn_of(turn: Turn, cached: int) -> tuple[Ask, Outcome]:
+    ask = Ask("conversation, goes on", "/v1/completions", b"{}", tokens=3, turn=turn)
+    return ask, Outcome(EXPECTED, 200, answer=Answer(["length"], 3, " w1", cached))
+
+
+FOUND = turn_of(LATER, cached=7)
+GOOD = [(ASK, Outcome(EXPECTED, 200)), (BAD, Outcome(EXPECTED, 400)), (STREAM, Outcome(LEFT)), FOUND]
 
 
 def test_a_good_run_passes():
     soak = verdict(samples(100, 100), *GOOD)
-    assert soak.passed and soak.answered == 3 and not soak.failures
+    assert soak.passed and soak.answered == 4 and not soak.failures
     console = Console(file=io.StringIO(), width=110)
     console.print(soak.table(2.0))
     text = console.file.getvalue()
-    assert "3 requests in 2 s, 1.5/s" in text and "chat: as expected" in text and "preemptions" in text
+    assert "4 requests in 2 s, 2.0/s" in text and "chat: as expected" in text and "preemptions" in text
 
 
 @pytest.mark.parametrize(
@@ -246,6 +346,17 @@ def test_each_requirement_can_fail(change, missed):
     assert not soak.passed
     assert {requirement.name for requirement in soak.requirements if not requirement.met} == missed
     assert len(soak.failures) == len(outcomes) - len(GOOD)
+
+
+def test_conversations_must_be_found():
+    """First turns do not count, and what is found otherwise is no chain."""
+    first = turn_of(FIRST, cached=4)
+    others = [turn_of(LATER, cached) for cached in (0, 4, 6)]
+    assert verdict(samples(100), *GOOD, *[first] * 99).passed
+    assert verdict(samples(100), *GOOD, *others * 3).passed
+    for outcomes in (GOOD[:-1], [*GOOD[:-1], first, *others], [*GOOD, *others * 4]):
+        (missed,) = [one for one in verdict(samples(100), *outcomes).requirements if not one.met]
+        assert missed.name == "share of later turns that begin with earlier ones"
 
 
 def test_nothing_measured_is_no_success():
