@@ -7,7 +7,6 @@ that each turn is compressed once.
 
 import argparse
 import asyncio
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,118 +21,13 @@ from rich.table import Table
 
 from benchmarks.harness import command
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, TURNS, Scenario
 from benchmarks.harness.documents import Answer, ask, http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model, show_targets, token_bytes
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
-from benchmarks.harness.sides import FIRST_WORD, VOCAB
-
-FULL, EVICTING = "full", "ada-snapkv"
-SIDES = (STOCK, FULL, EVICTING)
-TURNS = " by turns"
-CHEAP, REPEATING = EVICTING + TURNS, "kvzip" + TURNS
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A load and the memory it runs in.
-
-    Attributes:
-        about: shown in help and results.
-        chats: how many.
-        turns: of each.
-        turn_len, answer_len: tokens of the user's words and of the answer in each turn.
-        system_len: tokens of each chat's own system text and tools.
-        in_turns: whether all chats have their first turn before any has its second.
-        pool: how many whole chats the KV memory holds.
-        at_once: whether all chats ask their last question together, with all that was said before it; else they are led
-            from the first turn on, one after the other.
-        budget: share of a prompt that is kept where it is evicted.
-        sides: that run.
-        rounds: how often every side runs.
-        dtype: in which the servers compute and keep the KV.
-    """
-
-    about: str
-    chats: int
-    turns: int
-    turn_len: int
-    answer_len: int
-    pool: int
-    system_len: int = 0
-    in_turns: bool = False
-    at_once: bool = False
-    budget: float = 0.2
-    sides: tuple[str, ...] = SIDES
-    rounds: int = 3
-    dtype: str = "bfloat16"
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of a whole chat."""
-        return self.system_len + self.turns * (self.turn_len + self.answer_len)
-
-    def kv_bytes(self) -> int:
-        """KV memory, with the one block that vLLM keeps for itself."""
-        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
-
-    def words(self, seed: int, chat: int) -> list[list[int]]:
-        """What the user says in each turn of a chat, at first with the system text; the same to all sides."""
-        choose = random.Random(f"{seed} {chat}")
-        lengths = [self.system_len + self.turn_len, *[self.turn_len] * (self.turns - 1)]
-        return [choose.choices(range(FIRST_WORD, VOCAB), k=length) for length in lengths]
-
-    def ends(self, turn: int) -> list[int]:
-        """Where the parts of the prompt of a turn end, which is 0 for the first: the system text, and each answer."""
-        each = self.turn_len + self.answer_len
-        return [end for end in range(self.system_len, self.system_len + turn * each + 1, each) if end]
-
-    @property
-    def known_len(self) -> int:
-        """Tokens of all prompts that their chats have sent or received before."""
-        each = self.turn_len + self.answer_len
-        return self.chats * sum(self.system_len + turn * each for turn in range(1, self.turns))
-
-    def history(self, seed: int, chat: int) -> list[int]:
-        """A chat up to its last question, with random words for answers."""
-        choose = random.Random(f"history {seed} {chat}")
-        count = self.max_len - self.answer_len
-        return choose.choices(range(FIRST_WORD, VOCAB), k=count)
-
-
-SCENARIOS = {
-    "turns": Scenario(
-        "two chats of eight turns, in memory for both whole",
-        chats=2,
-        turns=8,
-        turn_len=1024,
-        answer_len=64,
-        pool=3,
-    ),
-    "crowd": Scenario(
-        "twelve chats ask their last question at once, in memory for three whole",
-        chats=12,
-        turns=8,
-        turn_len=1024,
-        answer_len=64,
-        pool=3,
-        at_once=True,
-        sides=(STOCK, EVICTING),
-    ),
-    "agents": Scenario(
-        "16 chats of twelve turns behind 2k tokens of system text each, in memory for six whole",
-        chats=16,
-        turns=12,
-        turn_len=256,
-        answer_len=96,
-        pool=6,
-        system_len=2048,
-        in_turns=True,
-        budget=0.25,
-        sides=(STOCK, EVICTING, CHEAP, REPEATING),
-    ),
-}
+from benchmarks.harness.simulated_chats import found_shares
 
 
 @dataclass(frozen=True)
@@ -172,7 +66,10 @@ def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -
     elif side != STOCK:
         flags += ["--kv-eviction", side.removesuffix(TURNS), "--kv-budget", f"{scenario.budget:g}"]
     log = SCRATCH / f"chat-{name}-{side}.log"
-    return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
+    env = cpu_environment(threads, 1) | {
+        "VLLM_SERVER_DEV_MODE": "1"
+    }  # with which it offers to reset its cache
+    return Server(model(max(4096, scenario.max_len)), log, flags, env)
 
 
 class Chat:
@@ -203,12 +100,22 @@ async def lead(
 ) -> list[Answer]:
     """Lead all chats from their first turns to their last; the answers, chat after chat."""
     chats = [Chat(scenario, scenario.words(seed, chat), by_turns) for chat in range(scenario.chats)]
-    order = chats * scenario.turns
-    if not scenario.in_turns:
-        order.sort(key=chats.index)
-    for chat in order:
-        await chat.go_on(client, server)
+    for chat, _ in scenario.order():
+        await chats[chat].go_on(client, server)
     return [answer for chat in chats for answer in chat.answers]
+
+
+async def ask_last(
+    client: httpx.AsyncClient, server: Server, scenario: Scenario, seed: int, by_turns: bool = False
+) -> list[Answer]:
+    """Ask the last questions of all chats, of which nothing was sent before; the answers."""
+    ends = scenario.ends(scenario.turns - 1) if by_turns else []
+    fields = {"kv_turns": ends} if ends else None
+    histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
+    asked = [ask(client, server, prompt, None, scenario.answer_len, fields) for prompt in histories]
+    if scenario.at_once:
+        return list(await asyncio.gather(*asked))
+    return [await one for one in asked]
 
 
 async def watch(server: Server) -> int:
@@ -223,18 +130,15 @@ async def watch(server: Server) -> int:
 
 
 async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = False) -> Run:
-    """Send a load to one side and wait until it has come to rest; other seeds have other words."""
+    """Send a load to one side that has nothing cached, and wait until it rests; other seeds have other words."""
     before = await server.snapshot()
     # To read the metrics takes some of the machine: only where it is asked how many run.
     watching = asyncio.create_task(watch(server)) if scenario.at_once else None
-    started = time.perf_counter()
+    send = lead if scenario.is_led else ask_last
     async with http_client(server) as client:
-        if scenario.at_once:
-            histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
-            asked = [ask(client, server, prompt, None, scenario.answer_len) for prompt in histories]
-            answers = list(await asyncio.gather(*asked))
-        else:
-            answers = await lead(client, server, scenario, seed, by_turns)
+        (await client.post("/reset_prefix_cache")).raise_for_status()
+        started = time.perf_counter()
+        answers = await send(client, server, scenario, seed, by_turns)
     wall, most = time.perf_counter() - started, 0
     if watching is not None:
         watching.cancel()
@@ -283,6 +187,8 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
 
     if name == "agents":
         return agents_figures(scenario, rounds)
+    if name in ("agents-shared", "agents-cold"):
+        return []  # reported only
     if name == "crowd":
         return [Target("chats at once, over stock", ratio(lambda run: run.most_running, EVICTING), 2.0)]
 
@@ -327,21 +233,46 @@ def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
 
 
 def table(title: str, scenario: Scenario, rounds: Sequence[Round]) -> Table:
-    """Medians over the rounds."""
+    """Medians over the rounds; and what a cache alone could find."""
     result = Table(title=title)
-    for column in ("", "seconds", "first token, median s", "found", "preempted", "at once"):
+    for column in (
+        "",
+        "seconds",
+        "first token, median s",
+        "found",
+        "of what was said",
+        "preempted",
+        "at once",
+    ):
         result.add_column(column, justify="right" if column else "left")
+
+    def of_said(tokens: float) -> str:
+        return f"{tokens / scenario.known_len:.1%}" if scenario.known_len else "-"
+
     for side in scenario.sides:
         runs = [one[side] for one in rounds]
         result.add_row(
             side,
             f"{median(run.wall for run in runs):.1f}",
             f"{median(median(run.first_token) for run in runs):.3f}",
-            f"{median(run.cached for run in runs):.0f}",
+            f"{(cached := median(run.cached for run in runs)):.0f}",
+            of_said(cached),
             f"{median(run.preemptions for run in runs):.0f}",
             f"{median(run.most_running for run in runs):.0f}" if scenario.at_once else "-",
         )
+    result.add_section()
+    for cache, share in simulated(scenario).items():
+        tokens = share * scenario.known_len
+        result.add_row(
+            f"the cache alone could find, {cache}", "-", "-", f"{tokens:.0f}", of_said(tokens), "-", "-"
+        )
     return result
+
+
+def simulated(scenario: Scenario) -> dict[str, float]:
+    """What a cache alone could find, of chats that some side is told the turns of."""
+    is_told = any(side.endswith(TURNS) for side in scenario.sides)
+    return found_shares(scenario) if is_told and scenario.known_len else {}
 
 
 SIZES = {
@@ -369,6 +300,7 @@ def summary(name: str, scenario: Scenario, rounds: list[Round], console: Console
     return {
         "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
         "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
+        "cache_alone": simulated(scenario),
         "targets": show_targets(console, targets),
     }
 

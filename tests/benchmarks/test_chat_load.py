@@ -12,22 +12,19 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chat import (
-    CHEAP,
-    EVICTING,
-    FULL,
-    REPEATING,
-    SCENARIOS,
-    SIDES,
-    STOCK,
     Run,
+    ask_last,
     figures,
     later_wait,
     lead,
     make_server,
     parse_arguments,
+    simulated,
+    summary,
     table,
 )
-from benchmarks.harness.scenarios import token_bytes
+from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, SIDES
+from benchmarks.harness.scenarios import STOCK, token_bytes
 
 
 def test_chats_share_nothing_and_sides_hear_the_same():
@@ -142,6 +139,51 @@ def test_chats_take_turns_and_tell_where_these_end():
     assert sent[2]["prompt"][:7] == sent[0]["prompt"] != sent[1]["prompt"]
     assert [answer.cached for answer in answers] == [6, 11, 16] * 2
     assert agents.known_len == 2 * (9 + 14)
+
+
+def test_chats_of_one_system_text():
+    shared = replace(SCENARIOS["agents-shared"], turn_len=3, system_len=4)
+    first, second = shared.words(7, 0), shared.words(7, 1)
+    assert first[0][:4] == second[0][:4] != shared.words(8, 0)[0][:4] and first[0][4:] != second[0][4:]
+    assert shared.beginning(0, 4) == shared.beginning(1, 4)
+    assert shared.beginning(0, 5) != shared.beginning(1, 5) and shared.beginning(0, 3) != shared.beginning(
+        0, 4
+    )
+
+
+def test_cold_chats_ask_one_after_the_other_and_tell_where_turns_end():
+    sent: list[dict] = []
+    cold = replace(SCENARIOS["agents-cold"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
+
+    async def chats(by_turns: bool):
+        async with client_of(sent) as client:
+            return await ask_last(client, SERVER, cold, 7, by_turns)
+
+    assert len(asyncio.run(chats(True))) == len(asyncio.run(chats(False))) == 2
+    assert [len(one["prompt"]) for one in sent] == [17] * 4 and sent[0]["prompt"] != sent[1]["prompt"]
+    assert [one.get("vllm_xargs") for one in sent] == [{"kv_turns": [4, 9, 14]}] * 2 + [None] * 2
+    assert not cold.is_led and cold.known_len == 0
+
+
+def test_what_a_cache_alone_could_find_stands_beside_what_was_found():
+    agents = SCENARIOS["agents"]
+    half = replace(run([1.0]), cached=agents.known_len // 2)
+    one = dict.fromkeys(agents.sides, half)
+    console = Console(file=io.StringIO(), width=150)
+    content = summary("agents", agents, [one], console)
+    assert content["cache_alone"] == simulated(agents)
+    assert content["cache_alone"].keys() == {STOCK, "chains", "chains and tails", "perfect"}
+    text = console.file.getvalue()
+    assert "the cache alone could find, chains and tails" in text
+    assert text.count("50.0%") == 4 and "99.2%" in text and "91.5%" in text
+
+
+@pytest.mark.parametrize("name", ["turns", "crowd", "agents-cold"])
+def test_nothing_is_simulated_where_no_turn_is_told_or_known(name):
+    scenario = SCENARIOS[name]
+    one = dict.fromkeys(scenario.sides, run([1.0] * scenario.chats * scenario.turns))
+    assert simulated(scenario) == {}
+    summary(name, scenario, [one], Console(file=io.StringIO()))
 
 
 def test_verdict_on_agents():
