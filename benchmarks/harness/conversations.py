@@ -156,10 +156,10 @@ class Conversations:
 
     def _go_on(self, conversation: Conversation) -> Question:
         answer = " ".join(self._answers[conversation.turn].split())
-        turn = self._turn((*conversation.turn.said, answer))
-        if sum(len(text.split()) for text in turn.said) > self._longest:
+        said = *conversation.turn.said, answer
+        if sum(len(text.split()) for text in said) + max(QUESTION) > self._longest:
             return self._begin(in_place_of=conversation)
-        conversation.turn = turn
+        conversation.turn = self._turn(said)
         return self._question(GOES_ON, conversation, conversation.salt)
 
     def _go_back(self, how: str, conversation: Conversation) -> Question:
