@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks.chat import (
     Run,
     ask_last,
+    drive,
     figures,
     later_wait,
     lead,
@@ -24,7 +25,9 @@ from benchmarks.chat import (
     table,
 )
 from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, SIDES
+from benchmarks.harness.load import page_bytes
 from benchmarks.harness.scenarios import STOCK, token_bytes
+from benchmarks.harness.server import Snapshot
 
 
 def test_chats_share_nothing_and_sides_hear_the_same():
@@ -87,6 +90,9 @@ def client_of(sent: list[dict]) -> httpx.AsyncClient:
     """A server that answers with the prompt's length and the tokens after it, and has cached one less."""
 
     def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/reset_prefix_cache":
+            sent.append({"reset": True})
+            return httpx.Response(200)
         sent.append(json.loads(request.content))
         count = len(sent[-1]["prompt"])
         events = [{"choices": [{"token_ids": [count + index]}]} for index in range(2)]
@@ -99,6 +105,26 @@ def client_of(sent: list[dict]) -> httpx.AsyncClient:
 
 
 SERVER = SimpleNamespace(model="m", log="log")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_run_begins_with_nothing_cached(name, monkeypatch):
+    """Else what earlier rounds have left would count as the KV of idle chats."""
+    sent: list[dict] = []
+
+    async def snapshot() -> Snapshot:
+        return Snapshot(cached_pages=3)
+
+    server = SimpleNamespace(model="m", log="log", snapshot=snapshot, check=lambda: None)
+    monkeypatch.setattr("benchmarks.chat.http_client", lambda server: client_of(sent))
+    monkeypatch.setattr("benchmarks.chat.SETTLE_SECONDS", 0)
+    small = replace(SCENARIOS[name], chats=2, turns=2, turn_len=3, answer_len=2, system_len=4)
+    one = asyncio.run(drive(server, small, 7, by_turns=True))
+    assert [message.get("reset") for message in sent] == [True] + [None] * len(one.first_token)
+    assert len(one.first_token) == (4 if small.is_led else 2)
+    assert one.held == 3 * page_bytes(small.dtype) and one.cached == sum(
+        len(message["prompt"]) - 1 for message in sent[1:]
+    )
 
 
 def test_each_turn_goes_on_with_its_own_answers():
