@@ -66,20 +66,29 @@ class Blocks:
 
 
 @dataclass(eq=False)
+class Nothing:
+    """What all chats begin with; see :class:`Part`."""
+
+    tokens: int = 0
+    kept: int = 0
+    children: int = 0
+
+
+@dataclass(eq=False)
 class Part:
     """What an eviction has left of a turn.
 
     Attributes:
         tokens: of the prompt, with all before it.
         kept: entries of each row, with those of the parts before.
-        parent: the part before; None of what all begin with, which has no tokens.
+        parent: the part before.
         columns: pages that it holds in each row.
         children: how many parts follow it.
     """
 
     tokens: int
     kept: int
-    parent: "Part | None"
+    parent: "Part | Nothing"
     columns: float
     children: int = 0
 
@@ -105,7 +114,7 @@ class Chains:
         self._scenario, self._has_tails, self._least = scenario, tails, least
         self._config = EvictionConfig(policy, keep_ratio=scenario.budget)
         self._columns = scenario.blocks * BLOCK / PAGE
-        self._nothing = Part(0, 0, None, 0.0)
+        self._nothing = Nothing()
         self._parts: OrderedDict[Hashable, Part] = OrderedDict()
         self._tails: OrderedDict[Hashable, Tail] = OrderedDict()
 
@@ -117,10 +126,10 @@ class Chains:
         if tail := self._tails.pop((chat, found), None):
             found += min(tail.tokens, self._most_used(found, missing, scenario.prompt_len(turn)))
         for end in missing:
-            self._make_room(_columns(part, end - part.tokens), part)
+            self._make_room(_columns(part, end - part.tokens))
             part = self._store(chat, end, part)
         left = scenario.prompt_len(turn) + scenario.answer_len - part.tokens
-        self._make_room(_columns(part, left), part)
+        self._make_room(_columns(part, left))
         if self._has_tails:
             # The last token of an answer is not stored.
             stored = _whole_pages(left - 1)
@@ -135,11 +144,11 @@ class Chains:
                 ends.append(end)
         return ends
 
-    def _find(self, chat: int, ends: list[int]) -> Part:
-        """The last part that is there of a prompt, which counts as used now, and those before it right after."""
+    def _find(self, chat: int, ends: list[int]) -> Part | Nothing:
+        """The last part that is there of a prompt, which counts as used now, as those before it do."""
         keys = [self._scenario.beginning(chat, end) for end in ends]
         known = list(takewhile(self._parts.__contains__, keys))
-        for key in reversed(known):
+        for key in known:
             self._parts.move_to_end(key)
         return self._parts[known[-1]] if known else self._nothing
 
@@ -150,38 +159,34 @@ class Chains:
         n = missing[0] - begins
         return _whole_pages(n - max(1, self._config.for_part(n, begins).window_for(n)))
 
-    def _store(self, chat: int, end: int, parent: Part) -> Part:
+    def _store(self, chat: int, end: int, parent: Part | Nothing) -> Part:
         kept = self._config.budget_for(end - parent.tokens)
         part = Part(end, parent.kept + kept, parent, _columns(parent, kept))
-        self._make_room(part.columns, parent)
+        self._make_room(part.columns)
         parent.children += 1
         self._parts[self._scenario.beginning(chat, end)] = part
         return part
 
-    def _make_room(self, columns: float, used: Part) -> None:
-        """Drop what goes first until a request that uses a part has room for so many columns."""
+    def _make_room(self, columns: float) -> None:
+        """Drop what goes first until a request has room for so many columns; what it uses was used last."""
         held = columns + sum(part.columns for part in self._parts.values())
         held += sum(tail.columns for tail in self._tails.values())
         while held > self._columns and self._tails:
             held -= self._tails.popitem(last=False)[1].columns
         while held > self._columns:
-            last = (key for key, part in self._parts.items() if not part.children and part is not used)
+            last = (key for key, part in self._parts.items() if not part.children)
             if (key := next(last, None)) is None:
                 return
-            held -= self._drop(key)
-
-    def _drop(self, key: Hashable) -> float:
-        part = self._parts.pop(key)
-        if part.parent is not None:
+            part = self._parts.pop(key)
             part.parent.children -= 1
-        return part.columns
+            held -= part.columns
 
 
 def _whole_pages(tokens: int) -> int:
     return max(0, tokens) // PAGE * PAGE
 
 
-def _columns(parent: Part, entries: int) -> float:
+def _columns(parent: Part | Nothing, entries: int) -> float:
     """Pages in each row of so many entries behind a part, of which the last page, and a copy of the part's, is its own.
 
     Rows compete, so that they end anywhere in a page: on average half of one is full.

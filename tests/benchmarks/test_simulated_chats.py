@@ -43,6 +43,12 @@ def test_blocks_of_chats_that_take_turns():
     assert found_shares(load)[STOCK] == 0.25
 
 
+def test_the_last_token_of_a_prompt_is_computed():
+    load = scenario(system_len=0, turn_len=2 * BLOCK, answer_len=BLOCK)
+    cache = Blocks(load)
+    assert [cache.ask(0, 0), cache.ask(0, 0), cache.ask(0, 1)] == [0, BLOCK, 2 * BLOCK]
+
+
 @pytest.mark.parametrize("pool", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -94,9 +100,9 @@ def test_one_chat():
 
 def test_the_window_is_read_again():
     """A turn of 323 tokens keeps 80, of which a quarter are its last ones. Of 322 that are stored a policy with a
-    window may use 303, nine pages, one without all ten."""
-    load = scenario(answer_len=67)
-    for policy, pages in (("ada-snapkv", 9), ("kvzip", 10)):
+    window may use 303, nine pages, one without all ten. A turn of 345 tokens keeps 86, and 324 may be used."""
+    for answer_len, policy, pages in ((67, "ada-snapkv", 9), (67, "kvzip", 10), (89, "ada-snapkv", 10)):
+        load = scenario(answer_len=answer_len)
         assert asked(Chains(load, tails=True, policy=policy), load)[0, 1] == 256 + 32 * pages
 
 
@@ -109,6 +115,33 @@ def test_tails_go_before_any_chain():
     assert found == {(0, 0): 0, (1, 0): 0, (0, 1): 256 + 288, (1, 1): 256}
     larger = replace(load, pool=2)
     assert asked(Chains(larger, tails=True), larger)[1, 1] == 256 + 288
+
+
+def test_the_oldest_tail_goes_first():
+    """Parts hold 3.5 of 32 pages, tails 10. The third chat reads its system text in 12.5, so that one tail goes, and
+    what it asks takes 11, which leaves half a page."""
+    load = scenario(chats=3, system_len=384)
+    assert load.blocks * BLOCK == 32 * 32
+    for chat, tail in ((1, 288), (0, 0)):
+        cache = Chains(load, tails=True)
+        assert [cache.ask(other, 0) for other in range(3)] == [0, 0, 0]
+        assert cache.ask(chat, 1) == 384 + tail
+
+
+def test_what_is_read_needs_room_until_it_is_evicted():
+    """A system text of 1,024 tokens takes 32.5 of 52 pages, and 8.5 afterwards: there is room for two others."""
+    three, four = scenario(chats=3, system_len=1024), scenario(chats=4, system_len=1024)
+    assert three.blocks * BLOCK == 52 * 32
+    assert set(asked(Chains(three), three).values()) == {0, 1024}
+    assert not any(asked(Chains(four), four).values())
+
+
+def test_what_was_used_stays():
+    """There is room for two parts of three, and the first one was used after the second."""
+    load = scenario(chats=3, budget=0.75)
+    cache = Chains(load)
+    assert [cache.ask(chat, 0) for chat in (0, 1, 0, 2)] == [0, 0, 256, 0]
+    assert [cache.ask(chat, 0) for chat in (0, 1)] == [256, 0]
 
 
 def test_chains_go_where_they_do_not_fit():
