@@ -25,7 +25,7 @@ from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS
 from benchmarks.harness.documents import Answer, ask, http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model, show_targets, token_bytes
+from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model, show_targets
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
 from benchmarks.harness.simulated_chats import found_shares
 
@@ -39,6 +39,7 @@ class Run:
         first_token: seconds until the first token of each request; chat after chat, turn after turn.
         cached: tokens found in the prefix cache, over all prompts.
         held: bytes of KV that are cached at the end, of compressed prefixes; 0 for stock.
+        uncompressed: the same of what is cached uncompressed.
         preemptions: requests that lost their KV.
         most_running: most requests seen running at once.
     """
@@ -49,6 +50,7 @@ class Run:
     preemptions: int
     most_running: int
     held: int = 0
+    uncompressed: int = 0
 
 
 Round = dict[str, Run]
@@ -148,8 +150,9 @@ async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = 
     await asyncio.sleep(SETTLE_SECONDS)
     cached = sum(answer.cached for answer in answers)
     waits = [answer.first_token for answer in answers]
-    held = after.cached_pages * page_bytes(scenario.dtype)
-    return Run(wall, waits, cached, after.preemptions - before.preemptions, most, held)
+    page = page_bytes(scenario.dtype)
+    held, uncompressed = after.cached_pages * page, after.uncompressed_pages * page
+    return Run(wall, waits, cached, after.preemptions - before.preemptions, most, held, uncompressed)
 
 
 async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]:
@@ -219,7 +222,10 @@ def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
         return later_wait(scenario, run)
 
     def held(run: Run) -> float:
-        return run.held / (scenario.chats * scenario.max_len * token_bytes(scenario.dtype))
+        return run.held / scenario.whole_bytes
+
+    def held_with_tails(run: Run) -> float:
+        return (run.held + run.uncompressed) / scenario.whole_bytes
 
     first = "time to first token from the second turn on, over stock"
     return [
@@ -228,6 +234,7 @@ def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
         Target(f"{first}, {CHEAP}", over_stock(wait, CHEAP), 0.15, True),
         Target(f"{first}, {REPEATING}", over_stock(wait, REPEATING), 0.25, True),
         Target(f"KV of chats that are idle, {CHEAP}, over all of it", of(held, CHEAP), 0.3, True),
+        Target("the same, with last questions and answers", of(held_with_tails, CHEAP), 0.36, True),
         Target(f"output tokens/s, {CHEAP}, over stock", over_stock(lambda run: 1 / run.wall, CHEAP), 2.5),
     ]
 

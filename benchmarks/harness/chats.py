@@ -66,6 +66,11 @@ class Scenario:
         return (self.blocks + 1) * BLOCK * token_bytes(self.dtype)
 
     @property
+    def whole_bytes(self) -> int:
+        """KV memory of all chats, whole."""
+        return self.chats * self.max_len * token_bytes(self.dtype)
+
+    @property
     def is_led(self) -> bool:
         """Whether chats are led from their first turn on."""
         return not (self.at_once or self.is_cold)

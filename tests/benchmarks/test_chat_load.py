@@ -26,7 +26,7 @@ from benchmarks.chat import (
 )
 from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, SIDES
 from benchmarks.harness.load import page_bytes
-from benchmarks.harness.scenarios import STOCK, token_bytes
+from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.server import Snapshot
 
 
@@ -113,7 +113,7 @@ def test_each_run_begins_with_nothing_cached(name, monkeypatch):
     sent: list[dict] = []
 
     async def snapshot() -> Snapshot:
-        return Snapshot(cached_pages=3)
+        return Snapshot(cached_pages=3, uncompressed_pages=2)
 
     server = SimpleNamespace(model="m", log="log", snapshot=snapshot, check=lambda: None)
     monkeypatch.setattr("benchmarks.chat.http_client", lambda server: client_of(sent))
@@ -122,7 +122,8 @@ def test_each_run_begins_with_nothing_cached(name, monkeypatch):
     one = asyncio.run(drive(server, small, 7, by_turns=True))
     assert [message.get("reset") for message in sent] == [True] + [None] * len(one.first_token)
     assert len(one.first_token) == (4 if small.is_led else 2)
-    assert one.held == 3 * page_bytes(small.dtype) and one.cached == sum(
+    page = page_bytes(small.dtype)
+    assert (one.held, one.uncompressed) == (3 * page, 2 * page) and one.cached == sum(
         len(message["prompt"]) - 1 for message in sent[1:]
     )
 
@@ -214,16 +215,18 @@ def test_nothing_is_simulated_where_no_turn_is_told_or_known(name):
 
 def test_verdict_on_agents():
     agents = SCENARIOS["agents"]
-    whole = agents.chats * agents.max_len * token_bytes(agents.dtype)
 
     def verdict(cached: float, wait: float, held: float) -> list[bool]:
         first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
         ours = replace(
-            run(first, 10 * wait), cached=round(cached * agents.known_len), held=round(held * whole)
+            run(first, 10 * wait),
+            cached=round(cached * agents.known_len),
+            held=round(held * agents.whole_bytes),
+            uncompressed=round(0.06 * agents.whole_bytes),
         )
         stock = replace(run([1.0] * agents.turns * agents.chats), cached=0)
         one = {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours}
         return [target.met for target in figures("agents", agents, [one] * 3)]
 
-    assert verdict(0.98, 0.1, 0.29) == [True] * 6
-    assert verdict(0.9, 0.5, 0.4) == [False, True, False, False, False, False]
+    assert verdict(0.98, 0.1, 0.29) == [True] * 7
+    assert verdict(0.9, 0.5, 0.4) == [False, True, False, False, False, False, False]
