@@ -24,9 +24,9 @@ from benchmarks.harness.server import Server, ServerError, cpu_environment, run_
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
-from vllm_kvevict.quality.options import BUDGETS, SCOPES, parse_budget, parse_policy
+from vllm_kvevict.quality.options import BUDGETS, parse_budget, parse_policy
 from vllm_kvevict.quality.questions import TASKS
-from vllm_kvevict.quality.results import FULL
+from vllm_kvevict.quality.results import AT_ONCE, FULL
 from vllm_kvevict.schedules.registry import bounded_policies
 
 CONTROL = "streaming-llm"
@@ -69,7 +69,7 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
         "are always measured; take is asked questions but not scored (default: all but take)",
     )
     group.add_argument("--budgets", nargs="+", type=parse_budget, default=list(BUDGETS), metavar="X")
-    group.add_argument("--scopes", nargs="+", choices=SCOPES, default=list(SCOPES))
+    group.add_argument("--scopes", nargs="+", choices=AT_ONCE, default=list(AT_ONCE))
     group.add_argument(
         "--tokens", nargs="+", type=whole, default=[1024], metavar="N", help="lengths (default: 1024)"
     )

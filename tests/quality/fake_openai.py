@@ -36,6 +36,7 @@ class FakeServer:
         evicts: whether it knows our fields; otherwise it ignores them.
         tokenizes: whether it has ``/tokenize``.
         tunes: whether requests may set parameters of policies.
+        finds_turns: whether it evicts chats turn by turn, and so asks others where their turns end.
         fail: from a chat's number (from 1) and body to a status and message, or None to answer it.
     """
 
@@ -44,9 +45,11 @@ class FakeServer:
         evicts: bool = True,
         tokenizes: bool = True,
         tunes: bool = True,
+        finds_turns: bool = False,
         fail: Callable[[int, dict[str, Any]], tuple[int, str] | None] = lambda number, body: None,
     ):
         self.evicts, self.tokenizes, self.tunes, self.fail = evicts, tokenizes, tunes, fail
+        self.finds_turns = finds_turns
         self.asked: list[dict[str, Any]] = []
         self.tokenized: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -87,6 +90,8 @@ class FakeServer:
             return 400, {
                 "error": {"message": f"kv_params: {name} is not a parameter of policy {policy} ({valid})"}
             }
+        if self.finds_turns and "prompt" in body and policy in POLICIES:
+            return 400, {"error": {"message": "kv_turns is required with --kv-eviction-config.scope turns"}}
         if policy == "no-such-policy":
             return 200, {"choices": [{"text": ""}]}
         with self._lock:

@@ -335,7 +335,7 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--questions", "5", "--tasks", "single", "common"], "common asks about the whole text"),
         (["--questions", "5000"], "there are no more names"),
         (["--policies", "snapkv:kernel"], "'kernel' is not NAME=VALUE"),
-        (["--tokens", "99"], "--tokens can be combined with --family text only"),
+        (["--tokens", "99"], "--tokens can be combined with --family text or chats only"),
         (["--family", "text", "--depths", "0.5"], "--depths can be combined with --family words only"),
         (["--family", "text", "--questions", "2"], "--questions can be combined with --family words only"),
         (["--family", "text", "--tasks", "single"], "unknown single (choose from number, multikey,"),

@@ -222,9 +222,8 @@ def test_prompts_have_the_wanted_length(name, tokens):
     async def count(case) -> int:
         return length(case)
 
-    case = asyncio.run(fit(make, tokens, count))
-    assert tokens - 100 < length(case) <= tokens and len(made) <= 16
-    units = made[case.context, case.turns]
+    units = asyncio.run(fit(make, tokens, count))
+    assert tokens - 100 < length(make(units)) <= tokens and len(made) <= 16
     assert length(make(units + 1)) > tokens  # control: nothing longer would fit
 
 

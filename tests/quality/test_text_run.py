@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 
+import pytest
+
 from tests.quality.fake_openai import FakeServer
 from tests.quality.test_quality_run import FAST, arguments, results, run
 
@@ -76,3 +78,44 @@ def test_a_model_that_can_do_nothing_is_said_to_first(tmp_path):
         "text/number": 0.0,
         "text/json": 0.0,
     }
+
+
+CHATS = ("--family", "chats", "--tasks", "turns-number", "turns-words", "--samples", "4", "--tokens", "900")
+
+
+def test_chats_are_evicted_turn_by_turn_by_a_server_that_finds_their_turns(tmp_path):
+    argv = ["run", *CHATS, "--policies", "full", "snapkv", "--budgets", "0.25", "--scopes", "turns", "prefix"]
+    with FakeServer(finds_turns=True) as server:
+        assert run(*argv, *FAST, "--url", server.url, "--output", str(tmp_path)) == 0
+    found = results(tmp_path)
+    assert Counter((r.policy, r.scope) for r in found) == {
+        ("full", None): 8,
+        ("snapkv", "turns"): 8,
+        ("snapkv", "prefix"): 8,
+    }
+    chosen = {"kv_eviction": "snapkv", "kv_budget": 0.25}
+    fields = [body["vllm_xargs"] for body in server.asked]
+    assert fields.count(chosen) == 8
+    prefixes = [f["kv_prefix_len"] for f in fields if "kv_prefix_len" in f]
+    assert sorted(prefixes) == sorted(r.evict_at for r in found if r.scope == "turns")
+    assert run("report", str(tmp_path)) == 0
+    report = (tmp_path / "report.md").read_text()
+    by_turn, beside = report.partition("## Turn by turn")[2].split("How much higher than with one part")
+    assert "| told in 1 | told in 2 | told in 3 | told in 4 | asked in 5 |" in by_turn
+    assert by_turn.count("| snapkv 0.25 (turns) | 0.000") == by_turn.count("| full | 1.000") == 1
+    assert "| snapkv 0.25 (turns) | +0.000 [+0.000, +0.000] |" in beside
+
+
+def test_a_server_that_evicts_chats_whole_is_refused(tmp_path, capsys):
+    argv = ["run", *CHATS, "--policies", "snapkv", "--budgets", "0.25", "--scopes", "turns", *FAST]
+    with FakeServer() as server:
+        assert run(*argv, "--url", server.url, "--output", str(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert "evicts chats whole" in err and "--kv-eviction-config.scope turns" in err
+    assert not any("messages" in body for body in server.asked) and not list(tmp_path.iterdir())
+
+
+def test_prompts_and_turns_need_two_servers(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("run", *CHATS, "--scopes", "turns", "prompt", "--output", str(tmp_path))
+    assert "need servers of their own" in capsys.readouterr().err

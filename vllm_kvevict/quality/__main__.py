@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
+from vllm_kvevict.quality.arguments import PROGRAM, REAL_TASKS, parse_arguments
 from vllm_kvevict.quality.cases import Case, Generated, suite_cases
 from vllm_kvevict.quality.checkpoint import CheckpointError
 from vllm_kvevict.quality.decoding_report import gather_decoding
@@ -53,7 +53,7 @@ def job(arguments: argparse.Namespace) -> Job:
         cases: Questions = suite_cases(
             arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
         )
-    elif arguments.family == "text":
+    elif arguments.family in REAL_TASKS:
         cases = text_questions(arguments, arguments.slack)
     else:
         cases = Generated(

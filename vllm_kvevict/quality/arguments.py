@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality import chats, checkpoint
 from vllm_kvevict.quality.decoding_options import add_answers, check_answers
 from vllm_kvevict.quality.open_questions import TASKS as OPEN_TASKS
 from vllm_kvevict.quality.options import (
@@ -21,10 +21,12 @@ from vllm_kvevict.quality.options import (
 )
 from vllm_kvevict.quality.prompts import SHAPES
 from vllm_kvevict.quality.questions import TASKS as TEXT_TASKS
-from vllm_kvevict.quality.results import FULL
+from vllm_kvevict.quality.results import FULL, SCOPES, TURNS
 from vllm_kvevict.quality.suites import SUITES
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
+REAL_TASKS = {"text": TEXT_TASKS, "chats": chats.TASKS}
+"""By family."""
 FIDELITY_TASKS, FIDELITY_SAMPLES = [*OPEN_TASKS, *TEXT_TASKS], 4
 PROGRAM = "python -m vllm_kvevict.quality"
 SAMPLES, LENGTH = 50, 1024
@@ -48,7 +50,8 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         description="Asks an OpenAI-compatible server that is already running, and appends each answer to "
         "FOLDER/results.jsonl. Started again, it asks only what has no answer yet. Start the server with --kv-eviction "
         "full, without --kv-eviction-config.scope prefix, and with --kv-eviction-config.policies all if you measure "
-        "h2o, kvzip, compactor or expected-attention. The environment variable OPENAI_API_KEY is sent as the API key.",
+        "h2o, kvzip, compactor or expected-attention; for --scopes turns, with a policy and --kv-eviction-config.scope "
+        "turns. The environment variable OPENAI_API_KEY is sent as the API key.",
     )
     add_target(asking)
     add_plain(asking)
@@ -56,7 +59,7 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     _add_texts(asking)
     add_real_texts(asking)
     _add_suite(asking)
-    add_columns(asking)
+    add_columns(asking, SCOPES)
     add_patience(asking)
     scoring = commands.add_parser(
         "fidelity",
@@ -137,17 +140,17 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("questions")
     group.add_argument(
         "--family",
-        choices=("words", "text"),
+        choices=("words", *REAL_TASKS),
         default="words",
         help="words: texts of random words, for the small needle model and models alike; text: real text, prose and "
-        "code that come with Python (default: %(default)s)",
+        "code that come with Python; chats: such prose in chats of several turns (default: %(default)s)",
     )
     group.add_argument(
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help=f"kinds of questions: of words {', '.join(TASKS)}; of text {', '.join(TEXT_TASKS)}; or tasks of the suite "
-        "(default: all)",
+        help=f"kinds of questions: of words {', '.join(TASKS)}; of text {', '.join(TEXT_TASKS)}; "
+        f"of chats {', '.join(chats.TASKS)}; or tasks of the suite (default: all of the family)",
     )
     group.add_argument(
         "--samples",
@@ -240,6 +243,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error("--data and --prompts need --suite")
         _check_family(parser, arguments)
         arguments.samples = SAMPLES if arguments.samples is None else arguments.samples
+    if {"prompt", TURNS} <= set(arguments.scopes):
+        parser.error("--scopes prompt and turns need servers of their own: measure one after the other")
     if arguments.questions > 1 and (arguments.suite or arguments.depths):
         parser.error("--questions above 1 cannot be combined with --suite or --depths")
     if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
@@ -252,16 +257,16 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 
 def _check_family(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """The same for generated questions; what belongs to the other family is refused."""
-    text = arguments.family == "text"
-    wrong = [f"--{name}" for name in (OF_WORDS if text else OF_TEXT) if getattr(arguments, name)]
-    if text and arguments.questions > 1:
+    real = arguments.family in REAL_TASKS
+    wrong = [f"--{name}" for name in (OF_WORDS if real else OF_TEXT) if getattr(arguments, name)]
+    if real and arguments.questions > 1:
         wrong.append("--questions")
     if wrong:
-        family = "words" if text else "text"
-        parser.error(f"{', '.join(wrong)} can be combined with --family {family} only")
-    if text:
+        families = "words" if real else " or ".join(REAL_TASKS)
+        parser.error(f"{', '.join(wrong)} can be combined with --family {families} only")
+    if real:
         check_real_texts(parser, arguments)
-        arguments.tasks = check_tasks(parser, arguments.tasks, list(TEXT_TASKS))
+        arguments.tasks = check_tasks(parser, arguments.tasks, list(REAL_TASKS[arguments.family]))
     else:
         _check_tasks(parser, arguments)
 

@@ -137,6 +137,29 @@ class Endpoint:
             f"{asked.policy} {flags}), and ask it for {asked.policy}@{asked.field} with the same --output"
         )
 
+    async def require_turns(self, fields: Mapping[str, Any], min_prompt: int) -> None:
+        """Make sure that the server finds where the turns of chats end.
+
+        Args:
+            fields: of ours, with which it evicts.
+            min_prompt: the server's, in tokens.
+
+        Raises:
+            EndpointError: it does not, so it would evict chats whole.
+        """
+        prompt = "what ? " * max(1, min_prompt)
+        try:
+            # An answer of one token would leave the prompt whole.
+            await self.ask({"prompt": prompt}, 2, fields)
+        except RefusedError as error:
+            if "kv_turns" in str(error):
+                return
+            raise
+        raise EndpointError(
+            f"{self.url} evicts chats whole: start its server with --kv-eviction-config.scope turns, which --scopes "
+            "turns needs"
+        )
+
     async def ask(
         self, prompt: Mapping[str, Any], max_tokens: int, fields: Mapping[str, Any] | None = None
     ) -> Reply:

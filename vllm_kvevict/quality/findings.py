@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.quality.cases import TEXT
-from vllm_kvevict.quality.results import FULL, Column, Result
+from vllm_kvevict.quality.results import AT_ONCE, FULL, Column, Result
 from vllm_kvevict.quality.scores import Mean, Scores
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "undecided with this many samples"
@@ -102,10 +102,10 @@ def check_claims(scores: Scores) -> list[Finding]:
             found.append(
                 _finding(scores, claim.source, claim.text, claim.better, claim.worse, scope, better, worse)
             )
-    if len(scores.scopes) == 2:
+    if set(AT_ONCE) <= set(scores.scopes):
         for policy in scores.policies("prompt"):
             seeing, blind = (
-                [Column(policy, b, scope) for b in _evicting(scores, policy)] for scope in scores.scopes
+                [Column(policy, b, scope) for b in _evicting(scores, policy)] for scope in AT_ONCE
             )
             found.append(
                 _finding(scores, "SnapKV, Ada-KV", BLIND, f"{policy}, prompt", "prefix", None, seeing, blind)
@@ -152,8 +152,7 @@ def _evicting(scores: Scores, policy: str) -> list[float]:
         budget
         for budget in scores.budgets()
         if all(
-            Column(policy, budget, scope) in there and scores.share(budget, scope) < 1
-            for scope in scores.scopes
+            Column(policy, budget, scope) in there and scores.share(budget, scope) < 1 for scope in AT_ONCE
         )
     ]
 

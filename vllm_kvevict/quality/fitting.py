@@ -3,17 +3,18 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from vllm_kvevict.quality import open_questions, questions
+from vllm_kvevict.quality import chats, open_questions, questions
 from vllm_kvevict.quality.cases import TEXT, Case
 from vllm_kvevict.quality.endpoint import Endpoint
 from vllm_kvevict.quality.questions import Draw, Message, Question
 from vllm_kvevict.quality.texts import TextError
 
-TASKS = {**questions.TASKS, **open_questions.TASKS}
+TASKS = {**questions.TASKS, **chats.TASKS, **open_questions.TASKS}
 PLAIN = "plain"
-SPEAKERS = {"user": "User", "assistant": "Assistant"}
+SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 FIRST_UNITS = 32
 DIGEST_UNITS = 8
 
@@ -54,7 +55,8 @@ class TextQuestions:
         """A task's question; the same one at every length."""
         task = TASKS[name]
         size = self.sizes.get(name, task.size)
-        return task.make(Draw(random.Random(f"{self.seed}/{name}/{size}/{index}"), index, size))
+        rng = random.Random(f"{self.seed}/{task.texts or name}/{size}/{index}")
+        return task.make(Draw(rng, index, size))
 
     def case(self, name: str, tokens: int, index: int, units: int) -> Case:
         """A sample whose text has so many sentences or lines."""
@@ -100,8 +102,8 @@ def _spoken(message: Message) -> str:
     return f"{SPEAKERS[role]}: {said}\n\n"
 
 
-async def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Case], Awaitable[int]]) -> Case:
-    """The longest case that has at most so many tokens.
+async def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Case], Awaitable[int]]) -> int:
+    """The units of the longest case that has at most so many tokens.
 
     Args:
         make: a case from a number of units; more units have more tokens.
@@ -111,22 +113,22 @@ async def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Case], 
     Raises:
         TextError: the shortest one has more.
     """
-    low, best = 0, make(0)
-    least = await count(best)
+    low, shortest = 0, make(0)
+    least = await count(shortest)
     if least > tokens:
-        raise TextError(f"--tokens {tokens}: a question of {best.task} needs at least {least} tokens")
+        raise TextError(f"--tokens {tokens}: a question of {shortest.task} needs at least {least} tokens")
     high, guess, measured = None, FIRST_UNITS, least
     while high is None or high - low > 1:
         case = make(guess)
         found = await count(case)
         if found <= tokens:
-            low, best, measured = guess, case, found
+            low, measured = guess, found
         else:
             high = guess
         per_unit = max(1, found - least) / guess
         guess = low + max(1, int((tokens - measured) / per_unit))
         guess = min(guess, low + 2 * FIRST_UNITS + low) if high is None else min(guess, high - 1)
-    return best
+    return low
 
 
 async def cases(
@@ -145,13 +147,14 @@ async def cases(
 
     async def one(name: str, tokens: int, index: int) -> Case:
         question = asked.question(name, index)
+        longest = replace(question, text=question.longest or question.text)
 
-        def make(units: int) -> Case:
+        def make(question: Question, units: int) -> Case:
             return to_case(question, name, tokens, index, units, asked.form, asked.slack)
 
         async with gate:
-            case = await fit(make, tokens, count)
+            units = await fit(partial(make, longest), tokens, count)
         done()
-        return case
+        return make(question, units)
 
     return list(await asyncio.gather(*(one(*key) for key in asked.names_of_samples())))

@@ -23,6 +23,7 @@ from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import NONE, RESAMPLES, Scores, of_length, of_task, signed
 from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
+from vllm_kvevict.quality.turns_report import turns_section
 
 INTERVALS = (
     "Scores lie between 0 and 1: the share of expected strings in a reply, or the suite's own score, averaged over the "
@@ -71,6 +72,7 @@ def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[s
         pick_section(pick(report.scores)),
         fixed_section(report.scores),
         *(scope_section(report.scores, scope) for scope in report.scores.scopes),
+        turns_section(report.scores),
         picture("Score over budget", pictures.get("scores")),
         task_section(report),
         length_section(report),

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvevict.policy_list import GRAMMAR, parse
-from vllm_kvevict.quality.questions import TASKS
-from vllm_kvevict.quality.results import FULL, SCOPES
+from vllm_kvevict.quality import chats, questions
+from vllm_kvevict.quality.results import AT_ONCE, FULL, TURNS
 
 POLICIES = (
     FULL,
@@ -20,6 +20,8 @@ POLICIES = (
     "cake",
 )
 """By default: those that the report's claims are about, and the simplest one."""
+TASKS = {**questions.TASKS, **chats.TASKS}
+"""All on real text that have a right answer."""
 TOKENS = 1024
 FORMS = ("chat", "plain")
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
@@ -122,7 +124,11 @@ def add_plain(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_columns(parser: argparse.ArgumentParser) -> None:
+def add_columns(parser: argparse.ArgumentParser, scopes: Sequence[str] = AT_ONCE) -> None:
+    """Policies, budgets and scopes, of which a command may know some only."""
+    turn_by_turn = (
+        "; turns: the same, and each turn of a chat is evicted on its own, on a server with that scope"
+    )
     group = parser.add_argument_group("eviction")
     group.add_argument(
         "--policies",
@@ -146,10 +152,10 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scopes",
         nargs="+",
-        choices=SCOPES,
+        choices=scopes,
         default=["prompt"],
         help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
-        "server's /tokenize (default: prompt)",
+        f"server's /tokenize{turn_by_turn if TURNS in scopes else ''} (default: prompt)",
     )
     add_whole(
         group,

@@ -15,7 +15,11 @@ from matplotlib.figure import Figure
 from vllm_kvevict.quality.results import Column
 from vllm_kvevict.quality.scores import Scores
 
-SCOPE_TITLES = {"prompt": "the policy sees the question", "prefix": "the policy does not see the question"}
+SCOPE_TITLES = {
+    "prompt": "the policy sees the question",
+    "prefix": "the policy does not see the question",
+    "turns": "each turn on its own, without the question",
+}
 MARKERS = "osD^vP*X<>"
 PANELS = 4
 """Heat maps side by side, at most."""

@@ -40,6 +40,8 @@ class Question:
         expected: what the answer is.
         tokens: that it needs at most.
         score: a reply's share of what is right.
+        longest: the messages before the last question about the same text, if this is an earlier one: a text has the
+            length that its last question has.
     """
 
     text: Callable[[int], list[Message]]
@@ -48,6 +50,7 @@ class Question:
     expected: tuple[str, ...]
     tokens: int
     score: Callable[[str], float]
+    longest: Callable[[int], list[Message]] | None = None
 
 
 @dataclass
@@ -324,12 +327,14 @@ class Task:
             cache, where it can.
         counts: what `size` counts.
         sizes: that it can have.
+        texts: tasks with the same name here ask about the same texts; empty: no others do.
     """
 
     make: Callable[[Draw], Question]
     size: int
     counts: str
     sizes: range
+    texts: str = ""
 
     def says_sizes(self) -> str:
         """The possible sizes in words."""

@@ -14,7 +14,8 @@ from vllm_kvevict.policy_list import parse
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 FULL = "full"
-SCOPES = ("prompt", "prefix")
+AT_ONCE, TURNS = ("prompt", "prefix"), "turns"
+SCOPES = (*AT_ONCE, TURNS)
 
 
 class ResultsError(RuntimeError):
@@ -29,7 +30,8 @@ class Column:
         policy: its name, which may go on with ``:`` and parameters, and with ``@`` and a note on its server; or the
             label of a server that is measured as it is.
         budget: None where nothing is evicted by us.
-        scope: ``prompt``: the policy sees the question; ``prefix``: it does not; None where budget is.
+        scope: ``prompt``: the policy sees the question; ``prefix``: it does not; ``turns``: nor does it, and each turn
+            of a chat is evicted on its own; None where budget is.
     """
 
     policy: str

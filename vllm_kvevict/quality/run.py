@@ -24,6 +24,7 @@ from vllm_kvevict.quality.fitting import TextQuestions, cases
 from vllm_kvevict.quality.results import (
     FULL,
     RESULTS,
+    TURNS,
     Column,
     Result,
     Sample,
@@ -99,8 +100,8 @@ def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[
 
 
 def applicable(case: Case, columns: Sequence[Column]) -> list[Column]:
-    """The columns that a case can be asked with; without anything before its question it has no prefix to evict."""
-    return [column for column in columns if column.scope != "prefix" or case.has_prefix]
+    """The columns that a case can be asked with; without anything before its question only its prompt is evicted."""
+    return [column for column in columns if column.scope not in ("prefix", TURNS) or case.has_prefix]
 
 
 def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple[Case, Column]]:
@@ -149,12 +150,13 @@ class Driver:
     async def ask(self, case: Case, column: Column) -> None:
         """Ask one thing and store the answer."""
         fields = await self._fields(case, column)
+        evict_at = await self._prefix(case) if column.scope == TURNS else fields.get("kv_prefix_len")
         started = time.perf_counter()
         try:
             reply = await self.endpoint.ask(case.prompt(), case.max_tokens, fields)
         except RefusedError as error:
             raise EndpointError(f"{error} (asked: {case}; {column})") from None
-        self.store.add(self._result(case, column, reply, fields, time.perf_counter() - started))
+        self.store.add(self._result(case, column, reply, evict_at, time.perf_counter() - started))
 
     async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
         if column.budget is None:
@@ -172,10 +174,8 @@ class Driver:
             self._prefixes[case.sample] = asyncio.create_task(prefix_len(self.endpoint, case))
         return self._prefixes[case.sample]
 
-    def _result(
-        self, case: Case, column: Column, reply: Reply, fields: dict[str, Any], seconds: float
-    ) -> Result:
-        evict_at = None if column.budget is None else fields.get("kv_prefix_len", reply.prompt_tokens)
+    def _result(self, case: Case, column: Column, reply: Reply, before: int | None, seconds: float) -> Result:
+        evict_at = None if column.budget is None else before or reply.prompt_tokens
         return Result(
             *case.sample,
             *column.key,
@@ -220,6 +220,8 @@ async def run(job: Job, console: Console) -> int:
         await endpoint.find_model(job.model)
         if not job.plain:
             await require_eviction(endpoint, job.columns)
+        if in_turns := [column for column in job.columns if column.scope == TURNS]:
+            await endpoint.require_turns(asked_fields(in_turns[0]), job.min_prompt)
         with Store(job.output / RESULTS, Result) as store:
             write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
             driver = Driver(endpoint, store, job.min_prompt, job.plain)

@@ -1,0 +1,135 @@
+"""Chats of eight turns: who asks reads the same chat, answers are where they should be, and turns are long enough."""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from tests.real_model import real_model
+from vllm_kvevict.quality import chats
+from vllm_kvevict.quality.chats import KINDS, TASKS, asked_in, shares, told_in
+from vllm_kvevict.quality.fitting import TextQuestions, cases
+from vllm_kvevict.quality.questions import Draw
+
+CHATS, UNITS, LEAST = 16, 70, 256
+TOKENS = 2304
+OF_TURNS = {f"turns-{kind}": kind for kind in KINDS}
+
+
+def asked(**changes) -> TextQuestions:
+    defaults = {"names": list(TASKS), "tokens": [TOKENS], "samples": 2, "seed": 3, "sizes": {}, "slack": 8}
+    return TextQuestions(form="chat", **{**defaults, **changes})
+
+
+def messages(task: str, chat: int, **changes) -> list[dict[str, str]]:
+    return asked(**changes).case(task, TOKENS, chat, UNITS).prompt()["messages"]
+
+
+def answered(task: str, chat: int) -> tuple[str, list[int]]:
+    """What the chat says behind the beginning of the answer, and the user's messages that say so."""
+    question = asked().question(task, chat)
+    said = [text for role, text in question.text(UNITS) if role == "user"]
+    places = [i for i, text in enumerate(said) if question.start in text]
+    return said[places[0]].split(question.start, 1)[1], places
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_is_told_once_and_found_and_wrong_ones_are_not(task):
+    for chat in range(CHATS):
+        right, places = answered(task, chat)
+        assert places == [told_in(OF_TURNS[task], chat) - 1 if task in OF_TURNS else 0]
+        question = asked().question(task, chat)
+        assert question.score(right) == question.score(right.split("\n")[0]) == 1.0
+        assert question.score("") == question.score(" I do not know.") == 0.0
+        other, _ = answered(task, (chat + 1) % CHATS)
+        assert question.score(other) == 0.0
+        # A part of the answer is not enough.
+        assert question.score(right[: right.index(question.expected[-1]) + 2]) == 0.0
+
+
+def test_sixteen_chats_tell_and_ask_each_fact_in_each_pair_of_turns():
+    for kind in KINDS:
+        pairs = Counter((told_in(kind, chat), asked_in(kind, chat)) for chat in range(CHATS))
+        assert pairs == dict.fromkeys(itertools.product(range(1, 5), range(5, 9)), 1)
+    for chat in range(CHATS):
+        for turns in ({told_in(kind, chat) for kind in KINDS}, {asked_in(kind, chat) for kind in KINDS}):
+            assert len(turns) == 4
+
+
+def test_all_questions_are_about_one_chat_with_the_right_answers_in_it():
+    for chat in range(4):
+        by_turn = {asked_in(kind, chat): task for task, kind in OF_TURNS.items()}
+        longest = messages(by_turn[chats.TURNS], chat)
+        for turn, task in by_turn.items():
+            mine = messages(task, chat)
+            before, question, start = mine[: 2 * turn - 2], mine[-2], mine[-1]
+            assert before == longest[: len(before)] and len(mine) == 2 * turn
+            assert [m["role"] for m in mine] == ["user", "assistant"] * turn
+            if turn < chats.TURNS:
+                later = longest[2 * turn - 2 : 2 * turn]
+                assert later[0]["content"].startswith(question["content"])
+                right = later[1]["content"].removeprefix(start["content"])
+                assert right != later[1]["content"]
+                assert asked().question(task, chat).score(right) == 1.0
+
+
+def test_the_task_is_asked_for_behind_results_of_tools():
+    roles = [m["role"] for m in messages("tools-number", 0)]
+    assert Counter(roles)["tool"] == chats.RESULTS and roles[-2:] == ["user", "assistant"]
+    assert roles[-4:-2] == ["tool", "assistant"]
+    number, phones = (messages(f"tools-{kind}", 0) for kind in chats.TOOL_KINDS)
+    assert number[:-2] == phones[:-2] and number[-2:] != phones[-2:]
+
+
+def test_chats_depend_on_seed_and_size_only():
+    for task in TASKS:
+        same = messages(task, 1)
+        assert messages(task, 1, samples=9, names=[task], tokens=[99]) == same
+        assert messages(task, 1, seed=4) != same != messages(task, 2)
+        assert messages(task, 1, sizes={task: 5}) != same
+
+
+def test_parts_are_of_about_one_length():
+    for seed in range(20):
+        sentences = Draw(random.Random(seed), 0, 1).prose()(UNITS)
+        parts = shares(sentences, 7)
+        assert [sentence for part in parts for sentence in part] == sentences
+        wanted = sum(map(len, sentences)) / 7
+        assert all(abs(sum(map(len, part)) - wanted) <= max(map(len, sentences)) for part in parts)
+    assert shares([], 3) == [[], [], []]
+
+
+class Counting:
+    """An endpoint that counts the tokens of the real model."""
+
+    def __init__(self) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(real_model())
+
+    async def tokenize(self, prompt) -> list[int]:
+        going_on = prompt.get("continue_final_message", False)
+        text = self.tokenizer.apply_chat_template(
+            prompt["messages"], tokenize=False, continue_final_message=going_on
+        )
+        return self.tokenizer(text)["input_ids"]
+
+
+def test_every_turn_is_compressed_on_its_own_with_the_real_tokenizer():
+    counting = Counting()
+
+    def length(said: list[dict[str, str]]) -> int:
+        return len(asyncio.run(counting.tokenize({"messages": said})))
+
+    wanted = asked(samples=1, seed=2026)
+    for case in asyncio.run(cases(wanted, counting, 4, lambda: None)):
+        said = case.prompt()["messages"]
+        assert length(said[:-1]) <= TOKENS
+        ends = [i for i in range(1, len(said) - 1) if said[i - 1]["role"] == "assistant" != said[i]["role"]]
+        lengths = [length(said[:end]) for end in ends]
+        if "turns-" in case.task:
+            steps = [later - earlier for earlier, later in itertools.pairwise([0, *lengths])]
+            assert len(steps) == asked_in(case.task.removeprefix("text/turns-"), case.index) - 1
+            assert min(steps) >= LEAST
