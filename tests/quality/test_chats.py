@@ -9,6 +9,7 @@ import pytest
 
 from tests.real_model import real_model
 from vllm_kvevict.quality import chats
+from vllm_kvevict.quality.cases import Case
 from vllm_kvevict.quality.chats import KINDS, TASKS, asked_in, shares, told_in
 from vllm_kvevict.quality.fitting import TextQuestions, cases
 from vllm_kvevict.quality.questions import Draw
@@ -117,19 +118,38 @@ class Counting:
         return self.tokenizer(text)["input_ids"]
 
 
-def test_every_turn_is_compressed_on_its_own_with_the_real_tokenizer():
+@pytest.fixture(scope="module")
+def fitted() -> tuple[Counting, list[Case]]:
+    """Two chats of each task, as long as they are to be."""
     counting = Counting()
+    return counting, asyncio.run(cases(asked(seed=2026), counting, 4, lambda: None))
+
+
+def test_every_turn_is_compressed_on_its_own_with_the_real_tokenizer(fitted):
+    counting, found = fitted
 
     def length(said: list[dict[str, str]]) -> int:
         return len(asyncio.run(counting.tokenize({"messages": said})))
 
-    wanted = asked(samples=1, seed=2026)
-    for case in asyncio.run(cases(wanted, counting, 4, lambda: None)):
+    for case in found:
         said = case.prompt()["messages"]
         assert length(said[:-1]) <= TOKENS
         ends = [i for i in range(1, len(said) - 1) if said[i - 1]["role"] == "assistant" != said[i]["role"]]
-        lengths = [length(said[:end]) for end in ends]
         if "turns-" in case.task:
-            steps = [later - earlier for earlier, later in itertools.pairwise([0, *lengths])]
+            lengths = [0, *(length(said[:end]) for end in ends)]
+            steps = [later - earlier for earlier, later in itertools.pairwise(lengths)]
             assert len(steps) == asked_in(case.task.removeprefix("text/turns-"), case.index) - 1
             assert min(steps) >= LEAST
+
+
+def test_questions_about_one_chat_share_its_text_when_it_is_fitted(fitted):
+    _, found = fitted
+    for chat, kind in itertools.product(range(2), ("turns", "tools")):
+        mine = [c for c in found if c.index == chat and kind in c.task]
+        before = sorted((c.prompt()["messages"][:-2] for c in mine), key=len)
+        assert len(before) == (len(KINDS) if kind == "turns" else len(chats.TOOL_KINDS))
+        for earlier, later in itertools.pairwise(before):
+            if kind == "tools":
+                assert earlier == later
+            else:
+                assert earlier == later[: len(earlier)] and len(earlier) < len(later)

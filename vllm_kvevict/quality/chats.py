@@ -9,7 +9,7 @@ Each fact is a task of its own, but tasks ask about the same chat: what one ques
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from vllm_kvevict.quality.questions import Draw, Message, Question, Task, numbers
@@ -130,7 +130,11 @@ def conversation(draw: Draw, kind: str) -> Question:
         passages = shares(prose(units), TURNS - 1)[: last - 1]
         return [message for number, passage in enumerate(passages, 1) for message in turn(number, passage)]
 
-    return _question(facts[kind], partial(before, asked_in(kind, draw.index)), partial(before, TURNS))
+    def about(kind: str) -> Question:
+        return _question(facts[kind], partial(before, asked_in(kind, draw.index)))
+
+    last = next(kind for kind in KINDS if asked_in(kind, draw.index) == TURNS)
+    return replace(about(kind), last=about(last))
 
 
 def tools(draw: Draw, kind: str) -> Question:
@@ -151,13 +155,11 @@ def tools(draw: Draw, kind: str) -> Question:
                 messages += [("assistant", first.start + first.rest), ("user", "Read the other files.")]
         return [*messages, ("assistant", "I have read all files.")]
 
-    return _question(facts[kind], before)
+    return replace(_question(facts[kind], before), last=_question(facts[TOOL_KINDS[-1]], before))
 
 
-def _question(
-    fact: Told, text: Callable[[int], list[Message]], longest: Callable[[int], list[Message]] | None = None
-) -> Question:
-    return Question(text, fact.asked, fact.start, fact.expected, fact.tokens, fact.score, longest)
+def _question(fact: Told, text: Callable[[int], list[Message]]) -> Question:
+    return Question(text, fact.asked, fact.start, fact.expected, fact.tokens, fact.score)
 
 
 SIZE, COUNTS, SIZES = 4, "entries of the object", range(1, 101)

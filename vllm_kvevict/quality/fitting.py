@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from vllm_kvevict.quality import chats, open_questions, questions
@@ -147,13 +147,12 @@ async def cases(
 
     async def one(name: str, tokens: int, index: int) -> Case:
         question = asked.question(name, index)
-        longest = replace(question, text=question.longest or question.text)
 
         def make(question: Question, units: int) -> Case:
             return to_case(question, name, tokens, index, units, asked.form, asked.slack)
 
         async with gate:
-            units = await fit(partial(make, longest), tokens, count)
+            units = await fit(partial(make, question.last or question), tokens, count)
         done()
         return make(question, units)
 

@@ -40,8 +40,7 @@ class Question:
         expected: what the answer is.
         tokens: that it needs at most.
         score: a reply's share of what is right.
-        longest: the messages before the last question about the same text, if this is an earlier one: a text has the
-            length that its last question has.
+        last: the last question about the same text, if this is another one: a text has the length that it has there.
     """
 
     text: Callable[[int], list[Message]]
@@ -50,7 +49,7 @@ class Question:
     expected: tuple[str, ...]
     tokens: int
     score: Callable[[str], float]
-    longest: Callable[[int], list[Message]] | None = None
+    last: "Question | None" = None
 
 
 @dataclass
