@@ -165,6 +165,8 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         # The front-end counts them before it is known which engine a request goes to.
         about = "Chats that scope prefix or turns keeps whole, by reason."
         self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
+        about = "Chats in scope turns of which some turns change with the next question, and are compressed again then."
+        self.changing = self._counter("chats_that_change", about, [labelnames[0]])
         self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
             name: self._histogram_cls(
@@ -188,6 +190,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
                     self.evictions.labels(*labels, "prefill", policy)
         for reason in KEPT_WHOLE:
             self.kept_whole.labels(self.model_name, reason)
+        self.changing.labels(self.model_name)
         EvictionPromMetrics.of_process = self
 
     def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
@@ -236,3 +239,10 @@ def count_kept_whole(reason: str) -> None:
     metrics = EvictionPromMetrics.of_process
     if metrics is not None:
         metrics.kept_whole.labels(metrics.model_name, reason).inc()
+
+
+def count_changing() -> None:
+    """Count a chat some of whose turns change with the next question, if this process has metrics."""
+    metrics = EvictionPromMetrics.of_process
+    if metrics is not None:
+        metrics.changing.labels(metrics.model_name).inc()

@@ -360,6 +360,14 @@ def test_turns_end_before_a_clock(renderer, warnings):
     assert [("a prefix ends there" in warning) for warning in warnings] == [True, True]
 
 
+def test_chats_that_change_are_counted(renderer, monkeypatch):
+    counted = []
+    monkeypatch.setattr(metrics, "count_changing", lambda: counted.append(1))
+    for template, count in ((CHATML, 5), (DROPS_THOUGHTS, 2), (DROPS_THOUGHTS, 5)):
+        process(renderer, render(renderer, LOOP[:count], template)[0])
+    assert len(counted) == 1
+
+
 def process(renderer, prompt, **fields):
     params = SamplingParams(extra_args=fields or None)
     request = InputProcessor(renderer.config).process_inputs("r", prompt, params, ("generate",))

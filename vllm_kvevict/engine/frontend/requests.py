@@ -231,6 +231,8 @@ def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] |
     """
     if _found_in(prompt) is None:
         return
+    if LASTING in (fields or ()):
+        metrics.count_changing()
     if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).prompt is None:
         metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
