@@ -200,10 +200,10 @@ def test_memory_and_order_decide():
     assert all_fit[TAILS] == found_shares(AGENTS)[TAILS] and all_fit[STOCK] > 0.95
 
 
-def test_a_run_on_record_found_what_chains_can():
+def test_a_run_on_record_found_what_chains_and_tails_can():
     record = json.loads((RESULTS / "chat-agents-6.json").read_text())["results"]["scenarios"]["agents"]
     (run,) = record["rounds"]
     load = replace(AGENTS, turns=6)
     shares = found_shares(load)
-    for side, cache in ((STOCK, STOCK), ("ada-snapkv by turns", CHAINS), ("kvzip by turns", CHAINS)):
+    for side, cache in ((STOCK, STOCK), ("ada-snapkv by turns", TAILS), ("kvzip by turns", TAILS)):
         assert run[side]["cached"] == pytest.approx(shares[cache] * load.known_len)

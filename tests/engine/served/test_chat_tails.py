@@ -120,6 +120,17 @@ def test_a_turn_goes_on_from_the_one_before(name: str, model, read) -> None:
 
 
 @pytest.mark.engine
+def test_whichever_earlier_turns_are_cached(model, read) -> None:
+    with evicting_engine(model, eviction=OPTIONS, **BASE) as llm:
+        for policy in OF_EACH_SCHEDULE:
+            asks, expected = read[policy]
+            for earlier in asks[:-1]:
+                run(llm, [earlier], recorded=False)
+                check(run(llm, asks[-1:], logits=True, recorded=False), expected[-1:])
+                assert llm.reset_prefix_cache()
+
+
+@pytest.mark.engine
 def test_all_turns_at_once_preempted_and_with_drafts(model, read) -> None:
     """Whoever takes what by then."""
     policies = ("ada-snapkv", "kvzip", "h2o")
