@@ -111,6 +111,7 @@ def test_demo(monkeypatch, capsys):
 
 ON_WORDS = ("--tasks", "single", "--samples", "1", "--lengths", "512")
 ON_TEXT = ("--tasks", "number", "--samples", "1")
+ON_CHATS = ("--tasks", "turns-number", "--samples", "1")
 ON_ANSWERS = ("--tasks", "recall", "--samples", "1", "--answer-tokens", "400", "--budgets", "32")
 """Not those that the model writes: the needle model repeats itself always."""
 
@@ -123,7 +124,8 @@ def measure(url: str, folder: Path, lines: list[list[str]], policy: str) -> None
     runs = 0
     for line in lines:
         runs += line[2] != "report"
-        small = {"run": ON_TEXT if "--family" in line else ON_WORDS, "answers": ON_ANSWERS}
+        on_text = ON_CHATS if "chats" in line else ON_TEXT
+        small = {"run": on_text if "--family" in line else ON_WORDS, "answers": ON_ANSWERS}
         done = run_ours(line, {**places, "out": str(folder / f"out{runs}")}, *small.get(line[2], ()))
         assert done.returncode == 0, done.stderr
         if line[2] == "report":
@@ -133,22 +135,31 @@ def measure(url: str, folder: Path, lines: list[list[str]], policy: str) -> None
 
 @pytest.mark.engine
 def test_measuring_quality(server, tmp_path):
-    """All commands of the page but those about answers."""
+    """All commands of the page but those about turns and answers, which need other servers."""
     asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
     words = [line[2] for line in asked]
-    assert words == ["fidelity", "report", "run", "answers", "report", "run", "run", "report"]
-    measure(server.url, tmp_path, [*asked[:3], *asked[5:]], "ada-snapkv")
+    first, turns, answers = ["fidelity", "report", "run"], ["run", "report"], ["answers", "report"]
+    assert words == [*first, *turns, *answers, "run", "run", "report"]
+    measure(server.url, tmp_path, [*asked[:3], *asked[7:]], "ada-snapkv")
 
 
 @pytest.mark.engine
-def test_measuring_answers(tmp_path):
-    """The page's commands about answers, with a server that it starts for them."""
-    (serve,) = (line for line in commands(MEASURING) if "--kv-decode-budget" in line)
+@pytest.mark.parametrize(
+    "flag, lines, policy",
+    [
+        ("--kv-eviction-config.scope", slice(3, 5), "kvzip"),
+        ("--kv-decode-budget", slice(5, 7), "snapkv"),
+    ],
+    ids=["turns", "answers"],
+)
+def test_measuring_with_another_server(flag, lines, policy, tmp_path):
+    """The page's commands about turns, or answers, with the server that it starts for them."""
+    (serve,) = (line for line in commands(MEASURING) if flag in line)
     asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
     with ForkedServer(
         NEEDLE, tmp_path / "log", *serve[3:], *MEMORY, "--served-model-name", "MODEL"
     ) as running:
-        measure(running.url, tmp_path, asked[3:5], "snapkv")
+        measure(running.url, tmp_path, asked[lines], policy)
 
 
 @pytest.mark.engine
