@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
+from tests.engine.served import test_chains
 from tests.engine.served.test_cached_prefixes import SERVERS
-from tests.engine.served.test_chains import ABLE, BASE, NGRAM, OF_EACH_SCHEDULE, OPTIONS
-from tests.engine.support.answers import CLOSE
+from tests.engine.served.test_chains import ABLE, BASE, NGRAM, OF_EACH_SCHEDULE, OPTIONS, check
 from tests.engine.support.conversations import Turn, turn
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.running import Answer, evicting_engine, run, run_preempted
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 
+model = test_chains.model
 PAGE = Options.parse({"policy": "ada-snapkv"}).page_size
 SYSTEM, QUESTIONS, ANSWER = (1, 90), ((2, 65), (3, 40), (4, 77), (5, 50)), 24
 
@@ -64,21 +64,10 @@ def led(llm: Any, policy: str) -> tuple[list[Spoken], list[Answer]]:
 
 
 @pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
-
-
-@pytest.fixture(scope="module")
 def read(model):
     """By policy what each turn of a conversation asks, and is answered where it reads its whole prompt."""
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, "enable_prefix_caching": False}) as llm:
         return {policy: led(llm, policy) for policy in ABLE}
-
-
-def check(answers: list[Answer], expected: list[Answer]) -> None:
-    for answer, one in zip(answers, expected, strict=True):
-        assert answer.tokens == one.tokens
-        torch.testing.assert_close(answer.logits, one.logits, **CLOSE)
 
 
 def found_so_far(llm: Any) -> Counter[str]:

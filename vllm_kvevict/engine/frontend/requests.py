@@ -61,7 +61,7 @@ def install() -> None:
                 with _forgetting_media_if_refused(self.renderer, prompt):
                     own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
                 if own.extra_args is not given and isinstance(prompt, dict):
-                    _count_if_kept_whole(self.vllm_config, prompt, own.extra_args)
+                    _count_chat(self.vllm_config, prompt, own.extra_args)
                 find = _finder_of_rows(self.vllm_config, self.renderer, prompt, own, *tokens)
                 if find is not None:
                     noted = prompt.get(REPEAT_ROWS) if isinstance(prompt, dict) else None
@@ -223,8 +223,8 @@ def _found_in(prompt: Mapping[str, Any]) -> int | list[int] | None:
     return prompt.get(chat.PREFIX_LEN, prompt.get(TURNS))
 
 
-def _count_if_kept_whole(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
-    """Count a chat that would be evicted in scope ``prompt`` and is not in the server's.
+def _count_chat(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) -> None:
+    """Count a chat that would be evicted in scope ``prompt`` and is not in the server's, or whose turns change later.
 
     Args:
         fields: of the request, with what the scope added to them.

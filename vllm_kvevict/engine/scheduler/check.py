@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.shared.prefixes import Tail
-from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.shared.entries import Entry
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 
@@ -59,9 +58,7 @@ def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: Sha
         _compare_seen(rank, actual, f"tail {tail.number}", tail, tail.held[index])
 
 
-def _compare_seen(
-    rank: int, actual: Mapping[int, int], what: str, entry: Segment | Tail, expected: int
-) -> None:
+def _compare_seen(rank: int, actual: Mapping[int, int], what: str, entry: Entry, expected: int) -> None:
     """Compare what is cached of an entry that a step in flight may still make."""
     pages = actual.get(entry.number, 0)
     if pages or rank in entry.seen_on:

@@ -20,11 +20,13 @@ class Entry:
         number: what scheduler and workers call it.
         is_forgotten: whether no further request may begin with it.
         goes_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
+        seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
 
     number: int
     is_forgotten: bool = field(default=False, kw_only=True)
     goes_first: bool = field(default=False, kw_only=True)
+    seen_on: set[int] = field(default_factory=set, kw_only=True)
 
 
 E = TypeVar("E", bound=Entry)

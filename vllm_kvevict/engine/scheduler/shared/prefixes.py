@@ -206,14 +206,12 @@ class Tail(Entry):
         keys: by which it is found, one for each unit of its tokens.
         end: tokens of the prompt and answer up to its last one.
         held: pages of each rank that it holds.
-        seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
 
     parent: Prefix
     keys: list[Hashable]
     end: int
-    held: list[int] = field(default_factory=list)
-    seen_on: set[int] = field(default_factory=set)
+    held: list[int]
 
     def pages_until(self, tokens: int) -> list[int]:
         """Pages of each rank behind the prefix's full ones, with so many tokens of prompt and answer."""
@@ -226,5 +224,5 @@ class Tail(Entry):
 
     def hold(self, pages: Sequence[int]) -> list[int]:
         """It holds so many pages of each rank; returns what it did until now."""
-        before, self.held = self.held or [0] * len(pages), list(pages)
+        before, self.held = self.held, list(pages)
         return before

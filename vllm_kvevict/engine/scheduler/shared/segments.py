@@ -8,7 +8,7 @@ A request that begins with a segment uses all those before it as well. None goes
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.shared.entries import Entries, Entry
@@ -29,7 +29,6 @@ class Segment(Entry):
         users: requests that begin with it, or with one that follows it.
         lasting: those of them that are never evicted and use it to their end.
         children: segments that follow it.
-        seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
 
     parent: "Segment | None"
@@ -39,7 +38,6 @@ class Segment(Entry):
     users: int = 0
     lasting: int = 0
     children: int = 0
-    seen_on: set[int] = field(default_factory=set)
 
     @property
     def columns(self) -> int:

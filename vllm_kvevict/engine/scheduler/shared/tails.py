@@ -101,7 +101,8 @@ class Tails(Entries[Tail]):
         keys = self._requests.keys_behind(request, prefix)[: (stored - prefix.tokens) // self._unit]
         if prefix.is_forgotten or not keys or keys[-1] in self._by_key:
             return
-        tail = Tail(self.outbox.new_number(), prefix, keys, prefix.tokens + len(keys) * self._unit)
+        end, nothing = prefix.tokens + len(keys) * self._unit, [0] * len(self.held)
+        tail = Tail(self.outbox.new_number(), prefix, keys, end, nothing)
         pages = tail.pages_until(tail.end)
         if self._has_room_for(account, pages):
             self._store(tail, pages)
