@@ -152,18 +152,19 @@ CHAT = {"policy": "snapkv", "budget": 0.25}
 
 
 def test_how_many_conversations_stay() -> None:
-    """In each row 512 entries fill 16 pages; five ends within a page are copied; a tail of 300 fills ten more."""
+    """In each row 512 entries fill 16 pages, wherever turns end; a tail of 300 fills ten more."""
     machine = server(4, 2048, 2048)
-    assert conversations(machine, CHAT, 2048, 300) == {"chats": 256 // 21, "with tail": 256 // 31}
-    # Of 320 tokens each turn leaves 80, which end within a page every second time; the last, of 448, leaves 112.
-    assert conversations(machine, CHAT, 2048, 320) == {"chats": 256 // 19, "with tail": 256 // 29}
+    for turn in (300, 320):
+        assert conversations(machine, CHAT, 2048, turn) == {"chats": 256 // 16, "with tail": 256 // 26}
+    # Of 80 tokens each turn leaves 20, and of two in three ends within a page the next turn has a copy.
+    assert conversations(machine, {**CHAT, "min_turn": 1}, 2048, 80)["chats"] == 256 // 25
     # One turn is one compressed prefix.
     assert conversations(machine, CHAT, 2048, 2048)["chats"] == size(machine, CHAT, 2048, 1)["cached"] == 16
-    # Without eviction there are no copies.
+    # Without eviction there are no turns.
     assert conversations(machine, {"policy": "full"}, 2048, 300) == {"chats": 4, "with tail": 3}
-    # Short turns are evicted with the next one, the last time at 1,800: 248 tokens are left for the tail.
+    # Short turns are evicted with the next one, the last time at 1,800: 450 entries in 15 pages, 398 tokens behind.
     short = {**CHAT, "min_turn": 300}
-    assert conversations(machine, short, 2048, 150) == {"chats": 256 // 20, "with tail": 256 // 33}
+    assert conversations(machine, short, 2048, 150) == {"chats": 256 // 15, "with tail": 256 // 28}
 
 
 def test_each_turn_is_one_of_the_prefixes_that_are_cached_at_most() -> None:
@@ -189,8 +190,8 @@ def test_a_conversation_holds_what_its_prefixes_do_in_the_scheduler(policy: str,
     most = max(simulation.workers.cached_pages(rank) for rank in range(len(simulation.workers.ranks)))
     fit = machine.memory // (PAGE * 4 * DIM) // most
     assert abs(conversations(machine, settings, 2048, 300)["chats"] - fit) <= (policy == "ada-snapkv")
-    # A control: a document of as many tokens has no turns that end within a page.
-    assert size(machine, settings, 2048, 1)["cached"] > fit
+    # A control: short turns fill no pages, and what is before them is held twice.
+    assert conversations(machine, {**settings, "min_turn": 1}, 2048, 64)["chats"] < fit
 
 
 def write_model(folder: Path, **changes: Any) -> str:
@@ -239,7 +240,7 @@ def test_table_with_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[
     sizing.main([*words, "--policy", "snapkv", "--turn", "300"])
     names, full, evicted = capsys.readouterr().out.splitlines()[1:4]
     assert names.endswith("limit  chats  with tail")
-    assert [line.split()[-2:] for line in (full, evicted)] == [["16", "13"], ["48", "33"]]
+    assert [line.split()[-2:] for line in (full, evicted)] == [["16", "13"], ["64", "39"]]
     # Without the flag the table is as it was.
     sizing.main([*words, "--policy", "snapkv"])
     assert capsys.readouterr().out.splitlines()[1].endswith("limit")

@@ -84,6 +84,7 @@ class Part:
         parent: the part before.
         columns: pages that it holds in each row.
         children: how many parts follow it.
+        completed_by: the one of them whose first page has become its last one; None for none.
     """
 
     tokens: int
@@ -91,6 +92,7 @@ class Part:
     parent: "Part | Nothing"
     columns: float
     children: int = 0
+    completed_by: "Part | None" = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,9 @@ class Chains:
     def _store(self, chat: int, end: int, parent: Part | Nothing) -> Part:
         kept = self._config.budget_for(end - parent.tokens)
         part = Part(end, parent.kept + kept, parent, _columns(parent, kept))
+        if isinstance(parent, Part) and parent.completed_by is None:
+            parent.completed_by = part
+            part.columns -= 1
         self._make_room(part.columns)
         parent.children += 1
         self._parts[self._scenario.beginning(chat, end)] = part
@@ -179,6 +184,8 @@ class Chains:
                 return
             part = self._parts.pop(key)
             part.parent.children -= 1
+            if isinstance(part.parent, Part) and part.parent.completed_by is part:
+                part.parent.completed_by = None
             held -= part.columns
 
 

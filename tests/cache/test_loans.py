@@ -309,6 +309,79 @@ def test_a_chain_goes_from_its_end(cache):
     assert cache.physical_pages == 0
 
 
+def in_common(cache):
+    """A request that has left two entries, the second of which completes the first; its slot, and what it holds."""
+    donor = read(cache, 100, KEPT)
+    cache.loans.freeze(1, donor)
+    evict_on(cache, donor, 60, [40, 26, 0, 40])
+    assert cache.loans.freeze(2, donor, completes=1) == 2  # one row ends with a page, one keeps nothing more
+    return donor, entries(cache, donor)
+
+
+def test_what_two_entries_have_in_common_is_stored_once(cache):
+    loans, (donor, content) = cache.loans, in_common(cache)
+    first, second = loans[1], loans[2]
+    completed = (second.first - first.full).tolist()
+    assert sum(completed) == 2
+    kept = [sum(pair) for pair in zip(KEPT, [40, 26, 0, 40], strict=True)]
+    twice = sum(rest > 0 and not done for rest, done in zip(first.rest.tolist(), completed, strict=True))
+    assert len(first.pages) + len(second.pages) == sum(-(-rows // PS) for rows in kept) + twice
+    cache.verify()
+    fork, branch = cache.open([(1, None), (2, None)]), cache.open([(1, None)])
+    assert all(torch.equal(*pair) for pair in zip(content, entries(cache, fork), strict=True))
+    assert cache.lengths.of(branch).ravel().tolist() == KEPT
+    assert cache.held(branch) == int((first.rest > 0).sum())
+    for own, of_both in zip(entries(cache, branch), content, strict=True):
+        assert torch.equal(own, of_both[:, : own.shape[1]])
+    evict_on(cache, branch, 50, [10, 50, 20, 5])
+    loans.freeze(3, branch)
+    of_branch, checksums = entries(cache, branch), [loans.checksum(number) for number in (1, 2, 3)]
+    for slot in (donor, fork, branch):
+        append(cache, slot, 40)
+        cache.verify()
+    assert checksums == [loans.checksum(number) for number in (1, 2, 3)]
+    cache.close([donor, fork])
+    loans.drop(2)
+    # Nobody uses what was behind it: another one may take that place.
+    third = cache.open([(1, None)])
+    evict_on(cache, third, 60, [40, 40, 40, 40])
+    assert loans.freeze(4, third, completes=1) == int((first.rest > 0).sum())
+    again = cache.open([(1, None), (3, None)])
+    assert all(torch.equal(*pair) for pair in zip(of_branch, entries(cache, again), strict=True))
+    cache.verify()
+
+
+def test_one_that_uses_a_completed_page_goes_on_without_the_entry_that_did(cache):
+    loans, (donor, content) = cache.loans, in_common(cache)
+    loans.drop(2)
+    assert (loans.borrowers(1), cache.borrowed(donor)) == ([donor], int(loans[1].full.sum()) + 2)
+    cache.verify()
+    evict_on(cache, donor, 40, [3, 4, 5, 6])
+    of_donor = entries(cache, donor)
+    loans.freeze(3, donor)
+    fork = cache.open([(1, None), (3, None)])
+    assert all(torch.equal(*pair) for pair in zip(of_donor, entries(cache, fork), strict=True))
+    cache.close([fork])
+    loans.drop(3)
+    loans.drop(1)
+    assert cache.borrowed(donor) == 0 and loans.pages == {True: 0, False: 0}
+    for one, two in zip(content, entries(cache, donor), strict=True):
+        assert torch.equal(one, two[:, : one.shape[1]])
+    cache.verify()
+    cache.close([donor])
+    assert cache.physical_pages == 0
+
+
+def test_only_the_entry_before_is_completed(cache):
+    loans, (donor, _) = cache.loans, in_common(cache)
+    evict_on(cache, donor, 60, [40, 40, 40, 40])
+    with pytest.raises(ValueError, match=f"request slot {donor} does not go on behind shared entry 1"):
+        loans.freeze(3, donor, completes=1)
+    loans.drop(2)
+    with pytest.raises(ValueError, match=f"request slot {donor} does not go on behind shared entry 1"):
+        loans.freeze(3, donor, completes=1)
+
+
 # Whole columns that were read, each part of them behind its parents.
 
 

@@ -121,7 +121,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
         "blocks": [message.new_blocks, message.lost_blocks],
         "answers": {name: _answer(answer) for name, answer in message.answers.items()},
         "admitted": [_admission(admission, numbers) for admission in message.admissions],
-        "stores": {name: numbers.of(number) for name, number in message.stores.items()},
+        "stores": {name: numbers.of(store.number) for name, store in message.stores.items()},
         "freezes": {
             name: [[numbers.of_segment(number), columns] for number, columns in segments]
             for name, segments in message.freezes.items()

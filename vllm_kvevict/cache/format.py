@@ -169,7 +169,7 @@ class PageFormat:
         """A number that changes when anything in pages, integers [N], does (waits for the device)."""
         words = storage[pages.to(torch.int64)].flatten().view(torch.int64)
         # By odd numbers, since products lose their highest bits: those of even ones would hide some changes.
-        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
         return int(words.mul_(weights).sum())
 
 

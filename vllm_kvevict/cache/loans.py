@@ -10,6 +10,9 @@ ends may leave all that it holds besides (a tail): nobody borrows that, who goes
     row of a borrower        [  .][  .][  .][part][page]...     borrowed, then its own: it writes behind its entries
     an entry that follows                   [page][page][part]  begins with what that part has become
 
+An entry that follows may complete the one before: that takes the follower's first full page in the place of its part,
+so that what both have in common is stored once. Whoever begins with the first entry alone still copies its part of it.
+
 Owns the shared entries and what each request borrows. A page has one owner, a shared entry or a request; no page needs
 a count of its users, since whoever borrows an entry borrows the front of each row of it. Full pages are shared as they
 are, since nobody writes to them; a partial page is copied, since each borrower goes on writing to it. What a request
@@ -38,7 +41,7 @@ class SharedEntry:
     Attributes:
         first: int64 [rows], columns of each row that come before it, those of its parents, on the host.
         full: int64 [rows], its full pages of each row.
-        rest: int64 [rows], entries in a row's last page, which is partial; 0: there is none.
+        rest: int64 [rows], entries of its own in a row's last page, which is partial; 0: there is none.
         is_compressed: whether it is what an eviction left.
     """
 
@@ -89,7 +92,9 @@ class Loans:
         """Request slots that borrow pages of a shared entry."""
         return [slot for slot, parts in self._loans.items() if any(part[0] == number for part in parts)]
 
-    def freeze(self, number: int, request_slot: int, columns: int | None = None) -> None:
+    def freeze(
+        self, number: int, request_slot: int, columns: int | None = None, completes: int | None = None
+    ) -> int:
         """Make a shared entry of what a request holds; the request goes on, and borrows its full pages.
 
         Entries in whole columns may be written in the step that is running, and never again.
@@ -97,10 +102,15 @@ class Loans:
         Args:
             columns: how many of the request's next columns, behind those that it borrows; None: all that it holds
                 behind them after an eviction, which takes a page for each row that ends within one.
+            completes: the compressed entry behind which the request goes on, if nothing depends on that one's partial
+                pages: it takes the new entry's first full page of each row in their place.
+
+        Returns:
+            How many pages of that one it completes.
 
         Raises:
             ValueError: there is such an entry; or the request does not hold so many full columns; or it holds nothing,
-                or borrows what is uncompressed, where all is asked for.
+                or borrows what is uncompressed, where all is asked for; or it does not follow what it completes.
             RuntimeError: the pool has too few free pages. Nothing has changed.
         """
         if number in self._entries:
@@ -109,11 +119,41 @@ class Loans:
         first, lengths = self.columns[request_slot].copy(), self._lengths_to_share(request_slot, columns)
         full, rest = lengths // size - first, lengths % size
         rows.pool.require(int((rest > 0).sum()))
+        completed = np.zeros_like(full)
+        if completes is not None:
+            completed = self._complete(completes, request_slot, first, full)
+        first, full = first + completed, full - completed
         table = self._behind(request_slot, first, int((full + (rest > 0)).max()))
         self._copy_partial(table, full, rest)
         self._entries[number] = entry = SharedEntry(table, first, full, rest, columns is None)
         self.pages[entry.is_compressed] += len(entry.pages)
-        self._lend(request_slot, [(number, columns)], full)
+        before = [] if completes is None else [(completes, None)]
+        self._lend(request_slot, [*before, (number, columns)], first + full)
+        return int(completed.sum())
+
+    def _complete(self, number: int, request_slot: int, first: IntArray, full: IntArray) -> IntArray:
+        """Give an entry the first full page of each row of a request behind it, where its own last one is partial.
+
+        Args:
+            first, full: int64 [rows], where the request's own pages begin, and how many are full.
+
+        Returns:
+            int64 [rows], 1 where it got one.
+
+        Raises:
+            ValueError: the request does not follow it.
+        """
+        entry = self[number]
+        if not entry.is_compressed or (first != entry.first + entry.full).any():
+            raise ValueError(f"request slot {request_slot} does not go on behind shared entry {number}")
+        completed = (entry.rest > 0) & (full > 0)
+        which = np.flatnonzero(completed)
+        row, column, own = to_device(np.stack([which, entry.full[which], first[which]]), self.rows.device)
+        table = entry.table.clone()
+        self.rows.pool.give(table[row, column])
+        table[row, column] = self.rows.tables.region(request_slot)[row, own]
+        self._entries[number] = replace(entry, table=table)
+        return completed.astype(np.int64)
 
     def leave(self, number: int, request_slot: int) -> None:
         """Make a shared entry of all that a request holds behind what it borrows, which alone it holds from now on.
@@ -210,10 +250,12 @@ class Loans:
         full = rest = np.zeros(self.rows.tables.num_rows, np.int64)
         for number, columns in parts:
             entry = self[number]
+            completed = entry.first - full
+            follows = (completed == 0) | ((completed == 1) & (rest > 0))
             # An entry that is not compressed does not begin with what its parent has in partial pages.
-            if (full != entry.first).any() or (rest.any() and not entry.is_compressed):
+            if not follows.all() or (rest.any() and not entry.is_compressed):
                 raise ValueError(f"shared entry {number} does not follow the columns before it")
-            full = full + (entry.full if columns is None else columns)
+            full = entry.first + (entry.full if columns is None else columns)
             rest = entry.rest if columns is None else rest
         return full, rest
 
@@ -329,12 +371,14 @@ class Loans:
             joined.scatter_(1, to_device(first, arena.device)[:, None] + column, table)
         return joined
 
-    def _lend(self, request_slot: int, parts: Sequence[Loan], full: IntArray) -> None:
-        """Let a request borrow more full pages of each row; without any it does not depend on an entry."""
-        if full.any():
-            self.columns[request_slot] += full
-            lent = [part for part in parts if self[part[0]].full.any()]
-            self._loans.setdefault(request_slot, []).extend(lent)
+    def _lend(self, request_slot: int, parts: Sequence[Loan], columns: IntArray) -> None:
+        """Let a request borrow the first columns[r] pages of each row; it does not depend on an entry without any."""
+        self.columns[request_slot] = columns
+        loans = self._loans.get(request_slot, [])
+        known = {number for number, _ in loans}
+        lent = [part for part in parts if part[0] not in known and self._left(request_slot, part[0])]
+        if lent:
+            self._loans[request_slot] = [*loans, *lent]
 
     def _copy_partial(self, table: torch.Tensor, full: IntArray, rest: IntArray) -> None:
         """Replace the partial page of each row in a page table by a copy, zero behind its entries."""

@@ -34,6 +34,19 @@ class Handshake(KVConnectorHandshakeMetadata):
     ring_parts: int = 0
 
 
+@dataclass(frozen=True)
+class Store:
+    """A compressed prefix to be cached.
+
+    Attributes:
+        number: what it is called.
+        completes: number of the prefix before it, whose partial pages it is to complete; None if it has its own.
+    """
+
+    number: int
+    completes: int | None = None
+
+
 @dataclass
 class StepMessage(KVConnectorMetadata):
     """What the workers must know before a step.
@@ -41,8 +54,7 @@ class StepMessage(KVConnectorMetadata):
     Attributes:
         admissions: of the requests that it admits.
         answers: to claims of earlier steps, by request id.
-        stores: numbers of the prefixes to be cached once their eviction is done, by the id of the request that the
-            step evicts.
+        stores: the prefixes to be cached once their eviction is done, by the id of the request that the step evicts.
         freezes: number and columns of the segments that are made of a request's pages, by its id: once the step has
             taken its pages, or before it ends if it has finished.
         leaves: number of the tail that a request leaves which has ended, and the tokens of its prompt and answer up to
@@ -56,7 +68,7 @@ class StepMessage(KVConnectorMetadata):
 
     admissions: list[Admission] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
-    stores: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, Store] = field(default_factory=dict)
     freezes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     leaves: dict[str, tuple[int, int]] = field(default_factory=dict)
     cuts: dict[int, int] = field(default_factory=dict)

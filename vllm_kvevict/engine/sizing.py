@@ -1,5 +1,6 @@
 """What a server would admit, without one: the numbers of ``vllm-kvevict sizing``."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,13 +108,19 @@ def pages_of_chain(
 ) -> tuple[int, int]:
     """Pages of a rank that the entries of a conversation own, and those of what follows them up to so many tokens.
 
-    Each entry begins behind the full pages of the one before, with a copy of what that has in partial ones.
+    Each entry completes the partial pages of the one before, in rows that it fills a page of; it copies the others.
     """
     ends = [part.end for part in plan.parts] or [prompt]
     counts = [after_eviction(plan, end, rank, page_size) for end in ends]
     last = counts[-1]
-    chain = last.pages + sum(count.partial for count in counts[:-1])
+    chain = last.pages + sum(itertools.starmap(_stored_twice, itertools.pairwise(counts)))
     return chain, last.at(tokens) - last.pages + last.partial
+
+
+def _stored_twice(count: PageCount, behind: PageCount) -> int:
+    """Partial pages of an entry that the one behind it does not complete, since it has no full page in their place."""
+    full, then = count.pages - count.partial, behind.pages - behind.partial
+    return max(0, count.partial - (then - full))
 
 
 @dataclass(frozen=True)

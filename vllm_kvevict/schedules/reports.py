@@ -94,6 +94,7 @@ class Report:
         pages: pages held on the rank.
         residues: [page_size], rows by kv_len modulo page_size.
         part: what the rank did, if an eviction is complete with that.
+        completed: pages of the prefix before it that this one completes, where what it keeps is cached behind that.
     """
 
     epoch: int
@@ -101,6 +102,7 @@ class Report:
     pages: int
     residues: Sequence[int]
     part: PartOfEviction | None
+    completed: int = 0
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def test_the_reader_is_aborted_at_any_step(policy: str, depth: int, asynchronous
 
 def test_who_is_preempted_begins_again_with_what_is_stored() -> None:
     preempted = 0
-    for pages in range(120, 180, 10):
+    for pages in range(110, 180, 10):
         simulation = without_tails(chatting(pages=[pages], max_model_len=900, options={"decode_reserve": 8}))
         for index in range(3):
             simulation.add(turn(str(index), [*SAID[:5], document(10 + index, 20)], 300))
@@ -222,7 +222,7 @@ def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
     """Less and less of it is left, the more pages another prompt needs."""
     read = []
     for tokens in range(100, 900, 50):
-        simulation = without_tails(chatting(pages=[130], max_model_len=1000, options={"budget": 0.5}))
+        simulation = without_tails(chatting(pages=[110], max_model_len=1000, options={"budget": 0.5}))
         served(simulation, turn("0", SAID))
         stored = [prefix.number for prefix in simulation.ledger.shared.compressed]
         served(simulation, make_request("long", document(9, tokens), 3, {"kv_eviction": "full"}))
@@ -253,12 +253,12 @@ def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
     taken_over = 0
     said = [*SAID[:3], *(document(10 + index, 40) for index in range(9))]
     options = {"budget": 0.5, "decode_reserve": 8}
-    for pages in range(110, 122, 2):
+    for pages in range(114, 126, 2):
         simulation = without_tails(
             chatting(pages=[pages], max_model_len=720, max_num_batched_tokens=24, options=options)
         )
         served(simulation, turn("0", SAID[:4]))
-        for index in range(8):
+        for index in range(9):
             simulation.add(make_request(f"long {index}", 20, 200, {"kv_eviction": "full"}))
         steps(simulation, 12)
         simulation.add(turn("1", said))
@@ -275,15 +275,63 @@ def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
     assert taken_over > 10
 
 
+def test_what_two_entries_have_in_common_is_held_once() -> None:
+    """All entries of a chain together hold what a request does that has read it."""
+    simulation = without_tails(chatting(options={"policy": "snapkv", "budget": 0.5}))
+    said = SAID[1:]
+    simulation.add(turn("0", said, 20))
+    steps(simulation, 12)
+    chain = list(simulation.ledger.accounts["c:0"].prefix.chain())
+    assert len(chain) == 4 and chain[0].held_by_chain == [chain[0].kept[0].pages]
+    assert sum(map(sum, (prefix.extends for prefix in chain))) == simulation.workers.completed > 0
+    # Another one behind the second text has a copy of its own of what is before.
+    served(simulation, turn("1", [*said[:2], document(7, 100), OTHER]))
+    assert not any(max(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number).extends)
+    check_end(simulation)
+
+
+def test_a_request_goes_on_in_pages_that_a_dropped_entry_has_completed() -> None:
+    """What it leaves then uses them, too; and nobody else completes them meanwhile."""
+    simulation = without_tails(chatting(options={"budget": 0.5}, max_num_batched_tokens=32))
+    compressed = simulation.ledger.shared.compressed
+    served(simulation, turn("0", SAID[:4]))
+    simulation.add(turn("1", [*SAID, OTHER], 20))
+    steps(simulation, 1)
+    account = simulation.ledger.accounts["c:1"]
+    dropped = account.prefix
+    assert dropped.tokens == ends(SAID)[2] and any(dropped.extends)
+    compressed.drop(dropped)
+    assert account.prefix is dropped.parent and account.prefix.extended_for == {"c:1"}
+    simulation.add(turn("2", [*SAID[:2], document(7, 100), OTHER]))
+    finish(simulation)
+    assert simulation.extended and len(simulation.behind_extended) == 1
+    # What it has left is found, with the chain before it.
+    assert served(simulation, turn("3", [*SAID, document(8, 30)])) == 30
+    check_end(simulation)
+
+
+def behind_another(simulation: Watched, *requests: Any) -> list[Prefix]:
+    """What requests leave that have read their parts, the first of which another one had completed for a while."""
+    first = requests[0].prompt_token_ids[: requests[0].sampling_params.extra_args["kv_turns"][0]]
+    served(simulation, turn("another", [first, document(50, 400), document(51, 9)]))
+    for request in requests:
+        simulation.add(request)
+    steps(simulation, 6)
+    shared = simulation.ledger.shared.compressed
+    another = next(prefix for prefix in shared if any(prefix.extends))
+    shared.drop(another)
+    simulation.step()
+    return sorted(shared, key=lambda prefix: prefix.tokens)
+
+
 def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
     """The first part keeps less than a page of each row, which all have copied; the second one's pages are shared."""
     simulation = without_tails(chatting(options={"policy": "snapkv"}))
     said = [document(0, 60), document(1, 400)]
-    for index in range(2):
-        simulation.add(turn(str(index), [*said, document(2 + index, 9)], 50))
-    steps(simulation, 6)
+    first, second = behind_another(
+        simulation, *(turn(str(i), [*said, document(2 + i, 9)], 50) for i in range(2))
+    )
     shared = simulation.ledger.shared.compressed
-    first, second = sorted(shared, key=lambda prefix: prefix.tokens)
     assert (first.users, second.users) == (2, 2) and not any(first.full_pages) and any(second.full_pages)
     assert shared.droppable_pages() == [0] and shared.pinned() == shared.held
     simulation.abort("c:1")
@@ -294,10 +342,10 @@ def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
 def test_what_frees_nothing_goes_where_its_parent_does() -> None:
     """Rows of 20 entries, then 64: who borrows the second part has two full pages of each, and no copy."""
     simulation = without_tails(chatting(options={"policy": "snapkv", "budget": 0.5}))
-    simulation.add(turn("0", [document(0, 40), document(1, 88), document(2, 9)], 50))
-    steps(simulation, 6)
+    first, second = behind_another(
+        simulation, turn("0", [document(0, 40), document(1, 88), document(2, 9)], 50)
+    )
     shared = simulation.ledger.shared.compressed
-    first, second = sorted(shared, key=lambda prefix: prefix.tokens)
     assert second.held == second.full_pages == [8] and first.held == [4]
     assert shared.next_to_drop(None, even_borrowed=False) is None
     assert shared.next_to_drop(None, even_borrowed=True) is second and shared.droppable_pages() == [4]
@@ -347,9 +395,11 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
         "dropped": sum(len(simulation.dropped) for simulation in simulations),
         "dropped after their children": sum(simulation.with_children for simulation in simulations),
         "became a request's own": sum(simulation.became_own for simulation in simulations),
+        "completed what is before": sum(simulation.workers.completed for simulation in simulations),
     }
     assert min(happened.values()) > 5, happened
     assert sum(simulation.workers.taken for simulation in simulations) > 1
+    assert any(simulation.extended for simulation in simulations)
 
 
 @pytest.mark.parametrize("first", tens(60))
@@ -409,11 +459,34 @@ def look_at_the_part_alone(monkeypatch) -> None:
     monkeypatch.setattr(scheduler, "prefix_keys", keys)
 
 
+def complete_what_others_use(monkeypatch) -> None:
+    follow = Prefix.follow
+
+    def always(prefix: Prefix, parent: Prefix | None, name: str) -> Prefix | None:
+        if parent is not None:
+            parent.extended_by.clear()
+        return follow(prefix, parent, name)
+
+    monkeypatch.setattr(Prefix, "follow", always)
+
+
+def forget_who_goes_on_in_completed_pages(monkeypatch) -> None:
+    take_over = Prefix.take_over
+
+    def forgetful(parent: Prefix, child: Prefix) -> None:
+        take_over(parent, child)
+        parent.extended_for.clear()
+
+    monkeypatch.setattr(Prefix, "take_over", forgetful)
+
+
 MUTATIONS: dict[str, Any] = {
     "pages": count_the_parents_pages_too,
     "users": count_users_of_the_last_alone,
     "drops": drop_parents,
     "key": look_at_the_part_alone,
+    "completed twice": complete_what_others_use,
+    "goes on": forget_who_goes_on_in_completed_pages,
 }
 
 

@@ -25,6 +25,8 @@ class Watched(Simulation):
         dropped: prefixes that were dropped to make room.
         with_children: those of them that another one followed once.
         became_own: of the dropped ones those that a request borrowed.
+        extended: most pages that requests used at once of what dropped prefixes had made full.
+        behind_extended: prefixes that such a request has left.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, **kwargs: Any):
@@ -34,7 +36,10 @@ class Watched(Simulation):
         self.waited: set[str] = set()
         self.dropped: list[Prefix] = []
         self._had_children: set[int] = set()
-        self.with_children = self.became_own = 0
+        self.with_children = self.became_own = self.extended = 0
+        self.behind_extended: set[int] = set()
+        self._used_by: dict[int, set[str]] = {}
+        """Who went on in completed pages of a prefix, by its number."""
         self._promised: dict[tuple[str, int], list[int]] = {}
         self._watch_drops()
         self._watch_room()
@@ -84,6 +89,14 @@ class Watched(Simulation):
             self.longest = max(self.longest, len(admission.prefixes))
             self.begun += len(admission.prefixes) >= 3
         self.branches.update(prefix.number for prefix in compressed if prefix.children > 1)
+        self.extended = max(
+            self.extended, sum(sum(prefix.extended) for prefix in compressed if prefix.extended_for)
+        )
+        for prefix in compressed:
+            used_by = self._used_by.get(prefix.number, set())
+            later = {child.number for child in prefix.extended_by if child.producer[0] in used_by}
+            self.behind_extended.update(later)
+            self._used_by[prefix.number] = used_by | prefix.extended_for
         self._had_children.update(prefix.number for prefix in compressed if prefix.children)
         for request in self.scheduler.waiting:
             prefix = compressed.known(request)
@@ -140,7 +153,10 @@ def check_sums(simulation: Simulation) -> None:
         assert prefix.children == children[prefix]
         assert prefix.storing == storing[prefix]
         assert prefix.borrowers == {name for name, account in accounts.items() if account.prefix is prefix}
-    _check_borrowed(accounts.values())
+        followers = {child for child in prefixes if child.parent is prefix}
+        assert {child for child in followers if any(child.extends)} <= prefix.extended_by <= followers
+        assert prefix.extended_for <= prefix.borrowers
+    _check_borrowed(accounts)
     ends = sum(prefix.in_turns and not prefix.children for prefix in prefixes)
     assert compressed.num_conversations == ends
     held = total((prefix.held for prefix in prefixes), ranks)
@@ -166,19 +182,27 @@ def _chain(prefix: Prefix | None) -> list[Prefix]:
     return found
 
 
-def _check_borrowed(accounts: Iterable[Account]) -> None:
+def _check_borrowed(accounts: Mapping[str, Account]) -> None:
     """Once all is reported, a request borrows the full pages of the whole chain that it goes on behind."""
-    for account in accounts:
+    for name, account in accounts.items():
         if account.segment is None and not account.awaits_reports:
-            pages = [prefix.full_pages for prefix in _chain(account.prefix)]
+            pages = [plus(prefix.full_pages, prefix.extends) for prefix in _chain(account.prefix)]
+            if account.prefix is not None and name in account.prefix.extended_for:
+                pages.append(account.prefix.extended)
             assert account.borrowed == total(pages, len(account.held))
 
 
 def _pinned(prefixes: Sequence[Prefix], users: Mapping[Prefix, int], ranks: int) -> list[int]:
     """Pages that are no borrower's own and stay whatever is dropped; what one alone uses becomes its own."""
-    shared = {entry for p in prefixes if users[p] > 1 and any(p.full_pages) for entry in _chain(p)}
-    pages = [p.held if p in shared else p.full_pages for p in prefixes if users[p]]
+    shared = {entry for p in prefixes if users[p] > 1 and any(_lent(p, users)) for entry in _chain(p)}
+    pages = [p.held if p in shared else _lent(p, users) for p in prefixes if users[p]]
     return total(pages, ranks)
+
+
+def _lent(prefix: Prefix, users: Mapping[Prefix, int]) -> list[int]:
+    """Pages of a prefix that are full, or that somebody uses who has made them full."""
+    is_extended = prefix.extended_for or any(users[child] for child in prefix.extended_by)
+    return plus(prefix.full_pages, prefix.extended) if is_extended else prefix.full_pages
 
 
 def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[int]:
@@ -192,5 +216,7 @@ def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[i
         gone = [p for p in left if p.is_ready and p.num_users <= 1 and p not in parents and p not in stay]
         if not gone:
             return total(freed, ranks)
-        freed += [[prefix.freed(rank) for rank in range(ranks)] for prefix in gone]
+        for prefix in gone:
+            lent = _lent(prefix, Counter({p: p.users for p in compressed})) if prefix.users else [0] * ranks
+            freed.append([held - pages for held, pages in zip(prefix.held, lent, strict=True)])
         left = [prefix for prefix in left if prefix not in gone]

@@ -10,7 +10,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.support.choices import GREEDS, Choices
 from tests.engine.support.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
-from vllm_kvevict.engine.messages import Holdings, RankMessage, WorkerMessages
+from vllm_kvevict.engine.messages import Holdings, RankMessage, Store, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
@@ -51,7 +51,7 @@ class Resident:
         kv_len: length of each of its rows, by rank.
         waits: whether it waits for budgets, or for its prompt to be repeated.
         repeated: tokens of the prompt that were repeated so far.
-        store: number of the prefix that is cached once it is evicted.
+        store: the prefix that is cached once it is evicted.
         lent: by rank, pages of each row that it borrows; None where it borrows none.
         prefix: number of the one that it borrows of.
         segments: number, and how many columns, of each segment that it borrows.
@@ -66,7 +66,7 @@ class Resident:
     waits: bool = False
     repeated: int = 0
     kept: list[np.ndarray] | None = None
-    store: int | None = None
+    store: Store | None = None
     lent: list[np.ndarray] | None = None
     prefix: int | None = None
     segments: list[tuple[int, int]] = field(default_factory=list)
@@ -162,6 +162,7 @@ class Workers:
         cached: lengths of the rows of cached prefixes, by number and rank.
         segments: by number the tokens of each segment, None where they were not known.
         tails: what ended requests have left, by number.
+        completed: pages of prefixes that others have completed so far.
         hits, shares, taken: requests that began with one, or with segments; and with a tail.
         dropped: numbers of those that were dropped, in order.
         most_rounds: of questions that any eviction took.
@@ -190,6 +191,9 @@ class Workers:
         self.live: dict[str, Resident] = {}
         self.cached: dict[int, list[np.ndarray]] = {}
         self._parents: dict[int, int | None] = {}
+        self._first: dict[int, list[np.ndarray]] = {}
+        """Of each cached prefix, by rank, columns of each row before its own."""
+        self.completed = 0
         self.segments: dict[int, list[int | None]] = {}
         self.tails: dict[int, TailRows] = {}
         self.hits = self.shares = self.taken = 0
@@ -242,7 +246,7 @@ class Workers:
 
     def _cached_pages(self, number: int, rank: int) -> int:
         """Pages of a rank that a cached prefix holds behind its parent."""
-        return self.pages(self.cached[number][rank]) - int(self._lent_by(self._parents[number])[rank].sum())
+        return self.pages(self.cached[number][rank]) - int(self._first[number][rank].sum())
 
     def _lent_by(self, number: int | None) -> list[np.ndarray]:
         """Full pages of each row, by rank, of a cached prefix with its parents."""
@@ -273,22 +277,47 @@ class Workers:
         assert number not in self._parents.values(), f"prefix {number} is dropped before one that follows it"
         followers = [tail for tail in self.tails.values() if tail.prefix == number]
         assert not followers, f"prefix {number} is dropped before a tail that follows it"
-        before = self._lent_by(parent)
+        before = self._first.pop(number)
         lends = any((rows != own).any() for rows, own in zip(self._lent_by(number), before, strict=True))
         assert len(borrowers) <= 1 or not lends, f"prefix {number} is dropped while {borrowers} borrow it"
         for name in borrowers:
             self.live[name].lent, self.live[name].prefix = before, parent
         del self.cached[number]
 
-    def _store(self, resident: Resident) -> None:
-        """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower."""
-        number, resident.store = resident.store, None
-        if number is not None and resident.is_at_end:
+    def _store(self, resident: Resident) -> list[int]:
+        """Cache what a request was evicted to, if that is asked for; it goes on as the first borrower.
+
+        Returns:
+            Pages of each rank of the prefix before it that it completes.
+        """
+        store, resident.store = resident.store, None
+        completed = [np.zeros_like(rows) for rows in resident.kv_len]
+        if store is not None and resident.is_at_end:
+            number, first = store.number, resident.lent or self._lent_by(None)
+            if store.completes is not None:
+                completed = self._complete(store.completes, resident)
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
+            self._first[number] = [own + more for own, more in zip(first, completed, strict=True)]
             self._parents[number] = resident.prefix
             self._evicted_as[number] = resident.evicted_until(resident.tokens)
             self._note_origin(number, resident)
             self._borrow(resident, number)
+        return [int(rows.sum()) for rows in completed]
+
+    def _complete(self, number: int, resident: Resident) -> list[np.ndarray]:
+        """Where a prefix takes a request's first full page for its partial one, which nobody may use beyond that."""
+        before = self._lent_by(number)
+        beyond = [self._first[child] for child, parent in self._parents.items() if parent == number]
+        beyond += [other.lent for other in self.live.values() if other.prefix == number and other.lent]
+        for used in beyond:
+            for columns, lent in zip(used, before, strict=True):
+                assert (columns == lent).all(), f"prefix {number} is completed twice"
+        assert resident.prefix == number
+        completed = []
+        for rows, kept, lent in zip(resident.kv_len, self.cached[number], before, strict=True):
+            completed.append(((kept % PAGE > 0) & (rows // PAGE > lent)).astype(np.int64))
+        self.completed += sum(int(rows.sum()) for rows in completed)
+        return completed
 
     def _borrow(self, resident: Resident, number: int) -> None:
         resident.prefix = number
@@ -452,8 +481,8 @@ class Workers:
                     self._take(resident, admission.tail)
                 else:
                     assert admission.tokens == len(evicted[0])
-        for name, number in message.stores.items():
-            self.live[name].store = number
+        for name, store in message.stores.items():
+            self.live[name].store = store
         self._check_reserve(output)
         leaving: list[Resident] = []
         # Pages that are held for a part of the step only.
@@ -797,8 +826,8 @@ class Workers:
                     else None,
                 )
             )
-        self._store(resident)
-        return reports
+        completed = self._store(resident)
+        return [replace(report, completed=pages) for report, pages in zip(reports, completed, strict=True)]
 
 
 class Simulation:

@@ -341,6 +341,12 @@ class Account:
         self._estimated.discard(index)
         return self.on_report(index, count)
 
+    def borrowed_of(self, index: int, prefix: Prefix | None) -> int:
+        """Pages of a rank that it borrows once it is evicted, and a prefix of what it keeps may be cached."""
+        if prefix is not None:
+            return prefix.borrowed[index]
+        return self.borrowed[index] if self.prefix is not None else 0
+
     def on_complete_report(self, index: int, count: PageCount, most: int, borrowed: int) -> Need:
         """As :meth:`on_report`, of a complete eviction: the rest of a replay is promised by what is known now.
 
@@ -373,14 +379,11 @@ class Account:
         then."""
         prefix = self.prefix
         assert prefix is not None
-        held = [sum(pair) for pair in zip(self.held, prefix.full_pages, strict=True)]
-        peak = [sum(pair) for pair in zip(self.terms.peak, prefix.full_pages, strict=True)]
-        self.terms = replace(self.terms, peak=peak)
-        self.borrowed = [
-            all_of_it - own for all_of_it, own in zip(self.borrowed, prefix.full_pages, strict=True)
-        ]
-        self.prefix = prefix.parent
-        return held, self.promise
+        before = prefix.borrowed_before
+        own = [pages - others for pages, others in zip(self.borrowed, before, strict=True)]
+        peak = [sum(pair) for pair in zip(self.terms.peak, own, strict=True)]
+        self.terms, self.borrowed, self.prefix = replace(self.terms, peak=peak), before, prefix.parent
+        return [sum(pair) for pair in zip(self.held, own, strict=True)], self.promise
 
     def follow(self, segment: Segment | None) -> None:
         """The last segment that it borrows of is another."""

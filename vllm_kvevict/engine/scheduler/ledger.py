@@ -311,7 +311,7 @@ class PageLedger(KVCacheManager):
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
         prefix = self.shared.compressed.produced_by(request_id, report.epoch, report.tokens)
         if prefix is not None:
-            self.shared.compressed.on_report(prefix, index, count, count.rows - report.residues[0])
+            self.shared.compressed.on_report(prefix, index, count, report.completed)
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
             self.shared.compressed.drop_forgotten()
@@ -327,8 +327,7 @@ class PageLedger(KVCacheManager):
         else:
             tokens = max(account.prefill_len, account.tokens)
             most = self.bounds.most_held(account.plan, index, count, tokens)
-            last = prefix or account.prefix
-            need = account.on_complete_report(index, count, most, last.borrowed[index] if last else 0)
+            need = account.on_complete_report(index, count, most, account.borrowed_of(index, prefix))
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
             self.shared.compressed.borrow(prefix, request_id, account.prefix)

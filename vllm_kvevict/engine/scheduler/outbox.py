@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from vllm_kvevict.engine.messages import StepMessage
+from vllm_kvevict.engine.messages import StepMessage, Store
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.reports import Answer, ExtraTokens
 
@@ -71,9 +71,9 @@ class Outbox:
         """Answer what all ranks claimed of a request's eviction."""
         self._rest.answers[request_id] = answer
 
-    def store(self, request_id: str, number: int) -> None:
-        """The step evicts a request, and what it keeps is cached under a number."""
-        self._rest.stores[request_id] = number
+    def store(self, request_id: str, store: Store) -> None:
+        """The step evicts a request, and what it keeps is cached."""
+        self._rest.stores[request_id] = store
 
     def freeze(self, request_id: str, number: int, columns: int) -> None:
         """The step makes a segment of a request's next columns."""

@@ -7,6 +7,7 @@ from the step that makes it until it is dropped. That pages and request slots su
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.messages import Store
 from vllm_kvevict.schedules.plan import Admission
 
 STEPS_OF_A_ROUND, FEW_PAGES = 100, 256
@@ -26,10 +27,10 @@ class CachedPrefixes:
         self._check = check
         self._checksums: dict[int, int] = {}
         self._steps = 0
-        self._expected: dict[str, int] = {}
+        self._expected: dict[str, Store] = {}
 
-    def expect(self, stores: Mapping[str, int]) -> None:
-        """Requests whose prefix is to be cached once it is evicted, with its number."""
+    def expect(self, stores: Mapping[str, Store]) -> None:
+        """Requests whose prefix is to be cached once it is evicted."""
         self._expected.update(stores)
 
     def forget(self, request_id: str) -> None:
@@ -41,12 +42,21 @@ class CachedPrefixes:
         for part in columns:
             self.loans.freeze(part[0], request_slot, part[1])
 
-    def store(self, request_id: str, request_slot: int) -> None:
-        """A request was evicted and holds nothing but its prefix: keep what is new of that, if it is to be cached."""
-        number = self._expected.pop(request_id, None)
-        if number is not None:
-            self.loans.freeze(number, request_slot)
-            self._verify(number)
+    def store(self, request_id: str, request_slot: int) -> int:
+        """A request was evicted and holds nothing but its prefix: keep what is new of that, if it is to be cached.
+
+        Returns:
+            Pages of the prefix before it that it completes.
+        """
+        store = self._expected.pop(request_id, None)
+        if store is None:
+            return 0
+        if store.completes is not None:
+            self._verify(store.completes)
+            self._checksums.pop(store.completes, None)
+        completed = self.loans.freeze(store.number, request_slot, completes=store.completes)
+        self._verify(store.number)
+        return completed
 
     def leave(self, request_slot: int, number: int, dropped: int) -> None:
         """Keep what an ended request holds behind what it borrows, without its newest tokens, as a tail."""

@@ -138,7 +138,9 @@ class Step:
         """Cache those prefixes that were evicted since the last message to the scheduler."""
         for name, reports in self.rank.evictor.reports.items():
             if reports[-1].part is not None and name in self.residents:
-                self.rank.prefixes.store(name, self.residents[name].request_slot)
+                completed = self.rank.prefixes.store(name, self.residents[name].request_slot)
+                if completed:
+                    reports[-1] = replace(reports[-1], completed=completed)
 
     def reads_prompts(self) -> bool:
         """Whether the running step has tokens of a prompt that is to be evicted, repeats one, or evicts an answer."""

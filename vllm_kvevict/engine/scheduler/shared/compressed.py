@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.messages import Store
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
@@ -155,10 +156,10 @@ class CompressedPrefixes(Entries[Prefix]):
             )
             self._cancel(prefix)
             return
-        prefix.follow(account.prefix)
+        completes = prefix.follow(account.prefix, name)
         self._count_conversation(prefix, 1)
         self._keep(prefix)
-        self.outbox.store(name, prefix.number)
+        self.outbox.store(name, Store(prefix.number, None if completes is None else completes.number))
         self._count_storing(prefix, 1)
         self._count(prefix, copies)
 
@@ -186,14 +187,14 @@ class CompressedPrefixes(Entries[Prefix]):
             self.drop(unused)
         return True
 
-    def on_report(self, prefix: Prefix, rank: int, count: PageCount, partial_pages: int) -> None:
+    def on_report(self, prefix: Prefix, rank: int, count: PageCount, completed: int) -> None:
         """A rank has stored a prefix.
 
         Args:
             count: of what it keeps.
-            partial_pages: its pages that are not full, which each borrower copies.
+            completed: pages of the prefix before it that it has completed.
         """
-        prefix.keep(rank, count, partial_pages)
+        prefix.keep(rank, count, completed)
         held = list(prefix.held)
         held[rank] = prefix.pages_of(rank, count)
         self._count(prefix, held)
@@ -232,23 +233,27 @@ class CompressedPrefixes(Entries[Prefix]):
             before: which it used until now; this one follows it.
         """
         if before is not None:
-            before.borrowers.discard(name)
+            before.lose(name)
         prefix.borrowers.add(name)
         self._count_users(prefix, 1, before)
 
     def _count_users(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
         """A prefix and its parents, up to one that is used already, have a user more (1) or less (-1)."""
-        shared = 0
         for entry in prefix.chain(before):
-            was_shared = entry.num_users > 1
             entry.count(users=more)
-            shared += (entry.num_users > 1) - was_shared
+        shared, is_behind = 0, True
+        for entry in prefix.chain():
+            shared += entry.note_sharing()
             entry.count(shared=shared)
             self._totals.count(entry)
+            # Also of the last one before these other pages may be used now.
+            is_behind = is_behind and entry is not before
+            if not is_behind and not shared:
+                return
 
     def _give_back(self, prefix: Prefix, name: str) -> None:
         """A request does not use pages of a prefix any more."""
-        prefix.borrowers.discard(name)
+        prefix.lose(name)
         self._count_users(prefix, -1)
 
     def part_from(self, name: str, account: Account, untold: TakenBack) -> None:
@@ -317,8 +322,8 @@ class CompressedPrefixes(Entries[Prefix]):
         for name in prefix.borrowers:
             account = self._requests.accounts[name]
             self._books.hold(account, account.own_prefix())
-            if prefix.parent is not None:
-                prefix.parent.borrowers.add(name)
+        if prefix.parent is not None:
+            prefix.parent.take_over(prefix)
 
     def take_dropped(self) -> int:
         """How many were dropped to make room since the last call; those of a reset do not count. Counts anew."""
@@ -372,10 +377,11 @@ class CompressedPrefixes(Entries[Prefix]):
             more: one that a further request would borrow.
         """
         pages = list(self._totals.pinned)
-        is_shared = False
+        is_shared = is_extended = False
         for entry in more.chain() if more is not None else ():
-            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.full_pages))
-            then, now = pages_pinned(entry, is_shared), entry.counted.pinned
+            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.lends(is_extended)))
+            then, now = pages_pinned(entry, is_shared, is_extended), entry.counted.pinned
+            is_extended = any(entry.extends)
             for rank, page_count in enumerate(then):
                 pages[rank] += page_count - now[rank]
         return pages

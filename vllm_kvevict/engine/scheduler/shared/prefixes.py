@@ -101,13 +101,18 @@ class Prefix(Entry):
         held: pages of each rank that it holds.
         parent: the prefix that this one follows, known when it is stored; None where it begins the prompt.
         children: how many follow it.
+        extends: pages of each rank that its parent holds and that are full with what this one has behind it.
+        extended: pages of each rank of its own that are so, with what is behind it.
+        extended_by: those that follow it and use these pages.
+        extended_for: ids of the requests that use them and go on right behind it: what they followed was dropped.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
-        full_pages: its own of each rank that are full, which all of its borrowers use.
+        full_pages: its own of each rank that it fills itself, which all of its borrowers use.
         borrowers: ids of the requests that use them, and pages of no prefix that follows it.
         users: how many requests use them.
         storing: how many of itself and those that follow are being stored.
-        shared: how many of these several requests use pages of. None of them goes, nor what they follow.
+        is_shared: whether several requests use pages of it.
+        shared: of how many of these that is so. None of them goes, nor what they follow.
         is_storing: whether the step that evicts it was dispatched.
         counted: what of it :class:`Totals` has added up.
     """
@@ -119,17 +124,23 @@ class Prefix(Entry):
     held: list[int]
     parent: "Prefix | None" = None
     children: int = 0
+    extends: list[int] = field(init=False)
+    extended: list[int] = field(init=False)
+    extended_by: set["Prefix"] = field(default_factory=set)
+    extended_for: set[str] = field(default_factory=set)
     kept: dict[int, PageCount] = field(default_factory=dict)
     full_pages: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
     users: int = 0
     storing: int = 0
+    is_shared: bool = False
     shared: int = 0
     is_storing: bool = False
     counted: "Counted" = field(init=False)
 
     def __post_init__(self) -> None:
         self.counted = Counted(*([0] * len(self.held) for _ in range(3)))
+        self.extends, self.extended = [0] * len(self.held), [0] * len(self.held)
 
     def chain(self, until: "Prefix | None" = None) -> Iterator["Prefix"]:
         """This one, its parent and so on, up to the one before ``until``."""
@@ -138,16 +149,30 @@ class Prefix(Entry):
             yield prefix
             prefix = prefix.parent
 
-    def follow(self, parent: "Prefix | None") -> None:
-        """It is being stored, behind another prefix."""
+    def follow(self, parent: "Prefix | None", name: str) -> "Prefix | None":
+        """It is being stored for a request, behind another prefix.
+
+        Returns:
+            That one, if this one is to complete its partial pages: nobody does, or uses what somebody did.
+        """
         self.parent, self.is_storing = parent, True
-        if parent is not None:
-            parent.count(children=1)
+        if parent is None:
+            return None
+        parent.count(children=1)
+        if name in parent.extended_for:
+            parent.extended_by.add(self)
+            self.extends = list(parent.extended)
+        elif not parent.extended_by and not parent.extended_for:
+            parent.extended_by.add(self)
+            parent.be_extended([0] * len(self.held))
+            return parent
+        return None
 
     def leave_parent(self) -> None:
         """It is gone."""
         if self.parent is not None:
             self.parent.count(children=-1)
+            self.parent.extended_by.discard(self)
 
     def count(self, users: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
         """So many more, or fewer, requests use it, of it and those that follow are being stored and are shared, and
@@ -156,6 +181,11 @@ class Prefix(Entry):
         self.children += children
         self.storing += storing
         self.shared += shared
+
+    def note_sharing(self) -> int:
+        """Look whether several requests use pages of it; 1 if that is so now, -1 if it is not any more, 0 as before."""
+        before, self.is_shared = self.is_shared, self.num_users > 1
+        return self.is_shared - before
 
     def note(self, counted: "Counted") -> "Counted":
         """What of it is added up from now on; returns what was until now."""
@@ -170,7 +200,17 @@ class Prefix(Entry):
     @property
     def borrowed(self) -> list[int]:
         """Pages of each rank that a request uses which begins with it, its parents' too."""
-        return [sum(pages) for pages in zip(*(prefix.full_pages for prefix in self.chain()), strict=True)]
+        return [sum(pages) for pages in zip(self.borrowed_before, self.full_pages, strict=True)]
+
+    @property
+    def borrowed_before(self) -> list[int]:
+        """Those of them that are its parents'."""
+        pages = list(self.extends)
+        for prefix in self.chain():
+            if prefix is not self:
+                for rank, own in enumerate(prefix.full_pages):
+                    pages[rank] += own + prefix.extends[rank]
+        return pages
 
     @property
     def is_ready(self) -> bool:
@@ -180,21 +220,47 @@ class Prefix(Entry):
     @property
     def num_users(self) -> int:
         """How many requests use pages of it: none if they have copied all of them, since none is full."""
-        return self.users if any(self.full_pages) else 0
+        return self.users if any(self.lends()) else 0
 
-    def freed(self, rank: int) -> int:
-        """Pages of a rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
-        return self.held[rank] - (self.full_pages[rank] if self.users else 0)
+    def lends(self, is_extended: bool = False) -> list[int]:
+        """Pages of each rank that are its own and that its users use.
+
+        Args:
+            is_extended: whether a further one uses what is behind it in its last pages.
+        """
+        is_extended |= bool(self.extended_for) or any(prefix.users for prefix in self.extended_by)
+        if not is_extended:
+            return list(self.full_pages)
+        return [sum(pages) for pages in zip(self.full_pages, self.extended, strict=True)]
 
     def pages_of(self, rank: int, count: PageCount) -> int:
         """Pages of a rank that are its own, of a request that holds it."""
-        return count.pages - (0 if self.parent is None else self.parent.borrowed[rank])
+        return count.pages - self.borrowed_before[rank]
 
-    def keep(self, rank: int, count: PageCount, partial_pages: int) -> None:
-        """A rank has stored it; see the attributes."""
+    def keep(self, rank: int, count: PageCount, completed: int) -> None:
+        """A rank has stored it, and completed so many pages of its parent with that; see the attributes."""
         self.kept[rank] = count
+        if completed:
+            assert self.parent is not None
+            self.extends[rank] = completed
+            self.parent.be_extended(self.extends)
         self.full_pages = self.full_pages or [0] * len(self.held)
-        self.full_pages[rank] = self.pages_of(rank, count) - partial_pages
+        self.full_pages[rank] = self.pages_of(rank, count) - count.partial
+
+    def be_extended(self, pages: Sequence[int]) -> None:
+        """So many of its own pages of each rank are full with what follows it."""
+        self.extended = list(pages)
+
+    def lose(self, name: str) -> None:
+        """A request does not go on right behind it any more."""
+        self.borrowers.discard(name)
+        self.extended_for.discard(name)
+
+    def take_over(self, child: "Prefix") -> None:
+        """What used a prefix behind it, which is gone, goes on behind this one."""
+        self.borrowers |= child.borrowers
+        if any(child.extends):
+            self.extended_for |= child.borrowers
 
 
 @dataclass(eq=False)

@@ -6,14 +6,15 @@ Owns the sums, and what of each prefix is in them. Chains may be long and many: 
 from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
 
 
-def pages_pinned(prefix: Prefix, is_shared: bool) -> list[int]:
+def pages_pinned(prefix: Prefix, is_shared: bool, is_extended: bool = False) -> list[int]:
     """Pages of each rank that are not counted as any borrower's and that no drop would free, of a prefix in use.
 
     Args:
         is_shared: whether several requests use pages of it, or of one that follows it.
+        is_extended: as of :meth:`Prefix.lends`.
     """
     # What a single one uses becomes its own.
-    return list(prefix.held if is_shared else prefix.full_pages)
+    return list(prefix.held) if is_shared else prefix.lends(is_extended)
 
 
 def _pages_pinned(prefix: Prefix) -> list[int]:
@@ -24,10 +25,17 @@ def _pages_used(prefix: Prefix) -> list[int]:
     return list(prefix.held if prefix.users or prefix.storing else [0] * len(prefix.held))
 
 
+def freed(prefix: Prefix) -> list[int]:
+    """Pages of each rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
+    if not prefix.users:
+        return list(prefix.held)
+    return [held - used for held, used in zip(prefix.held, prefix.lends(), strict=True)]
+
+
 def _pages_freed(prefix: Prefix) -> list[int]:
     if prefix.storing or prefix.shared or not prefix.is_ready:
         return [0] * len(prefix.held)
-    return [prefix.freed(rank) for rank in range(len(prefix.held))]
+    return freed(prefix)
 
 
 class Totals:
