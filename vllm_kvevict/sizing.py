@@ -56,8 +56,9 @@ by layer while it is read. cached: how many compressed prefixes as long as the p
 else; they are cached with kv_prefix_len, kv_turns and scopes prefix and turns. Where heads compete, the numbers assume
 that all ranks keep as much. chats, with --turn: how many conversations as long as the prompt stay cached if the memory
 holds nothing else, each of their turns compressed on its own; with tail: how many if each has one turn more, the last
-question and answer, that is not compressed yet. Each turn counts as one of 4,096 compressed prefixes, and takes a page
-more in each layer and KV head where it ends within one. On the line without eviction nothing is compressed."""
+question and answer, that is not compressed yet. With keep_first the first turn stays whole. Each turn counts as one of
+4,096 compressed prefixes, and takes a page more in each layer and KV head where it ends within one. On the line
+without eviction nothing is compressed."""
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}
 ABOUT = {

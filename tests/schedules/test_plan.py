@@ -8,7 +8,7 @@ import pytest
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Phase, Plan
-from vllm_kvevict.schedules.registry import plan_of
+from vllm_kvevict.schedules.registry import plan_of, plan_of_parts, repeats_prompt, schedule_of
 
 N, WINDOW = 700, 32
 
@@ -64,3 +64,24 @@ def test_an_answer_may_be_evicted_for_ever() -> None:
     assert endless.phase_of(N) == once.prompt and endless.phase_of(N + 128) == endless.phases[1]
     assert endless.phase_of(N + 100) is None
     assert (endless.most_cached(2 * N), endless.leaves(2 * N)) == (once.most_cached(2 * N), N)
+
+
+def test_a_first_part_that_stays_whole_is_a_part_of_its_own() -> None:
+    """However short it is; ends before its own do not count, and it depends on nothing that others may have besides."""
+    kvzip = EvictionConfig("kvzip", keep_ratio=0.25)
+    plan = plan_of_parts(kvzip, (20, 40, 90, 300), 64, whole=40)
+    first, later = plan.parts
+    assert (first.begins, first.end, first.config) == (0, 40, EvictionConfig("full"))
+    assert (later.begins, later.end, later.config) == (40, 300, kvzip.for_part(260, 40))
+    assert plan_of_parts(EvictionConfig("snapkv", keep_ratio=0.5), (40, 300), 64, whole=40).parts[0] == first
+    # Nothing of it is repeated, kept in the reserve, or left uncompressed for others.
+    assert (
+        schedule_of(first).chunks(first, 4096) == []
+        and schedule_of(first).layer_budgets(first, 3) == [40] * 3
+    )
+    assert repeats_prompt(plan) and not repeats_prompt(plan_of_parts(kvzip, (40,), 64, whole=40))
+    summing = EvictionConfig("h2o", keep_ratio=0.25)
+    assert plan_of_parts(summing, (40,), 64, whole=40).reserved(HeadDims(16, 2)) == 0
+    assert (plan.most_cached(310), plan.leaves(310)) == (0, 0)
+    # A control: without it they are compressed together.
+    assert [part.end for part in plan_of_parts(kvzip, (20, 40, 90, 300), 64).parts] == [90, 300]

@@ -31,7 +31,7 @@ from vllm_kvevict.engine.parameters import (
 )
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
 from vllm_kvevict.engine.scope import check_scope, says_so, with_found
-from vllm_kvevict.engine.turns import LASTING, TURNS, turns_of
+from vllm_kvevict.engine.turns import LASTING, TURNS, WHOLE, turns_of, whole_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
 from vllm_kvevict.policies.registry import decoding_policies, lookup
@@ -51,8 +51,8 @@ REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", TURNS, BUD
 REPEAT_ROWS = "kv_repeat_rows"
 """The field for :meth:`RepeatPrompts.to_lists`, which depends on tokenizer and chat template."""
 
-KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS, LASTING)
-"""Fields of ours that requests come with; the last two if they were rendered before."""
+KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS, LASTING, WHOLE)
+"""Fields of ours that requests come with; the last three if they were rendered before."""
 
 OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
@@ -68,6 +68,7 @@ class Options:
         params: the default policy's parameters, names as in ``policies.parameters(policy)``.
         min_prompt: prompts (or prefixes) shorter than this are kept whole.
         min_turn: parts of a prompt shorter than this are evicted with the part behind them; None for min_prompt.
+        keep_first: in scope ``turns``, what comes before a chat's first user message stays whole.
         page_size: tokens of one KV head in a page.
         decode_reserve: tokens of output that admission expects of a request at most.
         scope: ``prompt``, ``prefix`` or ``turns``, for requests that give neither ``kv_prefix_len`` nor ``kv_turns``.
@@ -87,6 +88,7 @@ class Options:
     params: Mapping[str, Any] = field(default_factory=dict)
     min_prompt: int = ENGINE_DEFAULTS["min_prompt"]
     min_turn: int | None = ENGINE_DEFAULTS["min_turn"]
+    keep_first: bool = ENGINE_DEFAULTS["keep_first"]
     page_size: int = ENGINE_DEFAULTS["page_size"]
     decode_reserve: int = ENGINE_DEFAULTS["decode_reserve"]
     scope: str = ENGINE_DEFAULTS["scope"]
@@ -127,7 +129,7 @@ class Options:
         check_parameters(policy, budget, raw, engine["defaults"], flag, ENGINE_DEFAULTS, named)
         options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
-        check_scope(options.scope, policy, budget)
+        check_scope(options.scope, policy, budget, options.keep_first)
         options.decoding.check()
         return options
 
@@ -291,8 +293,14 @@ class Options:
         begins = answer_from(fields, prompt_len, turns[-1] if turns else prefix_len, budget)
         answer = self.decoding.phase(budget, begins) if budget else None
         if turns is not None:
-            return plan_of_parts(config, turns, self.least_turn, answer)
+            whole = self._first_part(config, whole_of(fields, turns))
+            return plan_of_parts(config, turns, self.least_turn, answer, whole)
         return self.plan_with(config, begins if prefix_len is None else prefix_len, answer)
+
+    def _first_part(self, config: EvictionConfig, whole: int) -> int:
+        """So many tokens of a prompt in parts, which stay whole, as a part of their own; 0 where they fill no page that
+        others could share, or no part is evicted."""
+        return whole if whole >= self.page_size and config.evicts(LONG) else 0
 
     def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
         """The plan of a prompt, or of a prefix, of n tokens under a configuration, and of its answer."""

@@ -12,7 +12,7 @@ from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.boundaries import find_turns
 from vllm_kvevict.engine.frontend.chat import ANSWERING, CHAT, REFUSALS
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
-from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.engine.turns import TURNS, WHOLE
 from vllm_kvevict.inspect.chats import Chat
 from vllm_kvevict.inspect.data import Prompt
 from vllm_kvevict.inspect.text import tokenize
@@ -24,11 +24,13 @@ class Reading:
 
     Attributes:
         turns: numbers of tokens after which it may be evicted, where that is done turn by turn.
+        whole: those of its front that stay whole, of a server that keeps them; 0 for none.
         rendered: of a chat, the prompt as vLLM has rendered it.
     """
 
     prompt: Prompt
     turns: tuple[int, ...] = ()
+    whole: int = 0
     rendered: Any = None
 
     def fields(self, llm: LLM, fields: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +41,8 @@ class Reading:
         """
         if self.turns:
             fields = fields | {TURNS: list(self.turns)}
+        if self.whole:
+            fields = fields | {WHOLE: self.whole}
         if self.rendered is None:
             return fields
         params = SamplingParams(extra_args=fields)
@@ -77,8 +81,11 @@ def reading_of_chat(llm: LLM, chat: Chat) -> Reading:
         raise ValueError(
             "no turn of the chat ends: instructions, or an answer, have to come before its last message"
         )
-    _check_last(llm, turns[-1])
-    return Reading(prompt, tuple(turns), rendered)
+    options = require_options(llm.llm_engine.vllm_config)
+    whole = rendered.get(WHOLE, 0) if options.keep_first else 0
+    if whole < options.page_size:
+        _check_last(llm, turns[-1])
+    return Reading(prompt, tuple(turns), whole, rendered)
 
 
 def _rendered(llm: LLM, chat: Chat) -> Any:

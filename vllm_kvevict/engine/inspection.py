@@ -175,7 +175,8 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
     """An engine that evicts with the first policy and lets requests name the others, however short they are."""
     own, *others = (entry.policy for entry in wanted.policies)
     config = {**wanted.options, "min_prompt": 0, "min_turn": wanted.min_turn}
-    config |= {"scope": "prompt", "policies": list(dict.fromkeys(others))}
+    scope = "turns" if wanted.in_turns else "prompt"
+    config |= {"scope": scope, "policies": list(dict.fromkeys(others))}
     ours = {"kv_eviction": own, "kv_budget": wanted.budget, "kv_eviction_config": config}
     settings = {**QUIET, **wanted.arguments, **ours}
     try:

@@ -14,7 +14,7 @@ from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import bounded_policies, schedule_of
+from vllm_kvevict.schedules.registry import bounded_policies, repeats_prompt
 
 
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
@@ -156,8 +156,9 @@ def check_fits(
     bounds = bounds_of(vllm_config, engines_of_front_end(vllm_config.parallel_config))
     longest = vllm_config.model_config.max_model_len
     everything = [rank.rows * cdiv(longest, bounds.page_size) for rank in bounds.ranks]
-    holds_more = plan.prompt is not None and schedule_of(plan.prompt).repeats_prompt
-    if (bounds.have_room_for(everything) and not holds_more) or not all(rank.pages for rank in bounds.ranks):
+    if (bounds.have_room_for(everything) and not repeats_prompt(plan)) or not all(
+        rank.pages for rank in bounds.ranks
+    ):
         return
     if not bounds.fits(plan, prompt_len, in_one_step):
         raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest, in_one_step), "prompt")

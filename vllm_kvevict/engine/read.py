@@ -129,6 +129,7 @@ ENGINE_OPTIONS = {
     "min_turn": Option(
         None, whole_or_none, "turns with fewer tokens are evicted with the next (as min_prompt)"
     ),
+    "keep_first": Option(False, truth, "what comes before a chat's first user message stays whole"),
     "page_size": Option(32, whole, "tokens in a page"),
     "decode_reserve": Option(512, whole, "output tokens that admission reserves memory for, per request"),
     "scope": Option(

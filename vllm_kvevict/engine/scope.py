@@ -18,14 +18,18 @@ ARE_FOUND = {"prefix": "the question", "turns": "the ends of turns"}
 FLAG = "--kv-eviction-config.scope"
 
 
-def check_scope(scope: str, policy: str, budget: float) -> None:
-    """Refuse a server's policy, or budget, that cannot evict what its scope says.
+def check_scope(scope: str, policy: str, budget: float, keep_first: bool = False) -> None:
+    """Refuse a server's policy, or budget, that cannot evict what its scope says, and what only another one does.
 
     Raises:
         KVEvictionError: one sentence naming the flag.
     """
     if scope == "turns":
         check_parts(policy, int(budget) if budget > 1 else None, f"{FLAG} {scope}")
+    elif keep_first:
+        raise KVEvictionError(
+            f"--kv-eviction-config.keep_first has no effect with scope {scope}, which has no parts: use {FLAG} turns"
+        )
 
 
 def says_so(fields: Mapping[str, Any]) -> bool:

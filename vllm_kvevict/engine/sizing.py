@@ -11,7 +11,7 @@ from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
-from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.engine.turns import TURNS, WHOLE
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -84,7 +84,8 @@ def conversations(server: Server, settings: Mapping[str, Any], prompt: int, turn
     """Two more columns of a row: how many conversations stay cached, if the memory holds nothing else.
 
     Each has as many tokens as the prompt, in turns of ``turn`` tokens; what is left over belongs to the last one. Their
-    tails are one turn more, the last question and answer, that is not evicted yet.
+    tails are one turn more, the last question and answer, that is not evicted yet. Where what comes before the first
+    question stays whole, that is the first turn.
 
     Raises:
         ValueError: the settings cannot evict turn by turn.
@@ -93,7 +94,10 @@ def conversations(server: Server, settings: Mapping[str, Any], prompt: int, turn
     bounds = _admission_control(
         server, options, stage_layers(server.layers, server.pipeline_parallel_size)
     ).bounds
-    plan = options.plan(prompt, {TURNS: [*range(turn, prompt - turn + 1, turn), prompt]})
+    fields: dict[str, Any] = {TURNS: [*range(turn, prompt - turn + 1, turn), prompt]}
+    if options.keep_first:
+        fields[WHOLE] = fields[TURNS][0]
+    plan = options.plan(prompt, fields)
     chats, with_tail = [], []
     for rank in bounds.ranks:
         most = rank.most_prefixes // max(1, len(plan.parts))

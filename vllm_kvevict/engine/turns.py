@@ -1,6 +1,6 @@
 """Where the parts of a prompt end that are evicted one after the other, as a request's fields say. Owns nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,10 @@ TURNS = "kv_turns"
 
 LASTING = "kv_turns_lasting"
 """What the front-end adds where some of a chat's turns change with the next question: tokens of those that do not."""
+
+
+WHOLE = "kv_turns_whole"
+"""What the front-end adds where the part before the first user message stays whole: its tokens, one of the ends."""
 
 
 def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig) -> tuple[int, ...] | None:
@@ -41,6 +45,23 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
         raise _refusal("cannot be given together with kv_prefix_len")
     check_parts(config.policy, config.budget, TURNS, TURNS)
     return ends
+
+
+def whole_of(fields: Mapping[str, Any], ends: Sequence[int]) -> int:
+    """Tokens at a prompt's front that stay whole, as far as a request says so; 0 for none.
+
+    Args:
+        ends: as of :func:`turns_of`.
+
+    Raises:
+        KVEvictionError: one sentence naming the field.
+    """
+    if WHOLE not in fields:
+        return 0
+    whole = read.whole(WHOLE, fields[WHOLE])
+    if whole not in ends:
+        raise KVEvictionError(f"{WHOLE} must be one of {TURNS}, {list(ends)}, got {whole}", WHOLE)
+    return whole
 
 
 def are_lasting(fields: Mapping[str, Any], tokens: int) -> bool:

@@ -135,12 +135,18 @@ def answer_phase(config: EvictionConfig, interval: int, begins: int) -> Phase:
     )
 
 
+def whole_phase(end: int) -> Phase:
+    """The phase of a prompt's first part that stays whole, up to so many tokens."""
+    return Phase(EvictionConfig("full"), "kept whole", (end,))
+
+
 def part_phases(
     config: EvictionConfig,
     schedule: str,
     ends: Iterable[int],
     least: int,
     most_cached: Callable[[EvictionConfig, int], int],
+    whole: int = 0,
 ) -> tuple[Phase, ...]:
     """The phases of a prompt that is evicted part by part: of each part its own tokens compete, by its own budget.
 
@@ -151,8 +157,9 @@ def part_phases(
         ends: numbers of tokens after which a part may end, ascending.
         least: tokens of a part; a shorter one ends with the next that is long enough.
         most_cached: tokens of a part of so many that may have been left uncompressed; the first one reads all of it.
+        whole: tokens at the front that stay whole, as a part of their own; 0 for none.
     """
-    phases: list[Phase] = []
+    phases = [whole_phase(whole)] if whole else []
     for end in ends:
         begins = phases[-1].end if phases else 0
         n = end - begins

@@ -14,6 +14,7 @@ from vllm_kvevict.schedules.chunked import Chunked
 from vllm_kvevict.schedules.decoding import Decoding
 from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.kept_whole import KeptWhole
 from vllm_kvevict.schedules.plan import Phase, Plan, part_phases
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
@@ -55,13 +56,18 @@ def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan
 
 @functools.lru_cache(maxsize=128)
 def plan_of_parts(
-    config: EvictionConfig, ends: tuple[int, ...], least: int, answer: Phase | None = None
+    config: EvictionConfig, ends: tuple[int, ...], least: int, answer: Phase | None = None, whole: int = 0
 ) -> Plan:
     """The plan of a prompt that is evicted part by part; arguments as of :func:`part_phases` and :func:`plan_of`."""
     later = () if answer is None else (answer,)
     name = lookup(config.policy).schedule
-    parts = part_phases(config, name, ends, least, _schedules[name].most_cached)
+    parts = part_phases(config, name, ends, least, _schedules[name].most_cached, whole)
     return Plan(config, (*parts, *later), in_turns=True)
+
+
+def repeats_prompt(plan: Plan) -> bool:
+    """Whether the model repeats a request's prompt, or a part of it, before that is evicted."""
+    return any(schedule_of(part).repeats_prompt for part in plan.parts)
 
 
 def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:
@@ -98,4 +104,5 @@ register("by weight", ByWeight())
 register("by score", ByScore())
 register("by repeat", ByRepeat())
 register("chunked", Chunked())
+register("kept whole", KeptWhole())
 register("decoding", Decoding())

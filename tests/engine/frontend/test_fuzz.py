@@ -126,6 +126,7 @@ ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "scope": one_of("prompt", "prefix", "turns"),
     "defaults": one_of("measured", "paper"),
     "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
+    "keep_first": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
     "policies": (
         st.sampled_from(POLICIES) | st.lists(st.sampled_from(POLICIES), max_size=3),
         st.one_of(
@@ -239,6 +240,8 @@ def test_configurations(parser, model, configuration, budget, dotted):
         arguments += ["--kv-eviction-config", json.dumps(config)]
     if config.get("scope") == "turns" and (budget > 1 or not lookup(policy).parts):
         wrong = [*wrong, "scope turns"]
+    if config.get("keep_first") is True and config.get("scope") != "turns":
+        wrong = [*wrong, "keep_first"]
     if wrong:
         with refused(*wrong):
             read_command(parser, model, *arguments)

@@ -1,4 +1,4 @@
-"""`kv_turns` and `min_turn`: what is accepted, and what malformed ones are answered with."""
+"""`kv_turns`, `min_turn` and `keep_first`: what is accepted, and what malformed ones are answered with."""
 
 import pytest
 
@@ -62,6 +62,41 @@ def test_short_parts_wait_for_the_next() -> None:
     assert ends(two, 1, 2, 3, 5, 100) == [2, 5, 100]
     assert ends(Options.parse({"policy": "full"}), 40, 80) == []
     assert ends(Options.parse({"policy": "snapkv", "budget": 1.0, "min_turn": 1}), 40, 80) == []
+
+
+@pytest.mark.parametrize("whole", [41, 100, 0, -1, 39.5, True, None, "40", [40], 1 << 70])
+def test_what_stays_whole_ends_where_a_part_does(whole) -> None:
+    with pytest.raises(KVEvictionError) as error:
+        SERVER.plan(100, {"kv_turns": [40, 80], "kv_turns_whole": whole})
+    assert (
+        one_sentence(error).startswith("kv_turns_whole must be ")
+        and error.value.field_name == "kv_turns_whole"
+    )
+
+
+def test_what_stays_whole() -> None:
+    def parts(server: Options, whole: float) -> list[tuple[int, str]]:
+        plan = server.plan(400, {"kv_turns": [20, 32, 40, 300], "kv_turns_whole": whole})
+        return [(part.end, part.config.policy) for part in plan.parts]
+
+    # Nothing that does not fill a page; otherwise also what is too short to be evicted on its own.
+    long = Options.parse({"policy": "kvzip", "budget": 0.25, "min_turn": 256})
+    assert parts(long, 20) == [(300, "kvzip")]
+    assert parts(long, 32.0) == [(32, "full"), (300, "kvzip")]
+    assert parts(Options.parse({"policy": "kvzip", "budget": 0.25, "page_size": 64}), 40) == [(300, "kvzip")]
+    # As without it where nothing is evicted.
+    assert parts(Options.parse({"policy": "snapkv", "budget": 1.0, "min_turn": 1}), 40) == []
+    assert parts(Options.parse({"policy": "full"}), 40) == []
+    # Alone it says nothing.
+    assert SERVER.plan(100, {"kv_turns_whole": 40}) == SERVER.plan(100)
+
+
+@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+def test_other_scopes_have_no_first_part(scope) -> None:
+    with pytest.raises(KVEvictionError) as error:
+        Options.parse({"policy": "kvzip", "budget": 0.25, "scope": scope, "keep_first": True})
+    assert f"keep_first has no effect with scope {scope}" in one_sentence(error)
+    assert Options.parse({"policy": "kvzip", "budget": 0.25, "scope": "turns", "keep_first": True}).keep_first
 
 
 def test_other_fields_and_scopes_stay_as_they_were() -> None:

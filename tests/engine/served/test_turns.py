@@ -29,7 +29,7 @@ OPTIONS = {"min_turn": LEAST, "check": True}
 
 def ends_of(ask: Ask) -> list[int]:
     """After how many tokens it is evicted: short parts wait for the next."""
-    ends: list[int] = []
+    ends: list[int] = [ask.whole] if ask.whole else []
     for end in ask.turns:
         if end - (ends[-1] if ends else 0) >= LEAST:
             ends.append(end)
@@ -37,7 +37,7 @@ def ends_of(ask: Ask) -> list[int]:
 
 
 def check_kept(ask: Ask, answer: Answer) -> None:
-    """What was kept of a part stays as it is, and each part keeps its share of its own tokens."""
+    """What was kept of a part stays as it is, and each part keeps its share of its own tokens, or the first one all."""
     ends = ends_of(ask)
     assert len(answer.kept) == len(ends)
     for (begins, end), (before, kept) in zip(
@@ -47,7 +47,7 @@ def check_kept(ask: Ask, answer: Answer) -> None:
         for layer, head, row in rows:
             assert [x for x in row if x < begins] == (before[layer][head] if before else [])
         own = sum(sum(begins <= x < end for x in row) for _, _, row in rows)
-        assert own == len(rows) * int(RATIO * (end - begins))
+        assert own == len(rows) * (end if end == ask.whole else int(RATIO * (end - begins)))
 
 
 def events_of(ask: Ask, answer: Answer) -> list[tuple[int, dict[int, list[list[int]]]]]:
@@ -68,6 +68,7 @@ def test_each_policy(models, policy: str) -> None:
         Ask(330, policy, RATIO, turns=(96, 200, 290)),
         Ask(250, policy, RATIO, turns=(60, 70, 75, 250), seed=1),
         Ask(120, policy, RATIO, turns=(100,), seed=2),
+        Ask(300, policy, RATIO, turns=(60, 150, 260), whole=60, seed=3),
     ]
     with evicting_engine(model, eviction=OPTIONS) as llm:
         answers = run(llm, asks, logits=True)
@@ -76,6 +77,7 @@ def test_each_policy(models, policy: str) -> None:
         check_kept(ask, answer)
         check_logits(model, ask, answer)
     check_choice(model, asks[0], answers[0], prompts)
+    check_choice(model, asks[3], answers[3], prompts)
     # The control: had the second part kept other entries, the answer would be another.
     moved = dataclasses.replace(
         answers[0], kept=[answers[0].kept[0], *answers[1].kept[1:2], answers[0].kept[2]]
@@ -94,6 +96,8 @@ def check_choice(model: Path, ask: Ask, answer: Answer, prompts: RepeatPrompts) 
     events, weights = events_of(ask, answer), layer_inputs(model, ask.prompt, prompts)
     same = total = 0
     for done, (begins, (end, kept)) in enumerate(zip([0, *(end for end, _ in events)], events, strict=False)):
+        if end == ask.whole:
+            continue
         part = config.for_part(end - begins, begins)
         rows = prompts.rows(ask.prompt[:end], begins, end)
         layers: dict[int, tuple[torch.Tensor, ...]] = {}

@@ -198,8 +198,8 @@ def _load(
 
 
 def with_turns(load: Load, seed: int) -> Load:
-    """Most prompts of a load are evicted part by part, in up to seven."""
-    choose = random.Random(f"turns {seed}")
+    """Most prompts of a load are evicted part by part, in up to seven; some stay whole up to one of the ends."""
+    choose, choose_whole = random.Random(f"turns {seed}"), random.Random(f"whole {seed}")
     options = _options_for_turns(load, choose)
     asks = []
     for ask in load.asks:
@@ -207,6 +207,8 @@ def with_turns(load: Load, seed: int) -> Load:
         if "kv_prefix_len" not in extra and choose.random() < 0.8:
             count = min(ask.prompt, choose.randrange(1, 8))
             extra["kv_turns"] = sorted(choose.sample(range(1, ask.prompt + 1), count))
+            if choose_whole.random() < 0.3:
+                extra["kv_turns_whole"] = choose_whole.choice(extra["kv_turns"])
         asks.append(dataclasses.replace(ask, extra_args=extra))
     return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options), asks=asks)
 
@@ -299,6 +301,8 @@ def _turn(choose: random.Random, setup: Setup, arrival: int, index: int, says: t
     last = choose.choice((-1, -1, -1, None))
     turns = [end for end, often in list(zip(ends, likely, strict=True))[:last] if choose.random() < often]
     extra: dict[str, Any] = {"kv_turns": turns} if turns else {}
+    if turns and says[0][0] % 500 == 200:
+        extra["kv_turns_whole"] = turns[0]
     extra |= choose.choice([{}] * 10 + [{"kv_budget": 0.6}])
     if choose.random() < 0.05:
         extra = {"kv_eviction": "full"}

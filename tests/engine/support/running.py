@@ -45,6 +45,7 @@ class Ask:
     params: str | None = field(default=None, kw_only=True)
     decode_budget: int | None = field(default=None, kw_only=True)
     turns: tuple[int, ...] = field(default=(), kw_only=True)
+    whole: int = field(default=0, kw_only=True)
 
     @property
     def evicted_to(self) -> int:
@@ -71,6 +72,8 @@ class Ask:
             fields["kv_params"] = self.params
         if self.turns:
             fields["kv_turns"] = list(self.turns)
+        if self.whole:
+            fields["kv_turns_whole"] = self.whole
         if self.decode_budget is not None:
             fields["kv_decode_budget"] = self.decode_budget
         return SamplingParams(

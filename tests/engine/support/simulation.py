@@ -25,9 +25,8 @@ from vllm_kvevict.engine.messages import Holdings, RankMessage, Store, WorkerMes
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
-from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
-from vllm_kvevict.schedules.registry import schedule_of
+from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
 from vllm_kvevict.schedules.reports import (
     Claim,
     ExtraTokens,
@@ -98,8 +97,13 @@ class Resident:
 
     @property
     def repeats_prompt(self) -> bool:
-        """Whether it is evicted once its prompt was repeated."""
-        return self.plan.prompt is not None and schedule_of(self.plan.prompt).repeats_prompt
+        """Whether its prompt, or a part of it, is evicted once that was repeated."""
+        return repeats_prompt(self.plan)
+
+    @property
+    def repeats_part(self) -> bool:
+        """Whether the phase of its last token evicts once that was repeated."""
+        return schedule_of(self.part).repeats_prompt
 
     @property
     def is_in_answer(self) -> bool:
@@ -126,8 +130,8 @@ def extra_tokens(resident: Resident, position: int) -> int:
 
 
 def schedule(resident: Resident) -> str:
-    """Name of the schedule by which a request is evicted."""
-    return lookup(resident.plan.config.policy).schedule
+    """Name of the schedule by which the part of a request's last token is evicted."""
+    return resident.part.schedule
 
 
 @dataclass
@@ -492,7 +496,7 @@ class Workers:
                 resident = self.live[extra.request_id]
                 for rank, pages in enumerate(self._pages_of_extra(resident, extra, count)):
                     passing[rank] += pages
-                if resident.repeats_prompt and extra.stop == resident.tokens:
+                if resident.repeats_part and extra.stop == resident.tokens:
                     leaving.append(resident)
                 continue
             resident = self.live[name]
@@ -507,8 +511,8 @@ class Workers:
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == position and resident.repeats_prompt and not resident.is_in_answer:
-                resident.waits = True
+            if resident.tokens == position and not resident.is_in_answer and resident.repeats_part:
+                resident.waits, resident.repeated = True, resident.part.begins
             elif resident.tokens == position:
                 leaving.append(resident)
                 is_probed = extra is not None and extra.request_id == name
@@ -533,7 +537,7 @@ class Workers:
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
         for resident in leaving:
-            if self.setup.pipeline and schedule(resident) in CROSS_STAGE and not resident.is_in_answer:
+            if self.setup.pipeline and not resident.is_in_answer and schedule(resident) in CROSS_STAGE:
                 resident.waits = True
                 asked[resident.admission.request_id] = Question()
         leaving = [resident for resident in leaving if not resident.waits]
@@ -644,7 +648,7 @@ class Workers:
 
     def _pages_of_extra(self, resident: Resident, extra: ExtraTokens, count: int) -> list[int]:
         """Pages of each rank that so many extra tokens hold for the step: of a probe, or of a repeat."""
-        if not resident.repeats_prompt:
+        if not resident.repeats_part:
             assert resident.tokens in resident.plan.prompt.positions[:-1]
             assert count == extra.stop - extra.start == extra_tokens(resident, resident.tokens) > 0
             return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
@@ -660,11 +664,7 @@ class Workers:
         n, config = resident.part.end, resident.part.config
         assert resident.waits and resident.tokens == n
         assert chunk.start == resident.repeated < chunk.stop <= n
-        assert (
-            chunk.stop - chunk.start
-            <= count
-            <= schedule_of(resident.plan.prompt).most_extra_rows(config.params)
-        )
+        assert chunk.stop - chunk.start <= count <= schedule_of(resident.part).most_extra_rows(config.params)
         assert n + count < self.setup.max_model_len
         resident.repeated = chunk.stop
         resident.waits = chunk.stop < n

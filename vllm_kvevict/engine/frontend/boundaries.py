@@ -9,6 +9,8 @@ and templates that forget thoughts write a beginning in another way than the who
 An end is lasting if all before it stays the same when the chat goes on with another question. The others hold until
 then, through rounds of tools: templates remove thoughts there, or move instructions. So what is left of them is the
 first to go; and the last end, if it is not lasting, waits for the next question, unless a round of tools has begun.
+
+The end before the first user message is noted besides, for servers that keep instructions and tools whole.
 """
 
 import bisect
@@ -17,7 +19,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -35,7 +37,7 @@ from vllm_kvevict.engine.frontend.chat import (
     note_changes,
 )
 from vllm_kvevict.engine.frontend.marks import render_marked
-from vllm_kvevict.engine.turns import LASTING
+from vllm_kvevict.engine.turns import LASTING, WHOLE
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -48,6 +50,15 @@ NEAR = 16
 """Characters around a difference in which a word of :data:`THOUGHTS` says what it is about."""
 
 
+class Ends(NamedTuple):
+    """Where in a prompt's text its turns end: those that are lasting, the others, and the one before the first user
+    message, None if that is not among them."""
+
+    lasting: list[int]
+    passing: list[int]
+    before_user: int | None
+
+
 def find_turns(chat: Chat, prompt: Any) -> list[int]:
     """Count the tokens of a rendered chat up to the end of each of its turns; ascending.
 
@@ -56,8 +67,8 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
 
     Args:
         chat: what was rendered.
-        prompt: the result, with ``prompt_token_ids``; gets a note of up to which token the ends are lasting,
-            if others follow.
+        prompt: the result, with ``prompt_token_ids``; gets notes of up to which token the ends are lasting, if others
+            follow, and of the end before the first user message.
 
     Raises:
         QuestionNotFoundError: the chat was cut, or its question has to be found and is not.
@@ -70,12 +81,20 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
     if token_ends is None or found is None:
         return [end for end in [find_prefix(chat, prompt)] if end]
     # A token that ends with the text before a message could be another one if the message began differently.
-    lasting, passing = (sorted({bisect.bisect_left(token_ends, end) for end in ends} - {0}) for ends in found)
+    counts = (
+        {bisect.bisect_left(token_ends, end) for end in ends} for ends in (found.lasting, found.passing)
+    )
+    lasting, passing = (sorted(tokens - {0}) for tokens in counts)
     if chat.messages[-1]["role"] != "tool":
         passing = passing[:-1]
     if passing:
         prompt[LASTING] = lasting[-1] if lasting else 0
-    return sorted({*lasting, *passing})
+    turns = sorted({*lasting, *passing})
+    if found.before_user is not None:
+        before_user = bisect.bisect_left(token_ends, found.before_user)
+        if before_user in turns:
+            prompt[WHOLE] = before_user
+    return turns
 
 
 def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | None:
@@ -92,13 +111,13 @@ def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | Non
     return list(itertools.accumulate((end for _, end in offsets), max))
 
 
-def ends_in_text(chat: Chat, prompt: Any) -> tuple[list[int], list[int]] | None:
-    """Where in a prompt's text its turns end, those that are lasting and then the others; None if the template refuses
-    marks.
+def ends_in_text(chat: Chat, prompt: Any) -> Ends | None:
+    """Where in a prompt's text its turns end; None if the template refuses marks.
 
     A template that writes something else each time is noted in the prompt, and one that takes ends back in the log.
     """
-    text, turns = prompt["prompt"], messages_behind_turns([message["role"] for message in chat.messages])
+    text, roles = prompt["prompt"], [message["role"] for message in chat.messages]
+    turns = messages_behind_turns(roles)
     try:
         marked = render_marked(chat, text, itertools.chain(*turns))
     except REFUSALS:
@@ -111,8 +130,9 @@ def ends_in_text(chat: Chat, prompt: Any) -> tuple[list[int], list[int]] | None:
         places = [place for place in places if place <= same]
         note_changes(chat, prompt)
     count = bisect.bisect_right(places, _lasting_until(chat, text, places))
-    ends = [end_of_text(text, place) for place in places]
-    return ends[:count], ends[count:]
+    ends = {place: end_of_text(text, place) for place in places}
+    before_user = ends.get(marked.places.get(roles.index("user"), -1)) if "user" in roles else None
+    return Ends([ends[x] for x in places[:count]], [ends[x] for x in places[count:]], before_user)
 
 
 def messages_behind_turns(roles: Sequence[str]) -> list[range]:

@@ -28,9 +28,9 @@ from vllm_kvevict.engine.frontend.checks import check_policy, check_scheduler
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
 from vllm_kvevict.engine.frontend.repeats import check_rows, repeat_prompts
 from vllm_kvevict.engine.memory import check_fits
-from vllm_kvevict.engine.turns import LASTING, TURNS
+from vllm_kvevict.engine.turns import LASTING, TURNS, WHOLE
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import schedule_for, schedule_of
+from vllm_kvevict.schedules.registry import repeats_prompt, schedule_for, schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEAM_SEARCH = (
@@ -202,7 +202,7 @@ def _finder_of_rows(
         plan = options.plan(length, fields)
     except KVEvictionError:
         return None
-    if plan.prompt is None or not schedule_of(plan.prompt).repeats_prompt:
+    if not repeats_prompt(plan):
         return None
     return functools.partial(repeat_prompts, renderer, prompt, with_question=plan.evicted_at == length)
 
@@ -213,9 +213,10 @@ def _fields_in_scope(options: Options, length: int, prompt: Any, params: Any) ->
     missing = noted.get(chat.NO_PREFIX)
     given, most_output = getattr(params, "extra_args", None), getattr(params, "max_tokens", None)
     fields = options.fields_in_scope(length, _found_in(noted), given, missing, most_output)
-    if LASTING in noted and fields is not None and fields.get(TURNS) is noted.get(TURNS):
-        return {**fields, LASTING: noted[LASTING]}
-    return fields
+    if fields is None or TURNS not in noted or fields.get(TURNS) is not noted[TURNS]:
+        return fields
+    names = (LASTING, WHOLE) if options.keep_first else (LASTING,)
+    return {**fields, **{name: noted[name] for name in names if name in noted}}
 
 
 def _found_in(prompt: Mapping[str, Any]) -> int | list[int] | None:

@@ -43,7 +43,7 @@ class Account:
         tail: with which it began, behind that prefix; what it took of it is its own.
         segment: the last of the segments that it borrows pages of.
         in_one_step: whether its first step reads all up to its eviction.
-        waits_for_stages: whether pipeline stages decide together what it keeps.
+        num_stages: pipeline stages, which decide together what some policies keep.
         reserved_at: where its place in the reserve begins; None if it needs none.
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         is_stale: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
@@ -66,7 +66,7 @@ class Account:
     segment: Segment | None = None
     tokens: int = 0
     in_one_step: bool = False
-    waits_for_stages: bool = False
+    num_stages: int = 1
     reserved_at: int | None = None
     beside: tuple[int, int] = (0, 0)
     is_stale: bool = False
@@ -76,6 +76,7 @@ class Account:
     _evicting: Phase | None = None
     """The phase of the eviction that was dispatched last."""
     _arbiter: Arbiter | None = None
+    _waits_for_stages: bool = False
     _answer_evicted_at: int = 0
     _estimated: set[int] = field(default_factory=set)
     """Ranks whose counts are a bound since its answer was evicted last."""
@@ -253,9 +254,10 @@ class Account:
             self._evict_answer(phase, tokens, ranks)
             return False
         self._evicting, self._arbiter = phase, None
+        self._waits_for_stages = schedule_of(phase).decides_across_stages(self.num_stages)
         self._unreported = set(range(len(ranks)))
         self._to_repeat = schedule_of(phase).chunks(phase, longest) if tokens == phase.end else []
-        self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
+        self.is_undecided = bool(self._to_repeat) or self._waits_for_stages
         if self.is_bounded:
             self.counts = self._bounds_until_reported(tokens, ranks)
         return phase.is_of_prompt and tokens == phase.end
@@ -302,7 +304,7 @@ class Account:
     def take_chunk(self) -> tuple[int, int]:
         """The next chunk of its prompt, which the step that is being scheduled repeats."""
         chunk = self._to_repeat.pop(0)
-        self.is_undecided = bool(self._to_repeat) or self.waits_for_stages
+        self.is_undecided = bool(self._to_repeat) or self._waits_for_stages
         return chunk
 
     def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> Answer:

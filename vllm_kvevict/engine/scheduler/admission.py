@@ -18,7 +18,6 @@ from vllm_kvevict.engine.scheduler.shared.segments import Segment
 from vllm_kvevict.engine.scheduler.terms import Terms
 from vllm_kvevict.schedules.bounds import Known, MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import schedule_of
 
 PATIENCE = 3
 """Preemptions after which a request runs only where it cannot be preempted again."""
@@ -123,8 +122,7 @@ class AdmissionControl:
             segment=found.segment,
             tokens=found.tokens,
             in_one_step=plan.is_read_by(first_step),
-            waits_for_stages=plan.prompt is not None
-            and schedule_of(plan.prompt).decides_across_stages(self.bounds.num_stages),
+            num_stages=self.bounds.num_stages,
         )
 
     def copying(self, plan: Plan, tokens: int, borrowed: Sequence[int], replayed: Known) -> Terms:

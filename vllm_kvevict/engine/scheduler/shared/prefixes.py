@@ -15,6 +15,7 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import repeat_prompts_of
 from vllm_kvevict.engine.scheduler.shared.entries import Entry
 from vllm_kvevict.schedules.plan import Phase, Plan
+from vllm_kvevict.schedules.registry import schedule_of
 
 Keys = dict[int, Hashable]
 """By what each prefix of a request is found that is evicted on its own, by its tokens, the shortest first."""
@@ -23,7 +24,7 @@ Keys = dict[int, Hashable]
 def prefix_keys(request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]) -> Keys:
     """What two requests must have in common for one to begin with what the other keeps of a prefix.
 
-    That is how it is evicted, in which parts, what the model is asked when it repeats them, and everything that vLLM's
+    That is how it is evicted, in which parts, what the model is asked if it repeats them, and everything that vLLM's
     own prefix cache compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter and images. vLLM hashes
     them block by block; what is left behind the last full block is hashed here likewise.
 
@@ -43,7 +44,8 @@ def prefix_keys(request: Request, plan: Plan, block_size: int, hash_function: Ca
             break
         tokens = _hash_of_tokens(request, part.end, block_size, hash_function)
         # A digest, so that keys of long chains are no larger than others.
-        before = hash_function((before, tokens, *_how(part), words))
+        asked = words if schedule_of(part).repeats_prompt else None
+        before = hash_function((before, tokens, *_how(part), asked))
         keys[part.end] = before
     return keys
 
