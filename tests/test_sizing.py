@@ -170,8 +170,8 @@ def test_how_many_conversations_stay() -> None:
 def test_instructions_that_stay_whole() -> None:
     """The first of the five turns has 300 entries in each row instead of 75."""
     machine, settings = server(4, 2048, 2048), {**CHAT, "scope": "turns", "keep_first": True}
-    assert conversations(machine, {**CHAT, "scope": "turns"}, 2048, 300)["chats"] == 256 // 21
-    assert conversations(machine, settings, 2048, 300)["chats"] == 256 // (-(-737 // PAGE) + 5)
+    assert conversations(machine, {**CHAT, "scope": "turns"}, 2048, 300)["chats"] == 256 // 16
+    assert conversations(machine, settings, 2048, 300)["chats"] == 256 // -(-737 // PAGE)
 
 
 def test_each_turn_is_one_of_the_prefixes_that_are_cached_at_most() -> None:

@@ -343,22 +343,19 @@ class Account:
         self._estimated.discard(index)
         return self.on_report(index, count)
 
-    def borrowed_of(self, index: int, prefix: Prefix | None) -> int:
-        """Pages of a rank that it borrows once it is evicted, and a prefix of what it keeps may be cached."""
-        if prefix is not None:
-            return prefix.borrowed[index]
-        return self.borrowed[index] if self.prefix is not None else 0
-
-    def on_complete_report(self, index: int, count: PageCount, most: int, borrowed: int) -> Need:
+    def on_complete_report(self, index: int, count: PageCount, most: int, left: Prefix | None) -> Need:
         """As :meth:`on_report`, of a complete eviction: the rest of a replay is promised by what is known now.
 
         Args:
             most: pages that it holds there until it is read.
-            borrowed: pages that it borrows there from now on.
+            left: the prefix of what it keeps, if that is cached.
         """
-        self.borrowed[index] = borrowed
+        if left is not None:
+            self.borrowed[index] = left.borrowed[index]
+        elif self.prefix is None:
+            self.borrowed[index] = 0  # of segments, which it has copied
         peak = list(self.terms.peak)
-        peak[index] = most - borrowed
+        peak[index] = most - self.borrowed[index]
         self.terms = replace(self.terms, peak=peak)
         return self.on_report(index, count)
 

@@ -327,7 +327,7 @@ class PageLedger(KVCacheManager):
         else:
             tokens = max(account.prefill_len, account.tokens)
             most = self.bounds.most_held(account.plan, index, count, tokens)
-            need = account.on_complete_report(index, count, most, account.borrowed_of(index, prefix))
+            need = account.on_complete_report(index, count, most, prefix)
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
             self.shared.compressed.borrow(prefix, request_id, account.prefix)
