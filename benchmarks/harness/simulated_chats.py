@@ -166,7 +166,7 @@ class Chains:
         part = Part(end, parent.kept + kept, parent, _columns(parent, kept))
         if isinstance(parent, Part) and parent.completed_by is None:
             parent.completed_by = part
-            part.columns -= 1
+            part.columns -= min(1.0, kept / PAGE)
         self._make_room(part.columns)
         parent.children += 1
         self._parts[self._scenario.beginning(chat, end)] = part

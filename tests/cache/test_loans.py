@@ -309,6 +309,15 @@ def test_a_chain_goes_from_its_end(cache):
     assert cache.physical_pages == 0
 
 
+def test_check_mode_knows_chains_whose_longest_rows_are_others(cache):
+    """What both entries span together is nearly twice as wide as any row."""
+    donor = read(cache, 400, [400, 1, 1, 1])
+    cache.loans.freeze(1, donor)
+    evict_on(cache, donor, 400, [1, 400, 1, 1])
+    cache.loans.freeze(2, donor)
+    cache.verify()
+
+
 def in_common(cache):
     """A request that has left two entries, the second of which completes the first; its slot, and what it holds."""
     donor = read(cache, 100, KEPT)

@@ -23,7 +23,7 @@ from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import plan_of
+from vllm_kvevict.schedules.registry import plan_of, plan_of_parts
 
 PAGE, HEADS = 32, 2
 
@@ -279,3 +279,11 @@ def test_the_worst_case_test_sees_a_bound_that_is_too_loose_or_too_tight(monkeyp
         with pytest.raises(AssertionError):
             test_what_is_promised_after_an_eviction_is_reached_but_for_a_tenth("ada-snapkv", split)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("policy", ["layer-defensivekv", "lava", "cake"])
+def test_one_row_may_win_all_that_layers_share_of_an_earlier_part(policy: str) -> None:
+    """Of two rows one may hold 43 entries of 105 tokens, 40 of them won by it alone, and the other one 3."""
+    plan = plan_of_parts(EvictionConfig(policy, keep_ratio=0.1), (103, 105, 296), 1)
+    rank = RankCapacity(105, 3, 2, 1, 5, 1)
+    assert server(rank, num_stages=3).after_eviction(plan, 296) == [pages([43 + 191, 3 + 191])]

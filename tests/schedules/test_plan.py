@@ -66,6 +66,15 @@ def test_an_answer_may_be_evicted_for_ever() -> None:
     assert (endless.most_cached(2 * N), endless.leaves(2 * N)) == (once.most_cached(2 * N), N)
 
 
+def test_a_first_part_alone_keeps_all() -> None:
+    """It is there for others that begin with it, and yet nothing of the prompt goes."""
+    config = EvictionConfig("snapkv", keep_ratio=0.5)
+    alone = plan_of_parts(config, (40, 90), 64, whole=40)
+    assert len(alone.parts) == 1 and alone.keeps_all
+    assert plan_of_parts(config, (40, 90), 64).keeps_all is False
+    assert not plan_of_parts(config, (40, 104), 64, whole=40).keeps_all
+
+
 def test_a_first_part_that_stays_whole_is_a_part_of_its_own() -> None:
     """However short it is; ends before its own do not count, and it depends on nothing that others may have besides."""
     kvzip = EvictionConfig("kvzip", keep_ratio=0.25)

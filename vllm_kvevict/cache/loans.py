@@ -102,8 +102,8 @@ class Loans:
         Args:
             columns: how many of the request's next columns, behind those that it borrows; None: all that it holds
                 behind them after an eviction, which takes a page for each row that ends within one.
-            completes: the compressed entry behind which the request goes on, if nothing depends on that one's partial
-                pages: it takes the new entry's first full page of each row in their place.
+            completes: the compressed entry right behind which the request goes on, if nothing depends on that one's
+                partial pages: it takes the new entry's first full page of each row in their place.
 
         Returns:
             How many pages of that one it completes.
@@ -134,6 +134,8 @@ class Loans:
     def _complete(self, number: int, request_slot: int, first: IntArray, full: IntArray) -> IntArray:
         """Give an entry the first full page of each row of a request behind it, where its own last one is partial.
 
+        That the request began with this entry, and not with another one of the same lengths, is the caller's affair.
+
         Args:
             first, full: int64 [rows], where the request's own pages begin, and how many are full.
 
@@ -141,7 +143,7 @@ class Loans:
             int64 [rows], 1 where it got one.
 
         Raises:
-            ValueError: the request does not follow it.
+            ValueError: the request's own pages do not begin where it ends.
         """
         entry = self[number]
         if not entry.is_compressed or (first != entry.first + entry.full).any():
@@ -351,10 +353,11 @@ class Loans:
         """Raise RuntimeError unless the tables of borrowers begin with the pages of shared entries (waits)."""
         for request_slot in np.flatnonzero(self.columns.any(1)).tolist():
             pages = self._joined(self._loans.get(request_slot, ()))
-            table = self.rows.tables.region(request_slot)[:, : pages.shape[1]]
-            column = torch.arange(table.shape[1], device=table.device)
+            most = int(self.columns[request_slot].max())
+            table = self.rows.tables.region(request_slot)[:, :most]
+            column = torch.arange(most, device=table.device)
             borrowed = column < to_device(self.columns[request_slot], table.device)[:, None]
-            if self.columns[request_slot].max() > pages.shape[1] or ((table != pages) & borrowed).any():
+            if most > pages.shape[1] or ((table != pages[:, :most]) & borrowed).any():
                 raise RuntimeError(
                     f"request slot {request_slot} borrows pages that no shared entry of it owns"
                 )
@@ -372,7 +375,7 @@ class Loans:
         return joined
 
     def _lend(self, request_slot: int, parts: Sequence[Loan], columns: IntArray) -> None:
-        """Let a request borrow the first columns[r] pages of each row; it does not depend on an entry without any."""
+        """Let a request borrow the first columns[r] pages of each row, of those entries that reach so far."""
         self.columns[request_slot] = columns
         loans = self._loans.get(request_slot, [])
         known = {number for number, _ in loans}

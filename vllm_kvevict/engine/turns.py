@@ -31,6 +31,8 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
     """
     if LASTING in fields:
         read.whole(LASTING, fields[LASTING], least=0)
+    if WHOLE in fields:
+        read.whole(WHOLE, fields[WHOLE])
     if TURNS not in fields:
         return None
     given = fields[TURNS]

@@ -195,6 +195,11 @@ class Plan:
         return self.parts[0] if self.parts else None
 
     @functools.cached_property
+    def keeps_all(self) -> bool:
+        """Whether nothing of its prompt goes: it has no parts, or one that stays whole."""
+        return not any(part.config.evicts(part.n) for part in self.parts)
+
+    @functools.cached_property
     def evicted_at(self) -> int:
         """Tokens after which its prompt is evicted, for the last time; 0 when it is kept whole."""
         return self.parts[-1].end if self.parts else 0

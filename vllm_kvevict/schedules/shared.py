@@ -110,10 +110,14 @@ class ByWeight(Schedule):
         budget = min(m, -(-(rank.num_model_layers * b + rounding) // num_layers))
         if config.heads_compete:
             most = num_layers * (most_candidates(config, budget, m, heads, rank.num_model_kv_heads) + shared)
-            return ragged_pages(most, num_layers * heads, window + more, n + more + shared, page_size)
+            return ragged_pages(
+                most, num_layers * heads, window + more, n + more + num_layers * shared, page_size
+            )
         if shared:
             most = num_layers * (heads * budget + shared)
-            return ragged_pages(most, num_layers * heads, window + more, n + more + shared, page_size)
+            return ragged_pages(
+                most, num_layers * heads, window + more, n + more + num_layers * shared, page_size
+            )
         return heads * ragged_pages(num_layers * budget, num_layers, window + more, n + more, page_size)
 
     def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
@@ -175,7 +179,7 @@ class ByScore(Schedule):
         window = config.window_for(n)
         m, b = n - window, config.budget_for(n) - window
         won = min(rank.num_model_layers * rank.num_model_kv_heads * b, rows * m) + num_layers * shared
-        return ragged_pages(won, rows, window + more, n + more + shared, page_size)
+        return ragged_pages(won, rows, window + more, n + more + num_layers * shared, page_size)
 
     def kept_entries(self, phase: Phase, rank: RankCapacity) -> tuple[int, int]:
         """As of :meth:`Schedule.kept_entries`: this rank's rows may win all there is to win."""

@@ -89,6 +89,8 @@ def test_what_stays_whole() -> None:
     assert parts(Options.parse({"policy": "full"}), 40) == []
     # Alone it says nothing.
     assert SERVER.plan(100, {"kv_turns_whole": 40}) == SERVER.plan(100)
+    with pytest.raises(KVEvictionError, match="kv_turns_whole must be"):
+        SERVER.plan(100, {"kv_turns_whole": "40"})
 
 
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])

@@ -283,10 +283,10 @@ def test_what_two_entries_have_in_common_is_held_once() -> None:
     steps(simulation, 12)
     chain = list(simulation.ledger.accounts["c:0"].prefix.chain())
     assert len(chain) == 4 and chain[0].held_by_chain == [chain[0].kept[0].pages]
-    assert sum(map(sum, (prefix.extends for prefix in chain))) == simulation.workers.completed > 0
+    assert sum(map(sum, (prefix.completes for prefix in chain))) == simulation.workers.completed > 0
     # Another one behind the second text has a copy of its own of what is before.
     served(simulation, turn("1", [*said[:2], document(7, 100), OTHER]))
-    assert not any(max(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number).extends)
+    assert not any(max(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number).completes)
     check_end(simulation)
 
 
@@ -299,12 +299,12 @@ def test_a_request_goes_on_in_pages_that_a_dropped_entry_has_completed() -> None
     steps(simulation, 1)
     account = simulation.ledger.accounts["c:1"]
     dropped = account.prefix
-    assert dropped.tokens == ends(SAID)[2] and any(dropped.extends)
+    assert dropped.tokens == ends(SAID)[2] and any(dropped.completes)
     compressed.drop(dropped)
-    assert account.prefix is dropped.parent and account.prefix.extended_for == {"c:1"}
+    assert account.prefix is dropped.parent and account.prefix.completed_for == {"c:1"}
     simulation.add(turn("2", [*SAID[:2], document(7, 100), OTHER]))
     finish(simulation)
-    assert simulation.extended and len(simulation.behind_extended) == 1
+    assert simulation.completed and len(simulation.left_in_completed) == 1
     # What it has left is found, with the chain before it.
     assert served(simulation, turn("3", [*SAID, document(8, 30)])) == 30
     check_end(simulation)
@@ -318,7 +318,7 @@ def behind_another(simulation: Watched, *requests: Any) -> list[Prefix]:
         simulation.add(request)
     steps(simulation, 6)
     shared = simulation.ledger.shared.compressed
-    another = next(prefix for prefix in shared if any(prefix.extends))
+    another = next(prefix for prefix in shared if any(prefix.completes))
     shared.drop(another)
     simulation.step()
     return sorted(shared, key=lambda prefix: prefix.tokens)
@@ -399,7 +399,7 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
     }
     assert min(happened.values()) > 5, happened
     assert sum(simulation.workers.taken for simulation in simulations) > 1
-    assert any(simulation.extended for simulation in simulations)
+    assert any(simulation.completed for simulation in simulations)
 
 
 @pytest.mark.parametrize("first", tens(60))
@@ -464,7 +464,7 @@ def complete_what_others_use(monkeypatch) -> None:
 
     def always(prefix: Prefix, parent: Prefix | None, name: str) -> Prefix | None:
         if parent is not None:
-            parent.extended_by.clear()
+            parent.completed_by.clear()
         return follow(prefix, parent, name)
 
     monkeypatch.setattr(Prefix, "follow", always)
@@ -475,7 +475,7 @@ def forget_who_goes_on_in_completed_pages(monkeypatch) -> None:
 
     def forgetful(parent: Prefix, child: Prefix) -> None:
         take_over(parent, child)
-        parent.extended_for.clear()
+        parent.completed_for.clear()
 
     monkeypatch.setattr(Prefix, "take_over", forgetful)
 

@@ -25,8 +25,8 @@ class Watched(Simulation):
         dropped: prefixes that were dropped to make room.
         with_children: those of them that another one followed once.
         became_own: of the dropped ones those that a request borrowed.
-        extended: most pages that requests used at once of what dropped prefixes had made full.
-        behind_extended: prefixes that such a request has left.
+        completed: most pages that requests used at once of what dropped prefixes had made full.
+        left_in_completed: prefixes that such a request has left.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, **kwargs: Any):
@@ -36,8 +36,8 @@ class Watched(Simulation):
         self.waited: set[str] = set()
         self.dropped: list[Prefix] = []
         self._had_children: set[int] = set()
-        self.with_children = self.became_own = self.extended = 0
-        self.behind_extended: set[int] = set()
+        self.with_children = self.became_own = self.completed = 0
+        self.left_in_completed: set[int] = set()
         self._used_by: dict[int, set[str]] = {}
         """Who went on in completed pages of a prefix, by its number."""
         self._promised: dict[tuple[str, int], list[int]] = {}
@@ -89,14 +89,14 @@ class Watched(Simulation):
             self.longest = max(self.longest, len(admission.prefixes))
             self.begun += len(admission.prefixes) >= 3
         self.branches.update(prefix.number for prefix in compressed if prefix.children > 1)
-        self.extended = max(
-            self.extended, sum(sum(prefix.extended) for prefix in compressed if prefix.extended_for)
+        self.completed = max(
+            self.completed, sum(sum(prefix.completed) for prefix in compressed if prefix.completed_for)
         )
         for prefix in compressed:
             used_by = self._used_by.get(prefix.number, set())
-            later = {child.number for child in prefix.extended_by if child.producer[0] in used_by}
-            self.behind_extended.update(later)
-            self._used_by[prefix.number] = used_by | prefix.extended_for
+            later = {child.number for child in prefix.completed_by if child.producer[0] in used_by}
+            self.left_in_completed.update(later)
+            self._used_by[prefix.number] = used_by | prefix.completed_for
         self._had_children.update(prefix.number for prefix in compressed if prefix.children)
         for request in self.scheduler.waiting:
             prefix = compressed.known(request)
@@ -154,8 +154,10 @@ def check_sums(simulation: Simulation) -> None:
         assert prefix.storing == storing[prefix]
         assert prefix.borrowers == {name for name, account in accounts.items() if account.prefix is prefix}
         followers = {child for child in prefixes if child.parent is prefix}
-        assert {child for child in followers if any(child.extends)} <= prefix.extended_by <= followers
-        assert prefix.extended_for <= prefix.borrowers
+        assert {child for child in followers if any(child.completes)} <= prefix.completed_by <= followers
+        for child in prefix.completed_by:
+            assert not child.is_ready or child.completes == prefix.completed
+        assert prefix.completed_for <= prefix.borrowers
     _check_borrowed(accounts)
     ends = sum(prefix.in_turns and not prefix.children for prefix in prefixes)
     assert compressed.num_conversations == ends
@@ -186,9 +188,9 @@ def _check_borrowed(accounts: Mapping[str, Account]) -> None:
     """Once all is reported, a request borrows the full pages of the whole chain that it goes on behind."""
     for name, account in accounts.items():
         if account.segment is None and not account.awaits_reports:
-            pages = [plus(prefix.full_pages, prefix.extends) for prefix in _chain(account.prefix)]
-            if account.prefix is not None and name in account.prefix.extended_for:
-                pages.append(account.prefix.extended)
+            pages = [plus(prefix.full_pages, prefix.completes) for prefix in _chain(account.prefix)]
+            if account.prefix is not None and name in account.prefix.completed_for:
+                pages.append(account.prefix.completed)
             assert account.borrowed == total(pages, len(account.held))
 
 
@@ -201,8 +203,8 @@ def _pinned(prefixes: Sequence[Prefix], users: Mapping[Prefix, int], ranks: int)
 
 def _lent(prefix: Prefix, users: Mapping[Prefix, int]) -> list[int]:
     """Pages of a prefix that are full, or that somebody uses who has made them full."""
-    is_extended = prefix.extended_for or any(users[child] for child in prefix.extended_by)
-    return plus(prefix.full_pages, prefix.extended) if is_extended else prefix.full_pages
+    is_completed = prefix.completed_for or any(users[child] for child in prefix.completed_by)
+    return plus(prefix.full_pages, prefix.completed) if is_completed else prefix.full_pages
 
 
 def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[int]:

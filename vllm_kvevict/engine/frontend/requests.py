@@ -234,7 +234,7 @@ def _count_chat(vllm_config: Any, prompt: Any, fields: dict[str, Any] | None) ->
         return
     if LASTING in (fields or ()):
         metrics.count_changing()
-    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).prompt is None:
+    if require_options(vllm_config).plan(len(prompt["prompt_token_ids"]), fields).keeps_all:
         metrics.count_kept_whole("changes" if prompt.get(chat.CHANGES) else "short")
 
 

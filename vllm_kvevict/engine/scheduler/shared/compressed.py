@@ -377,11 +377,11 @@ class CompressedPrefixes(Entries[Prefix]):
             more: one that a further request would borrow.
         """
         pages = list(self._totals.pinned)
-        is_shared = is_extended = False
+        is_shared = is_completed = False
         for entry in more.chain() if more is not None else ():
-            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.lends(is_extended)))
-            then, now = pages_pinned(entry, is_shared, is_extended), entry.counted.pinned
-            is_extended = any(entry.extends)
+            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.lends(is_completed)))
+            then, now = pages_pinned(entry, is_shared, is_completed), entry.counted.pinned
+            is_completed = any(entry.completes)
             for rank, page_count in enumerate(then):
                 pages[rank] += page_count - now[rank]
         return pages

@@ -103,10 +103,10 @@ class Prefix(Entry):
         held: pages of each rank that it holds.
         parent: the prefix that this one follows, known when it is stored; None where it begins the prompt.
         children: how many follow it.
-        extends: pages of each rank that its parent holds and that are full with what this one has behind it.
-        extended: pages of each rank of its own that are so, with what is behind it.
-        extended_by: those that follow it and use these pages.
-        extended_for: ids of the requests that use them and go on right behind it: what they followed was dropped.
+        completes: partial pages of its parent, of each rank, that are full with the beginning of this one.
+        completed: its own partial pages of each rank that are full with what follows it.
+        completed_by: those of its children that begin in these pages.
+        completed_for: ids of requests that do, since the child is dropped with which they began; all are borrowers.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
         full_pages: its own of each rank that it fills itself, which all of its borrowers use.
@@ -126,10 +126,10 @@ class Prefix(Entry):
     held: list[int]
     parent: "Prefix | None" = None
     children: int = 0
-    extends: list[int] = field(init=False)
-    extended: list[int] = field(init=False)
-    extended_by: set["Prefix"] = field(default_factory=set)
-    extended_for: set[str] = field(default_factory=set)
+    completes: list[int] = field(init=False)
+    completed: list[int] = field(init=False)
+    completed_by: set["Prefix"] = field(default_factory=set)
+    completed_for: set[str] = field(default_factory=set)
     kept: dict[int, PageCount] = field(default_factory=dict)
     full_pages: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
@@ -142,7 +142,7 @@ class Prefix(Entry):
 
     def __post_init__(self) -> None:
         self.counted = Counted(*([0] * len(self.held) for _ in range(3)))
-        self.extends, self.extended = [0] * len(self.held), [0] * len(self.held)
+        self.completes, self.completed = [0] * len(self.held), [0] * len(self.held)
 
     def chain(self, until: "Prefix | None" = None) -> Iterator["Prefix"]:
         """This one, its parent and so on, up to the one before ``until``."""
@@ -155,26 +155,27 @@ class Prefix(Entry):
         """It is being stored for a request, behind another prefix.
 
         Returns:
-            That one, if this one is to complete its partial pages: nobody does, or uses what somebody did.
+            That one, if this one is to complete its partial pages: nobody does, or uses what is behind its own entries.
         """
         self.parent, self.is_storing = parent, True
         if parent is None:
             return None
         parent.count(children=1)
-        if name in parent.extended_for:
-            parent.extended_by.add(self)
-            self.extends = list(parent.extended)
-        elif not parent.extended_by and not parent.extended_for:
-            parent.extended_by.add(self)
-            parent.be_extended([0] * len(self.held))
-            return parent
-        return None
+        may_complete = not parent.completed_by and not parent.completed_for
+        if may_complete:
+            parent.be_completed([0] * len(self.held))
+        elif name in parent.completed_for:
+            self.completes = list(parent.completed)
+        else:
+            return None
+        parent.completed_by.add(self)
+        return parent if may_complete else None
 
     def leave_parent(self) -> None:
         """It is gone."""
         if self.parent is not None:
             self.parent.count(children=-1)
-            self.parent.extended_by.discard(self)
+            self.parent.completed_by.discard(self)
 
     def count(self, users: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
         """So many more, or fewer, requests use it, of it and those that follow are being stored and are shared, and
@@ -207,11 +208,11 @@ class Prefix(Entry):
     @property
     def borrowed_before(self) -> list[int]:
         """Those of them that are its parents'."""
-        pages = list(self.extends)
+        pages = list(self.completes)
         for prefix in self.chain():
             if prefix is not self:
                 for rank, own in enumerate(prefix.full_pages):
-                    pages[rank] += own + prefix.extends[rank]
+                    pages[rank] += own + prefix.completes[rank]
         return pages
 
     @property
@@ -224,16 +225,16 @@ class Prefix(Entry):
         """How many requests use pages of it: none if they have copied all of them, since none is full."""
         return self.users if any(self.lends()) else 0
 
-    def lends(self, is_extended: bool = False) -> list[int]:
+    def lends(self, is_completed: bool = False) -> list[int]:
         """Pages of each rank that are its own and that its users use.
 
         Args:
-            is_extended: whether a further one uses what is behind it in its last pages.
+            is_completed: whether a further one uses what is behind it in its last pages.
         """
-        is_extended |= bool(self.extended_for) or any(prefix.users for prefix in self.extended_by)
-        if not is_extended:
+        is_completed |= bool(self.completed_for) or any(prefix.users for prefix in self.completed_by)
+        if not is_completed:
             return list(self.full_pages)
-        return [sum(pages) for pages in zip(self.full_pages, self.extended, strict=True)]
+        return [sum(pages) for pages in zip(self.full_pages, self.completed, strict=True)]
 
     def pages_of(self, rank: int, count: PageCount) -> int:
         """Pages of a rank that are its own, of a request that holds it."""
@@ -244,25 +245,25 @@ class Prefix(Entry):
         self.kept[rank] = count
         if completed:
             assert self.parent is not None
-            self.extends[rank] = completed
-            self.parent.be_extended(self.extends)
+            self.completes[rank] = completed
+            self.parent.be_completed(self.completes)
         self.full_pages = self.full_pages or [0] * len(self.held)
         self.full_pages[rank] = self.pages_of(rank, count) - count.partial
 
-    def be_extended(self, pages: Sequence[int]) -> None:
+    def be_completed(self, pages: Sequence[int]) -> None:
         """So many of its own pages of each rank are full with what follows it."""
-        self.extended = list(pages)
+        self.completed = list(pages)
 
     def lose(self, name: str) -> None:
         """A request does not go on right behind it any more."""
         self.borrowers.discard(name)
-        self.extended_for.discard(name)
+        self.completed_for.discard(name)
 
     def take_over(self, child: "Prefix") -> None:
         """What used a prefix behind it, which is gone, goes on behind this one."""
         self.borrowers |= child.borrowers
-        if any(child.extends):
-            self.extended_for |= child.borrowers
+        if any(child.completes):
+            self.completed_for |= child.borrowers
 
 
 @dataclass(eq=False)

@@ -6,15 +6,15 @@ Owns the sums, and what of each prefix is in them. Chains may be long and many: 
 from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
 
 
-def pages_pinned(prefix: Prefix, is_shared: bool, is_extended: bool = False) -> list[int]:
+def pages_pinned(prefix: Prefix, is_shared: bool, is_completed: bool = False) -> list[int]:
     """Pages of each rank that are not counted as any borrower's and that no drop would free, of a prefix in use.
 
     Args:
         is_shared: whether several requests use pages of it, or of one that follows it.
-        is_extended: as of :meth:`Prefix.lends`.
+        is_completed: as of :meth:`Prefix.lends`.
     """
     # What a single one uses becomes its own.
-    return list(prefix.held) if is_shared else prefix.lends(is_extended)
+    return list(prefix.held) if is_shared else prefix.lends(is_completed)
 
 
 def _pages_pinned(prefix: Prefix) -> list[int]:
