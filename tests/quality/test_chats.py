@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_kvevict.quality.questions import Draw
 CHATS, UNITS, LEAST = 16, 70, 256
 TOKENS = 2304
 OF_TURNS = {f"turns-{kind}": kind for kind in KINDS}
+TOLD_BY_USER = [task for task in TASKS if task != "call"]
 
 
 def asked(**changes) -> TextQuestions:
@@ -36,7 +38,7 @@ def answered(task: str, chat: int) -> tuple[str, list[int]]:
     return said[places[0]].split(question.start, 1)[1], places
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOLD_BY_USER)
 def test_the_answer_is_told_once_and_found_and_wrong_ones_are_not(task):
     for chat in range(CHATS):
         right, places = answered(task, chat)
@@ -82,6 +84,30 @@ def test_the_task_is_asked_for_behind_results_of_tools():
     assert roles[-4:-2] == ["tool", "assistant"]
     number, phones = (messages(f"tools-{kind}", 0) for kind in chats.TOOL_KINDS)
     assert number[:-2] == phones[:-2] and number[-2:] != phones[-2:]
+
+
+def test_a_tool_of_the_instructions_is_called_behind_another_turn():
+    for chat in range(CHATS):
+        case = asked().case("call", TOKENS, chat, UNITS)
+        said = case.prompt()["messages"]
+        assert [m["role"] for m in said] == ["system", "user", "assistant", "user", "assistant"]
+        instructions, start = said[0]["content"], said[-1]["content"]
+        _, right = instructions.split(start)
+        # No other tool has its name, or one of its parameters.
+        (answer,) = case.expected
+        names = answer.strip("()").split(", ")
+        assert right.startswith(f"{answer}:\n") and len(names) in (2, 3)
+        signatures = re.findall(r"def (\w+)\((.*)\):", instructions)
+        assert (
+            len(signatures) == 7
+            and len({*" ".join(x for x, _ in signatures).replace("_", " ").split()}) == 14
+        )
+        listed = [name for _, names in signatures for name in names.split(", ")]
+        assert len(set(listed)) == len(listed) and all(name in listed for name in names)
+        assert not any(answer in message["content"] for message in said[1:])
+        score = case.score
+        assert score(right) == score(answer) == 1.0
+        assert score("") == score(answer[:-1]) == score(f"({names[1]}, {names[0]})") == 0.0
 
 
 def test_chats_depend_on_seed_and_size_only():

@@ -2,7 +2,8 @@
 
 Four facts are told in the first four turns, one in each, among prose, and asked for in the last four. What was asked
 before is in the chat with its right answer, so that everybody who is asked reads the same chat. With tools, the user
-says facts with a task, and asks for them behind the results of the tools.
+says facts with a task, and asks for them behind the results of the tools. And instructions list tools of which one is
+to be called, behind a turn about something else.
 
 Each fact is a task of its own, but tasks ask about the same chat: what one question leaves in a cache serves the next.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from vllm_kvevict.quality import texts, tool_lists
 from vllm_kvevict.quality.questions import Draw, Message, Question, Task, numbers
 
 TOLD, ASKED = 4, 4
@@ -158,6 +160,27 @@ def tools(draw: Draw, kind: str) -> Question:
     return replace(_question(facts[kind], before), last=_question(facts[TOOL_KINDS[-1]], before))
 
 
+def call(draw: Draw) -> Question:
+    """Instructions list `size` tools; behind a turn of prose the assistant has to call one with its parameters."""
+    listed = tool_lists.tools(draw.rng, draw.size, texts.sentences())
+    asked, prose = draw.rng.choice(listed), draw.prose()
+    source = "\n".join(tool.text for tool in listed)
+    instructions = f"You can call these functions:\n```python\n{source}```"
+
+    def before(units: int) -> list[Message]:
+        said = f"Read this text: {' '.join(prose(units))}"
+        return [("system", instructions), ("user", said), ("assistant", READ)]
+
+    return Question(
+        before,
+        "Repeat one line of the source of your functions, word for word.",
+        asked.start,
+        (asked.rest,),
+        16,
+        lambda reply: float("".join(reply.split()).startswith("".join(asked.rest.split()))),
+    )
+
+
 def _question(fact: Told, text: Callable[[int], list[Message]]) -> Question:
     return Question(text, fact.asked, fact.start, fact.expected, fact.tokens, fact.score)
 
@@ -169,4 +192,5 @@ _OF_TURNS = {
 _OF_TOOLS = {
     f"tools-{kind}": Task(partial(tools, kind=kind), SIZE, COUNTS, SIZES, "tools") for kind in TOOL_KINDS
 }
-TASKS: dict[str, Task] = {**_OF_TURNS, **_OF_TOOLS}
+_OF_INSTRUCTIONS = {"call": Task(call, 7, "tools in the list", range(2, 26))}
+TASKS: dict[str, Task] = {**_OF_TURNS, **_OF_TOOLS, **_OF_INSTRUCTIONS}

@@ -14,7 +14,7 @@ from vllm_kvevict.quality.texts import TextError
 
 TASKS = {**questions.TASKS, **chats.TASKS, **open_questions.TASKS}
 PLAIN = "plain"
-SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
+SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 FIRST_UNITS = 32
 DIGEST_UNITS = 8
 
