@@ -13,11 +13,10 @@ ONE_PART = "prefix"
 
 
 def turns_section(scores: Scores[Result]) -> list[str]:
-    """Both tables; nothing where no chat was compressed turn by turn."""
+    """Both tables; nothing where no chat was compressed turn by turn, or none of them tells a fact in a turn."""
     columns = [column for column in scores.columns if column.scope == TURNS]
-    if not columns:
-        return []
-    return ["## Turn by turn", "", *_by_turn(scores, columns), *_beside_one_part(scores, columns)]
+    tables = [*_by_turn(scores, columns), *_beside_one_part(scores, columns)] if columns else []
+    return ["## Turn by turn", "", *tables] if tables else []
 
 
 def _by_turn(scores: Scores[Result], columns: Sequence[Column]) -> list[str]:
