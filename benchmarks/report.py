@@ -165,7 +165,10 @@ def _link(name: str) -> str:
 
 
 def _threads(results: dict[str, Any]) -> str:
-    return str(results.get("threads") or results.get("settings", {}).get("threads") or "-")
+    settings = results if "threads" in results else results.get("settings", {})
+    if "threads" not in settings:
+        return "-"
+    return "vLLM's own" if settings["threads"] is None else str(settings["threads"])
 
 
 def _targets(results: dict[str, Any]) -> Iterator[dict[str, Any]]:

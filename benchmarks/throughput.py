@@ -1,7 +1,8 @@
 """Requests against ``vllm serve`` without and with eviction, in the same KV memory and in turns.
 
-A scenario is one load with targets; a sweep varies one size of a load. All servers of a comparison run at once, and get
-requests in turns.
+A scenario is one load with targets; a sweep varies one size of a load. The servers of a comparison get requests in turns;
+while one is measured the others are paused. Threads are where vLLM places them, as users get them; a scenario is then
+measured once more with one bound thread of each rank.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record
 from benchmarks.harness.measure import record, record_name, save, warn_if_busy
-from benchmarks.harness.options import add_options, budget, changed, require_room, whole
+from benchmarks.harness.options import add_options, budget, changed, placement_name, require_room, whole
 from benchmarks.harness.runs import runs_table, span, typical
 from benchmarks.harness.scenarios import (
     KV_HEADS,
@@ -133,18 +134,36 @@ def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> 
     return table
 
 
-async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
-    """Run everything, print it and save it."""
-    console = Console(width=WIDTH)
-    common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
-    runs = sum(scenario.rounds * len(scenario.turns()) for scenario in scenarios.values())
-    bench = Bench(arguments.threads, runs)
+async def run_all(
+    arguments: argparse.Namespace, scenarios: dict[str, Scenario], threads: int | None
+) -> dict[str, tuple[Scenario, list[Round]]]:
+    """All rounds of all scenarios with so many threads."""
+    bench = Bench(threads, sum(scenario.rounds * len(scenario.turns()) for scenario in scenarios.values()))
     results = {}
     with bench.bar:
         for value, scenario in scenarios.items():
             prefix = f"{arguments.sweep} {value}, " if arguments.sweep else ""
             results[value] = (scenario, await bench.run(scenario, prefix))
         bench.say("done")
+    return results
+
+
+async def measure_bound(
+    console: Console, arguments: argparse.Namespace, scenario: Scenario
+) -> dict[str, Any]:
+    """The same with one bound thread, which vLLM's placement may give one side and not the other."""
+    results = await run_all(arguments, {arguments.scenario: scenario}, threads=1)
+    scenario, rounds = results[arguments.scenario]
+    console.print(runs_table(f"{arguments.scenario}, {placement_name(1)}", rounds))
+    show_ratios(console, scenario, rounds)
+    return {"threads": 1, **as_record(scenario, rounds)}
+
+
+async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
+    """Run everything, print it and save it."""
+    console = Console(width=WIDTH)
+    common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
+    results = await run_all(arguments, scenarios, arguments.threads)
     if arguments.sweep:
         name = f"throughput-sweep-{arguments.sweep}"
         console.print(sweep_table(arguments.sweep, results))
@@ -155,26 +174,37 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
         }
     else:
         name = f"throughput-{arguments.scenario}"
-        content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
+        content = common | show_scenario(
+            console, arguments.scenario, arguments.threads, *results[arguments.scenario]
+        )
+        if arguments.threads is None:
+            content["bound"] = await measure_bound(console, arguments, scenarios[arguments.scenario])
     name = arguments.name or record_name(name, arguments.dtype)
     console.print(f"written to {save(name, record('throughput', content))}")
 
 
-def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
+def show_scenario(
+    console: Console, name: str, threads: int | None, scenario: Scenario, rounds: list[Round]
+) -> dict[str, Any]:
     """Print the tables and targets of a scenario; what goes into its record."""
     title = (
-        f"{name}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
+        f"{name}, {placement_name(threads)}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
         f"KV memory for {scenario.pool}, {scenario.policy}, {scenario.dtype}"
     )
     console.print(runs_table(title, rounds))
-    for side, reached in ratios(scenario, rounds).items():
-        for measure, ratio in reached.items():
-            console.print(f"{side}: {measure}: {ratio}", highlight=False)
+    show_ratios(console, scenario, rounds)
     # They hold for the scenario's own sizes.
     own = SCENARIOS[name]
     same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own
     wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
     return as_record(scenario, rounds) | {"targets": show_targets(console, wanted)}
+
+
+def show_ratios(console: Console, scenario: Scenario, rounds: list[Round]) -> None:
+    """Print each side's, over stock."""
+    for side, reached in ratios(scenario, rounds).items():
+        for measure, ratio in reached.items():
+            console.print(f"{side}: {measure}: {ratio}", highlight=False)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from benchmarks.harness.load import drive
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.scenarios import Round, Scenario, make_server, ratios
-from benchmarks.harness.server import Server
+from benchmarks.harness.server import Server, paused
 
 LEAST_ROUNDS = 3
 """Fewer give no interval that a target could be held against."""
@@ -58,7 +58,8 @@ class Bench:
             self.say(f"{prefix}round {number}, {turn.name}")
             load = scenario.load(turn.input_len, turn.output_len, seed=number)
             server = servers[turn.side]
-            runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
+            with paused(other for other in servers.values() if other is not server):
+                runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
             self.bar.advance(self.task)
         return runs
 

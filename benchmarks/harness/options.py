@@ -81,6 +81,22 @@ def add_start_patience(parser: argparse._ActionsContainer) -> None:
     )
 
 
+AUTO = "auto"
+"""Threads as vLLM places them, which is how users get them."""
+
+
+def placement(text: str) -> int | None:
+    """OpenMP threads of each rank, None: as vLLM places them."""
+    return None if text == AUTO else whole(text)
+
+
+def placement_name(threads: int | None) -> str:
+    """For tables and records."""
+    if threads is None:
+        return "vLLM's own placement of threads"
+    return f"{threads} bound thread{'s' * (threads > 1)}"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that change a scenario, and those of every serving benchmark."""
     own = "default: the scenario's"
@@ -103,10 +119,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_start_patience(parser)
     parser.add_argument(
         "--threads",
-        type=whole,
-        default=1,
+        type=placement,
         metavar="N",
-        help="OpenMP threads of each rank (default: %(default)s)",
+        help=f"OpenMP threads of each rank, or {AUTO}: as vLLM places them (default: {AUTO})",
     )
     parser.add_argument(
         "--name", help="name of the file in benchmarks/results/ (default: by what is measured)"

@@ -140,7 +140,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     """Make the engine's configuration with our scheduler, worker and transport in it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_kvevict.engine.frontend import checks, requests
+    from vllm_kvevict.engine.frontend import checks, cores, requests
     from vllm_kvevict.engine.groups import layer_groups
 
     device = checks.check_environment()
@@ -161,6 +161,8 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     kind = "AsyncEvictionScheduler" if scheduling.async_scheduling else "EvictionScheduler"
     scheduling.scheduler_cls = f"{checks.SCHEDULERS}.{kind}"
     requests.install()
+    if device is CPU:
+        cores.let_connectors_core_compute(vllm_config.parallel_config.local_world_size)
     if isinstance(args, AsyncEngineArgs):
         _install_in_server()
     _warn(args, options, vllm_config, device)
