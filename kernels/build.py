@@ -164,5 +164,6 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
     version = _run([compiler, "--version"]).stdout
     # -march=native looks at the processor.
     native = [platform.machine(), *sorted(processor.features())]
-    parts = [source.read_text(), *flags, compiler, version, *native]
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [*(path.read_text() for path in sources), *flags, compiler, version, *native]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -11,59 +11,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
-#ifndef LANES
-#error "LANES is the number of fp32 numbers in a vector register; kernels/processor.py says how many there are"
-#endif
 constexpr int BLOCK = 2 * LANES;  // entries or dims handled together; page_size and head_dim are multiples of it
 constexpr int CUT = 2048;         // entries of a sequence that one thread takes at a time
-constexpr float LOWEST = -1e30f;
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-
-template <class V>
-V load(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-// Elements of a page. block() reads BLOCK of them as fp32, and place() tells where in (low, high) each went.
-struct Float32 {
-  typedef float type;
-  static void block(const float* from, Floats& low, Floats& high) {
-    low = load<Floats>(from);
-    high = load<Floats>(from + LANES);
-  }
-  static int place(int i) { return i; }
-  static float value(float element) { return element; }
-  static float element(float value) { return value; }
-};
-
-struct BFloat16 {
-  typedef uint16_t type;
-  // A bfloat16 is the upper half of a float, so even and odd elements apart take one operation each.
-  static void block(const uint16_t* from, Floats& low, Floats& high) {
-    const Words pairs = load<Words>(from);
-    low = (Floats)(pairs << 16);
-    high = (Floats)(pairs & 0xffff0000u);
-  }
-  static int place(int i) { return i % 2 * LANES + i / 2; }
-  static float value(uint16_t element) {
-    const uint32_t bits = (uint32_t)element << 16;
-    return load<float>(&bits);
-  }
-  static uint16_t element(float value) {  // the nearest, of two the even one
-    const uint32_t bits = load<uint32_t>(&value);
-    return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-  }
-};
 
 struct Shape {
   int rows, head_dim, page_size;  // rows: query rows that are handled

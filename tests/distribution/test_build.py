@@ -44,7 +44,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     names = {name for name in contents(built.wheel) if ".dist-info/" not in name}
     assert names == sources()
     # These are no Python: they are there by `package-data` alone.
-    assert {Path(name).name for name in names} >= {"py.typed", "words.txt", "decode_attention.cpp"}
+    assert {Path(name).name for name in names} >= {
+        "py.typed",
+        "words.txt",
+        "decode_attention.cpp",
+        "vectors.h",
+    }
     assert built.wheel.stat().st_size < 1 << 20
 
 
@@ -55,7 +60,8 @@ def test_the_source_distribution_builds_the_same_wheel(built):
 def test_the_source_distribution_has_what_building_needs(built):
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", PROJECT["readme"], "LICENSE", "kernels/decode_attention.cpp"} <= names
+    assert {"pyproject.toml", PROJECT["readme"], "LICENSE"} <= names
+    assert {"kernels/decode_attention.cpp", "kernels/vectors.h"} <= names
     assert not [name for name in names if name.split("/")[0] in ("tests", "benchmarks", "docs", "docker")]
 
 

@@ -53,6 +53,21 @@ def test_other_flags_are_another_library(compiled, monkeypatch):
     assert len(compiled) == 2 and len(list(build.cache_folder().iterdir())) == 2
 
 
+def test_another_header_is_another_library(compiled, monkeypatch, tmp_path):
+    source = Path(build.__file__)
+    for path in source.parent.glob("*.[ch]*"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(build, "__file__", str(tmp_path / source.name))
+    for _ in range(2):
+        build.load("decode_attention")
+        build._load.cache_clear()
+    assert len(compiled) == 1
+    with open(tmp_path / "vectors.h", "a") as header:
+        header.write("// changed\n")
+    build.load("decode_attention")
+    assert len(compiled) == 2
+
+
 def test_a_level_is_compiled_for_and_named(compiled, monkeypatch):
     for number, (name, level) in enumerate(processor.levels().items(), 1):
         monkeypatch.setenv(processor.ENVIRONMENT, name)
@@ -265,7 +280,8 @@ def unprivileged(monkeypatch):
         os.chmod(folder, 0o777)
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         source = Path(build.__file__)
-        shutil.copy(source.with_name("decode_attention.cpp"), folder)
+        for name in ("decode_attention.cpp", "vectors.h"):
+            shutil.copy(source.with_name(name), folder)
         monkeypatch.setattr(build, "__file__", f"{folder}/{source.name}")
         is_root = os.geteuid() == 0
         if is_root:
