@@ -1,0 +1,357 @@
+// Attention of many new tokens per request: each sees itself, those before it in the step, and a prefix in pages.
+//
+// Work is divided among threads by (request, KV head, stretch of tokens). The query rows of such an item are, token by
+// token, the query heads that share the KV head. An item goes through the entries that it sees in blocks: it packs a
+// block's keys and values, then goes through its rows in tiles (tiles.h). Blocks begin at fixed entries and rows are
+// independent of one another, so a result depends neither on the rest of the batch nor on the number of threads, nor
+// on the tokens that come after it.
+//
+// New entries are read where the model left them, not from the pages.
+
+#include <omp.h>
+
+#include <memory>
+#include <vector>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr int LEAST_ROWS = 8 * ROWS, MOST_ROWS = 64 * ROWS;  // of an item
+
+struct Shape {
+  int heads, group, head_dim;
+};
+
+// A matrix whose rows are tokens; the heads of a token lie side by side.
+template <class E>
+struct Tokens {
+  E* data;
+  int64_t stride;
+  E* head(int64_t token, int64_t offset) const { return data + token * stride + offset; }
+};
+
+// Where prefixes are: the row of KV head h of the batch's request i is slots[i] * stride + first + h. A page is its
+// keys, transposed, then its values.
+template <class E>
+struct Prefixes {
+  const E* pages;  // null: there are none
+  int page_size;
+  const int32_t *arena, *starts, *lengths;  // page ids; of each row, its first page's place there and its entries
+  const int64_t* slots;
+  int64_t stride, first;
+  int64_t row(int request, int head) const { return slots[request] * stride + first + head; }
+};
+
+template <class E>
+struct Step {
+  Tokens<const E> query, keys, values;
+  Tokens<E> output;
+  float* log_sums;        // [tokens][heads * group]: logarithms of the sums of exponentials; null: not asked for
+  const float* sinks;     // [heads * group]; null: none
+  const int64_t* places;  // of each new token, its row in the matrices; null: the token's own number
+  const int32_t* new_tokens;
+  Prefixes<E> prefixes;
+  Shape shape;
+  float scale, cap;  // of logits; cap 0: none
+  int64_t place(int token) const { return places ? places[token] : token; }
+  float log2_scale() const { return cap ? 1.0f : scale * LOG2_E; }
+};
+
+// Tokens of a request that one thread takes, with one KV head.
+struct Item {
+  int request, head, first_token;  // where the request's tokens begin
+  int before, tokens;              // tokens of the request in the step before these, and these
+  int all_tokens;                  // of the request in the step
+  int prefix;                      // entries before the step's
+  int64_t packed;                  // where the step's entries of this head are packed
+  int64_t work() const { return (int64_t)tokens * (2 * (prefix + before) + tokens); }
+};
+
+// Entries of the step.
+template <class E>
+struct New {
+  const Step<E>& step;
+  int first_token, own;
+  const E* key(int entry) const { return step.keys.head(step.place(first_token + entry), own); }
+  const E* value(int entry) const { return step.values.head(step.place(first_token + entry), own); }
+};
+
+// Entries of a prefix.
+template <class E>
+struct Stored {
+  const E* pages;
+  const int32_t* table;
+  int page_size, head_dim;
+  const E* page(int entry) const { return pages + table[entry / page_size] * (2 * (int64_t)page_size * head_dim); }
+  const E* value(int entry) const { return page(entry) + (int64_t)(page_size + entry % page_size) * head_dim; }
+};
+
+// Memory that begins with a line of the cache, so that no vector lies on two of them.
+template <class T>
+class Buffer {
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::unique_ptr<Line[]> lines;
+
+ public:
+  explicit Buffer(size_t count) : lines(new Line[count * sizeof(T) / sizeof(Line) + 1]) {}
+  operator T*() { return reinterpret_cast<T*>(lines.get()); }
+};
+
+// Packed keys and values of at most KEYS entries.
+template <class U>
+struct Block {
+  U *keys, *values;
+  int count;
+  int height;  // units in a panel of values
+};
+
+constexpr int round_up(int count, int step) { return (count + step - 1) / step * step; }
+
+// Memory for packed entries, block after block.
+template <class A>
+struct Packed {
+  typedef typename A::Unit Unit;
+  int units, value_units;  // of an entry's key; of a unit of entries
+  Buffer<Unit> keys, values;
+  Packed(int64_t entries, int head_dim)
+      : units(head_dim / A::DEPTH),
+        value_units(round_up(head_dim, WIDTH)),
+        keys(entries * units),
+        values(entries / A::DEPTH * value_units) {}
+
+  // `first`: entries before it, in whole panels.
+  Block<Unit> block(int64_t first, int count) {
+    return {keys + first * units, values + first / A::DEPTH * value_units, count, round_up(count, WIDTH) / A::DEPTH};
+  }
+};
+
+// What a thread works with.
+template <class A>
+struct Scratch {
+  Buffer<typename A::Unit> query, weights;
+  Buffer<float> scores, out;  // out: [rows][head_dim]
+  Buffer<Softmax> softmax;    // [rows]
+  Packed<A> stored;           // a block of a prefix
+  Scratch(int rows, int head_dim, bool has_prefixes)
+      : query(rows * head_dim / A::DEPTH),
+        weights(ROWS * KEYS / A::DEPTH),
+        scores(ROWS * KEYS),
+        out(rows * head_dim),
+        softmax(rows),
+        stored(has_prefixes ? KEYS : 0, head_dim) {}
+};
+
+template <class A>
+void load_queries(const Step<typename A::Element>& step, const Item& item, typename A::Unit* query) {
+  const int width = step.shape.group * step.shape.head_dim;
+  for (int i = 0; i < item.tokens; ++i) {
+    const auto* from = step.query.head(step.place(item.first_token + item.before + i), item.head * width);
+    for (int d = 0; d < width; d += A::DEPTH) *query++ = A::unit(from[d], from[d + A::DEPTH - 1]);
+  }
+}
+
+// Keys whose dims lie side by side.
+template <class A>
+void pack_keys(const New<typename A::Element>& entries, int start, int units, Block<typename A::Unit> block) {
+  for (int e = 0; e < block.count; ++e) {
+    const auto* key = entries.key(start + e);
+    auto* column = block.keys + e / WIDTH * WIDTH * units + e % WIDTH;
+    for (int u = 0; u < units; ++u) column[u * WIDTH] = A::unit(key[u * A::DEPTH], key[(u + 1) * A::DEPTH - 1]);
+  }
+}
+
+// Keys that are transposed in pages: neighbours in a page and in a panel at a time.
+template <class A>
+void pack_keys(const Stored<typename A::Element>& entries, int start, int units, Block<typename A::Unit> block) {
+  const int size = entries.page_size;
+  for (int e = 0, next; e < block.count; e = next) {
+    const int place = (start + e) % size;
+    next = std::min({block.count, e + size - place, (e / WIDTH + 1) * WIDTH});
+    const auto* keys = entries.page(start + e) + place;
+    auto* panel = block.keys + e / WIDTH * WIDTH * units + e % WIDTH;
+    for (int u = 0; u < units; ++u) {
+      const auto *first = keys + u * A::DEPTH * size, *last = first + (A::DEPTH - 1) * size;
+      for (int i = 0; i < next - e; ++i) panel[u * WIDTH + i] = A::unit(first[i], last[i]);
+    }
+  }
+}
+
+template <class A, class Entries>
+void pack(const Entries& entries, int start, int head_dim, Block<typename A::Unit> block) {
+  pack_keys<A>(entries, start, head_dim / A::DEPTH, block);
+  for (int e = 0; e < block.count; e += A::DEPTH) {
+    const bool is_half = e + A::DEPTH > block.count;
+    const auto* first = entries.value(start + e);
+    const auto* last = is_half ? first : entries.value(start + e + A::DEPTH - 1);
+    for (int d = 0; d < head_dim; d += WIDTH) {
+      auto* panel = block.values + d * block.height + e / A::DEPTH * WIDTH;
+      const int width = std::min(WIDTH, head_dim - d);
+      for (int i = 0; i < width; ++i) panel[i] = A::unit(first[d + i], is_half ? 0 : last[d + i]);
+    }
+  }
+}
+
+// One tile of rows. seen(row) says how many keys of the block a row sees; a later one sees no fewer.
+template <class A, class Seen>
+void attend_tile(const Step<typename A::Element>& step, int row, Block<typename A::Unit> block, const Seen& seen,
+                 Scratch<A>& scratch) {
+  const int head_dim = step.shape.head_dim, units = head_dim / A::DEPTH, most = seen(row + ROWS - 1);
+  if (most <= 0) return;
+  score<A>(scratch.query + row * units, block.keys, most, units, scratch.scores);
+  float shrink[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    float* scores = scratch.scores + r * KEYS;
+    if (step.cap) cap_scores(scores, most, step.scale, step.cap);
+    shrink[r] = weigh<A>(scores, std::max(seen(row + r), 0), round_up(most, 2 * LANES), step.log2_scale(),
+                         scratch.softmax[row + r], scratch.weights + r * KEYS / A::DEPTH);
+  }
+  const int used = round_up(most, A::DEPTH) / A::DEPTH;
+  add<A>(scratch.weights, block.values, block.height, used, shrink, scratch.out + row * head_dim, head_dim);
+}
+
+template <class A, class Seen>
+void attend_block(const Step<typename A::Element>& step, int rows, Block<typename A::Unit> block, const Seen& seen,
+                  Scratch<A>& scratch) {
+  for (int row = 0; row < rows; row += ROWS) attend_tile<A>(step, row, block, seen, scratch);
+}
+
+// All rows of an item with the entries before the step's.
+template <class A>
+void attend_prefix(const Step<typename A::Element>& step, const Item& item, Scratch<A>& scratch) {
+  if (!item.prefix) return;
+  const auto& all = step.prefixes;
+  const int32_t* table = all.arena + all.starts[all.row(item.request, item.head)];
+  const Stored<typename A::Element> entries = {all.pages, table, all.page_size, step.shape.head_dim};
+  for (int start = 0; start < item.prefix; start += KEYS) {
+    const auto block = scratch.stored.block(0, std::min(KEYS, item.prefix - start));
+    pack<A>(entries, start, step.shape.head_dim, block);
+    attend_block(step, item.tokens * step.shape.group, block, [&](int) { return block.count; }, scratch);
+  }
+}
+
+// All rows of an item with the step's entries.
+template <class A>
+void attend_new(const Step<typename A::Element>& step, const Item& item, Packed<A>& packed, Scratch<A>& scratch) {
+  const int rows = item.tokens * step.shape.group, seen_by_last = item.before + item.tokens;
+  for (int start = 0; start < seen_by_last; start += KEYS) {
+    const int count = std::min(KEYS, seen_by_last - start);
+    auto block = packed.block(item.packed + start, std::min(KEYS, item.all_tokens - start));
+    const auto seen = [&](int row) {  // rows that fill the last tile see what the last row sees
+      return std::min(count, item.before + std::min(row, rows - 1) / step.shape.group + 1 - start);
+    };
+    attend_block(step, rows, block, seen, scratch);
+  }
+}
+
+// A row's sum, and what its weighted sums are multiplied by. The sink is a logit that gives nothing.
+struct Ending {
+  float log_sum, factor;
+};
+
+inline Ending ending(float logit, float sum, const float* sink) {
+  if (!sink) return {logit + std::log2(sum), 1 / sum};
+  const float of_sink = *sink * LOG2_E, highest = std::max(logit, of_sink), shrink = std::exp2(logit - highest);
+  const float all = sum * shrink + std::exp2(of_sink - highest);
+  return {highest + std::log2(all), shrink / all};
+}
+
+template <class A>
+void write_output(const Step<typename A::Element>& step, const Item& item, Scratch<A>& scratch) {
+  const auto [heads, group, head_dim] = step.shape;
+  for (int row = 0; row < item.tokens * group; ++row) {
+    const int64_t token = step.place(item.first_token + item.before + row / group);
+    const int head = item.head * group + row % group;
+    const Softmax& softmax = scratch.softmax[row];
+    const float* sink = step.sinks ? step.sinks + head : nullptr;
+    const Ending end = ending(softmax.highest * step.log2_scale(), total(softmax.sum), sink);
+    auto* to = step.output.head(token, head * head_dim);
+    const float* out = scratch.out + row * head_dim;
+    for (int d = 0; d < head_dim; ++d) to[d] = A::Elements::element(out[d] * end.factor);
+    if (step.log_sums) step.log_sums[token * heads * group + head] = end.log_sum / LOG2_E;
+  }
+}
+
+template <class A>
+void attend(const Step<typename A::Element>& step, const Item& item, Packed<A>& packed, Scratch<A>& scratch) {
+  const int head_dim = step.shape.head_dim, rows = round_up(item.tokens * step.shape.group, ROWS);
+  load_queries<A>(step, item, scratch.query);
+  std::fill_n((float*)scratch.out, rows * head_dim, 0.0f);
+  std::fill_n((Softmax*)scratch.softmax, rows, Softmax{{}, LOWEST});
+  attend_prefix(step, item, scratch);
+  attend_new(step, item, packed, scratch);
+  write_output(step, item, scratch);
+}
+
+// The parts of a step: of every request and head, stretches of at most so many tokens.
+template <class E>
+std::vector<Item> divide(const Step<E>& step, int requests, int most) {
+  std::vector<Item> items;
+  int64_t packed = 0;
+  for (int i = 0, first = 0; i < requests; first += step.new_tokens[i++])
+    for (int h = 0; h < step.shape.heads; ++h) {
+      const int tokens = step.new_tokens[i];
+      const int prefix = step.prefixes.pages ? step.prefixes.lengths[step.prefixes.row(i, h)] - tokens : 0;
+      for (int before = 0; before < tokens; before += most)
+        items.push_back({i, h, first, before, std::min(most, tokens - before), tokens, prefix, packed});
+      packed += round_up(tokens, WIDTH);
+    }
+  return items;
+}
+
+// Tokens of an item: each thread gets several, since they differ, but each item packs its prefix.
+template <class E>
+int tokens_of_items(const Step<E>& step, int requests) {
+  int64_t tokens = 0;
+  for (int i = 0; i < requests; ++i) tokens += step.new_tokens[i];
+  const int64_t rows = tokens * step.shape.group * step.shape.heads / (8 * omp_get_max_threads());
+  return std::max<int>(1, std::clamp<int64_t>(rows, LEAST_ROWS, MOST_ROWS) / step.shape.group);
+}
+
+template <class A>
+void prefill(const Step<typename A::Element>& step, int requests) {
+  typedef typename A::Element E;
+  const int head_dim = step.shape.head_dim, most = tokens_of_items(step, requests);
+  const std::vector<Item> blocks = divide(step, requests, KEYS);
+  std::vector<Item> items = divide(step, requests, most);
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.work() > b.work(); });
+  const int num_blocks = blocks.size(), num_items = items.size();
+  if (!num_items) return;
+  Packed<A> packed(blocks.back().packed + round_up(blocks.back().all_tokens, WIDTH), head_dim);
+#pragma omp parallel
+  {
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < num_blocks; ++i) {
+      const Item& from = blocks[i];
+      const New<E> entries = {step, from.first_token, from.head * head_dim};
+      pack<A>(entries, from.before, head_dim, packed.block(from.packed + from.before, from.tokens));
+    }
+    Scratch<A> scratch(round_up(most * step.shape.group, ROWS), head_dim, step.prefixes.pages);
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < num_items; ++i) attend(step, items[i], packed, scratch);
+  }
+}
+
+}  // namespace
+
+// query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim]; their strides are in
+// elements from token to token. pages: [pages, 2 * page_size * head_dim], or null. starts, lengths: [slots, stride]; a
+// length is its prefix and its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests
+// in turn, or null. scale is positive, head_dim a multiple of LANES and page_size of 2.
+#define PREFILL_ATTENTION(NAME, ARITHMETIC, TYPE)                                                                     \
+  extern "C" void NAME(const TYPE* query, int64_t query_stride, const TYPE* keys, int64_t key_stride,                 \
+                       const TYPE* values, int64_t value_stride, TYPE* output, int64_t output_stride,                 \
+                       float* log_sums, const float* sinks, const int64_t* places, const int32_t* new_tokens,         \
+                       const TYPE* pages, const int32_t* arena, const int32_t* starts, const int32_t* lengths,        \
+                       const int64_t* slots, int64_t stride, int64_t first, int requests, int heads, int group,       \
+                       int head_dim, int page_size, float scale, float cap) {                                         \
+    prefill<ARITHMETIC>({{query, query_stride}, {keys, key_stride}, {values, value_stride}, {output, output_stride},  \
+                         log_sums, sinks, places, new_tokens,                                                         \
+                         {pages, page_size, arena, starts, lengths, slots, stride, first},                            \
+                         {heads, group, head_dim}, scale, cap}, requests);                                            \
+  }
+
+PREFILL_ATTENTION(prefill_attention_float32, Singles<Float32>, float)
+PREFILL_ATTENTION(prefill_attention_bfloat16, BFloat16Arithmetic, uint16_t)
