@@ -19,6 +19,9 @@ _ARGUMENTS = [
     *([ctypes.c_float] * 2),
 ]
 
+FEWEST_TOKENS = 16
+"""New tokens of a request for which the kernel is worth while: it packs all that they see."""
+
 
 def supports(dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
     """Whether the kernel can attend in this dtype, behind pages of this size: it packs pairs of entries.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cache.writers import writer
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.worker.batch import lay_out, split_by_width
+from vllm_kvevict.engine.worker.batch import lay_out, lay_out_by_layer, split_by_width
 from vllm_kvevict.engine.worker.model_runners import BatchOrder
 
 LAYERS, HEADS, PAGE, DIM = 2, 3, 32, 32
@@ -26,12 +26,13 @@ def _cache():
 
 @pytest.mark.parametrize("most_new_tokens", [0, 1, 7])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [5], [1, 40, 1, 7], [1, 1, 600], [300, 1], [6, 1, 3]])
-def test_calls_cover_the_batch_in_head_order(lengths, most_new_tokens):
+@pytest.mark.parametrize("fewest", [None, 2, 16])
+def test_calls_cover_the_batch_in_head_order(lengths, most_new_tokens, fewest):
     cache = _cache()
     slots = [cache.open() for _ in lengths]
     history = [10 * (i + 1) for i in range(len(lengths))]
     cache.extend(slots, history)
-    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens)
+    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens, fewest_prefilled=fewest)
     starts = np.cumsum([0, *lengths])
     assert batch.num_tokens == sum(lengths)
     seen = []
@@ -51,31 +52,35 @@ def test_calls_cover_the_batch_in_head_order(lengths, most_new_tokens):
                 pages = cache.tables.region(slots[request])[layer * HEADS + head, : -(-total // PAGE)]
                 assert torch.equal(call.block_tables[layer, sequence, : len(pages)], pages)
             seen += places
-    if min(lengths) <= most_new_tokens:
-        decodes = batch.decodes
-        tokens = list(range(sum(lengths))) if decodes.tokens is None else decodes.tokens.tolist()
-        requests = [i for i, length in enumerate(lengths) if length <= most_new_tokens]
-        new_tokens = [1] * len(requests) if decodes.new_tokens is None else decodes.new_tokens.tolist()
-        assert decodes.request_slots.tolist() == [slots[i] for i in requests]
+    decoded = [i for i, length in enumerate(lengths) if length <= most_new_tokens]
+    prefilled = [
+        i for i, length in enumerate(lengths) if length > most_new_tokens and length >= (fewest or 1000)
+    ]
+    for served, requests in ((batch.decodes, decoded), (batch.prefills, prefilled)):
+        if not requests:
+            assert served is None
+            continue
+        tokens = list(range(sum(lengths))) if served.tokens is None else served.tokens.tolist()
+        new_tokens = [1] * len(requests) if served.new_tokens is None else served.new_tokens.tolist()
+        assert served.request_slots.tolist() == [slots[i] for i in requests]
         assert new_tokens == [lengths[i] for i in requests]
         assert tokens == [token for i in requests for token in range(starts[i], starts[i + 1])]
         seen += [token * HEADS + head for token in tokens for head in range(HEADS)]
-    else:
-        assert batch.decodes is None
     assert sorted(seen) == list(range(sum(lengths) * HEADS))
 
 
 @pytest.mark.parametrize("most_new_tokens", [0, 1, 7])
 @pytest.mark.parametrize("lengths", [[1, 1], [40, 1, 7], [300], [3, 1]])
-def test_tokens_that_are_not_in_the_order_of_requests(lengths, most_new_tokens):
+@pytest.mark.parametrize("fewest", [None, 16])
+def test_tokens_that_are_not_in_the_order_of_requests(lengths, most_new_tokens, fewest):
     """A batch in which some rows belong to no request of the step, and those of a request need not be together."""
     cache, plain = _cache(), _cache()
     slots = [cache.open() for _ in lengths]
     assert slots == [plain.open() for _ in lengths]
     total = sum(lengths)
     order = np.random.default_rng(0).permutation(total + 5)[:total]
-    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens, total + 5, order)
-    usual = lay_out(plain, plain.extend(slots, lengths), most_new_tokens)
+    batch = lay_out(cache, cache.extend(slots, lengths), most_new_tokens, total + 5, order, fewest)
+    usual = lay_out(plain, plain.extend(slots, lengths), most_new_tokens, fewest_prefilled=fewest)
     assert batch.num_tokens == total + 5
     if usual.entry_slots is None:
         assert batch.entry_slots is None
@@ -86,9 +91,20 @@ def test_tokens_that_are_not_in_the_order_of_requests(lengths, most_new_tokens):
     for call, other in zip(batch.calls, usual.calls, strict=True):
         places = np.arange(total * HEADS) if other.gather is None else other.gather.numpy()
         assert call.gather.tolist() == [order[place // HEADS] * HEADS + place % HEADS for place in places]
-    if usual.decodes:
-        tokens = np.arange(total) if usual.decodes.tokens is None else usual.decodes.tokens.numpy()
-        assert batch.decodes.tokens.tolist() == order[tokens].tolist()
+    for served, other in ((batch.decodes, usual.decodes), (batch.prefills, usual.prefills)):
+        if other:
+            tokens = np.arange(total) if other.tokens is None else other.tokens.numpy()
+            assert served.tokens.tolist() == order[tokens].tolist()
+
+
+@pytest.mark.parametrize("fewest, serves", [(None, False), (30, True), (31, False)])
+def test_a_request_that_is_read_layer_by_layer(fewest, serves):
+    cache = _cache()
+    request = lay_out_by_layer(cache, cache.open(), slice(5, 35), fewest)
+    assert (request.prefill is not None) is serves
+    if serves:
+        assert request.prefill.tokens.tolist() == list(range(5, 35))
+        assert request.prefill.new_tokens.tolist() == [30]
 
 
 def test_decodes_have_calls_of_their_own():

@@ -1,4 +1,4 @@
-"""When the project's kernel serves decodes, and when vLLM's op does."""
+"""When the project's kernels serve decodes and prompts, and when vLLM's op does."""
 
 import logging
 import re
@@ -11,24 +11,33 @@ from vllm_kvevict.engine.worker import calibration, cpu
 from vllm_kvevict.kernels import build
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
+from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 
-def _kernel(transposed=True, dtype=torch.bfloat16, softcap=0.0, drafts=0):
-    storage = torch.zeros(1, 2 * 32 * 64, dtype=dtype)
-    cache = SimpleNamespace(
+def _cache(transposed=True, dtype=torch.bfloat16):
+    return SimpleNamespace(
         format=SimpleNamespace(keys_are_transposed=transposed),
-        storage=storage,
+        storage=torch.zeros(1, 2 * 32 * 64, dtype=dtype),
         page_size=32,
         head_dim=64,
         num_kv_heads=4,
     )
-    vllm_config = SimpleNamespace(num_speculative_tokens=drafts)
-    return cpu.CPUPages(storage, 32, vllm_config).decode_attention(cache, 2, softcap)
 
 
-def test_without_timing_the_kernel_serves_decodes(monkeypatch):
-    monkeypatch.setattr(cpu.CPUPages, "_is_faster", lambda *_: True)
+def _kernel(softcap=0.0, drafts=0, **of_cache):
+    cache, vllm_config = _cache(**of_cache), SimpleNamespace(num_speculative_tokens=drafts)
+    return cpu.CPUPages(cache.storage, 32, vllm_config).decode_attention(cache, 2, softcap)
+
+
+def _prefill_kernel(**of_cache):
+    cache = _cache(**of_cache)
+    return cpu.CPUPages(cache.storage, 32, None).prefill_attention(cache, 2)
+
+
+def test_without_timing_the_kernels_serve(monkeypatch):
+    monkeypatch.setattr(cpu, "_is_faster", lambda *_: True)
     assert isinstance(_kernel(), DecodeAttention)
+    assert isinstance(_prefill_kernel(), PrefillAttention)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +47,8 @@ def test_without_timing_the_kernel_serves_decodes(monkeypatch):
 )
 def test_what_it_does_not_serve(unlike):
     assert _kernel(**unlike) is None
+    if "softcap" not in unlike:
+        assert _prefill_kernel(**unlike) is None
 
 
 @pytest.fixture
@@ -59,9 +70,11 @@ def test_without_a_compiler_there_is_a_warning_and_vllms_op(monkeypatch, log):
         raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
 
     monkeypatch.setattr(calibration, "DecodeAttention", fail)
-    assert _kernel() is None
-    ((_, message),) = log
-    assert "slower" in message and "install g++" in message
+    monkeypatch.setattr(calibration, "PrefillAttention", fail)
+    assert _kernel() is None and _prefill_kernel() is None
+    (_, decoding), (_, reading) = log
+    for what, message in (("decoding", decoding), ("reading prompts", reading)):
+        assert f"{what} uses" in message and "slower" in message and "install g++" in message
 
 
 def test_without_a_home_there_is_a_warning_and_vllms_op(monkeypatch, log):
@@ -110,6 +123,21 @@ def test_a_kernel_that_is_faster_is_used_and_the_log_says_by_how_much(monkeypatc
     assert float(share) < 1
 
 
+@pytest.mark.parametrize(
+    "side, severity, is_used", [("prefill_step", "WARNING", False), ("op_step", "INFO", True)]
+)
+def test_prompts_are_read_by_the_faster_one_and_the_log_says_by_how_much(
+    monkeypatch, log, side, severity, is_used
+):
+    _slowed(monkeypatch, side)
+    kernel = _prefill_kernel()
+    assert isinstance(kernel, PrefillAttention) if is_used else kernel is None
+    ((found, message),) = log
+    assert found == severity and message.startswith("KV eviction: reading prompts uses")
+    (times,) = re.findall(r"takes (\d+\.\d\d) times as long", message)
+    assert (float(times) < 1) is is_used
+
+
 def test_drafts_are_timed_apart(monkeypatch, log):
     """Reading counts less and arithmetic more then, so that the op may be faster at that alone."""
     make_step, slow = calibration.kernel_step, [1]
@@ -134,18 +162,21 @@ def test_drafts_are_timed_apart(monkeypatch, log):
     ]
 
 
+@pytest.mark.parametrize("side", ["kernel_step", "prefill_step"])
 @pytest.mark.parametrize("new_tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim, heads, group", [(64, 4, 2), (128, 1, 8)])
-def test_both_sides_of_the_comparison_do_the_same_work(dtype, head_dim, heads, group, new_tokens):
+def test_both_sides_of_the_comparison_do_the_same_work(side, dtype, head_dim, heads, group, new_tokens):
     """Their outputs and what they store are equal, so that the times are of the same step."""
     shape = calibration.Shape(dtype, 32, head_dim, heads, group, new_tokens)
     table = torch.arange(2 * heads * 3, dtype=torch.int32).view(2, heads, 3)
     storages, outputs = [], []
-    for make_step in (
-        calibration.kernel_step,
-        lambda s, x: calibration.op_step(s, cpu.CPUPages(x, 32, None)),
-    ):
+    make_steps = {
+        "kernel_step": calibration.kernel_step,
+        "prefill_step": lambda s, x: calibration.prefill_step(s, cpu.CPUPages(x, 32, None), x),
+        "op_step": lambda s, x: calibration.op_step(s, cpu.CPUPages(x, 32, None)),
+    }
+    for make_step in (make_steps[side], make_steps["op_step"]):
         storage = torch.randn(table.numel(), shape.page_elements, generator=torch.Generator().manual_seed(1))
         storages.append(storage.to(dtype))
         outputs.append(make_step(shape, storages[-1])(table).view(2, -1))

@@ -22,13 +22,14 @@ from vllm_kvevict.engine.devices import Device
 from vllm_kvevict.engine.errors import finds_none
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
-from vllm_kvevict.engine.worker.batch import Batch, Decodes
+from vllm_kvevict.engine.worker.batch import Batch, Served
 from vllm_kvevict.engine.worker.blocks import BlockPages
 from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.evictor import Evictor
@@ -47,7 +48,7 @@ class Rank:
         evictor: who evicts.
         projections, rotary: of the model, which some policies read.
         group, softcap: query heads of a KV head; of the layers' logits.
-        decode_attention: our kernel for decodes, None where vLLM's serves them.
+        decode_attention, prefill_attention: our kernels for decodes and for prompts, None where vLLM's serves them.
         decode_slots: int64 [max requests]; decodes replayed from a CUDA graph find their requests here.
         block_pages: where blocks become pages as they are needed; None where all memory is pages.
         num_blocks, capacity: vLLM's blocks; the most pages that there can be.
@@ -63,6 +64,7 @@ class Rank:
     group: int
     softcap: float
     decode_attention: Any
+    prefill_attention: PrefillAttention | None
     decode_slots: Tensor
     block_pages: BlockPages | None
     num_blocks: int
@@ -97,7 +99,7 @@ class Rank:
     def decode(
         self,
         layer: int,
-        decodes: Decodes,
+        decodes: Served,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -106,11 +108,53 @@ class Rank:
     ) -> None:
         """Store and attend by our kernel; tensors as of its call."""
         assert self.decode_attention is not None
-        tables, first = self.cache.tables, layer * self.cache.num_kv_heads
         # Kernels on a GPU look up where the arena is: it moves, and CUDA graphs outlive that.
-        arena = self.decode_attention.arena_address if self.pages.uses_triton else tables.arena
-        rows = Rows(arena, tables.row_starts, tables.kv_len, decodes.request_slots, first, decodes.new_tokens)
+        arena = self.decode_attention.arena_address if self.pages.uses_triton else self.cache.tables.arena
+        rows = self._rows(layer, decodes, arena)
         self.decode_attention(query, key, value, output, rows, decodes.tokens, scale)
+
+    def prefill(
+        self,
+        layer: int,
+        prefills: Served,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> None:
+        """Attend by our kernel for prompts, behind what the requests have in pages; tensors as of its call."""
+        assert self.prefill_attention is not None and prefills.new_tokens is not None
+        rows = self._rows(layer, prefills, self.cache.tables.arena)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        self.prefill_attention(
+            query,
+            key,
+            value,
+            output,
+            prefills.new_tokens,
+            rows,
+            prefills.tokens,
+            scale,
+            self.softcap,
+            sinks,
+        )
+
+    def _rows(self, layer: int, served: Served, arena: Tensor) -> Rows:
+        """The rows of some requests in a layer."""
+        tables, first = self.cache.tables, layer * self.cache.num_kv_heads
+        return Rows(arena, tables.row_starts, tables.kv_len, served.request_slots, first, served.new_tokens)
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The most tokens of a request in a step that the decode kernel takes."""
+        return 0 if self.decode_attention is None else self.decode_attention.most_new_tokens
+
+    @property
+    def fewest_prefilled(self) -> int | None:
+        """The fewest tokens of a request in a step that the kernel for prompts takes; None: there is no such kernel."""
+        return None if self.prefill_attention is None else FEWEST_TOKENS
 
 
 def attach(
@@ -163,6 +207,7 @@ def attach(
         group,
         softcap,
         decode_attention=pages.decode_attention(cache, group, softcap) if uses_our_kernel else None,
+        prefill_attention=pages.prefill_attention(cache, group) if options.kernels else None,
         decode_slots=torch.full((max_requests,), -1, dtype=torch.int64, device=storage.device),
         block_pages=block_pages,
         num_blocks=kv_cache_config.num_blocks,

@@ -111,9 +111,13 @@ class RaggedImpl(AttentionImpl):
         self, layer: int, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
         """Store the batch's entries and attend to them."""
-        pages, tokens, heads = get_runtime().rank.pages, batch.num_tokens, self.num_kv_heads
+        rank, tokens, heads = get_runtime().rank, batch.num_tokens, self.num_kv_heads
         assert batch.entry_slots is not None
-        pages.append(key[:tokens], value[:tokens], batch.entry_slots[layer])
+        rank.pages.append(key[:tokens], value[:tokens], batch.entry_slots[layer])
+        if batch.prefills is not None:
+            rank.prefill(layer, batch.prefills, query, key, value, output, self.scale, self.sinks)
+        if not batch.calls:
+            return
         # One row holds the query heads of one KV head; a request's rows are wanted head by head.
         queries = query[:tokens].reshape(tokens * heads, -1, self.head_size)
         result = output[:tokens].view(tokens * heads, -1, self.head_size)
@@ -131,10 +135,13 @@ class RaggedImpl(AttentionImpl):
         self, layer: int, request: ByLayer, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
         """The same for a request that takes the layer's pages only now."""
-        runtime, rows, heads = get_runtime(), request.rows, self.num_kv_heads
+        rank, rows, heads = get_runtime().rank, request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
-        entry_slots, table = runtime.rank.cache.fill(request.request_slot, layer, tokens)
-        runtime.rank.pages.append(key[rows], value[rows], entry_slots)
+        entry_slots, table = rank.cache.fill(request.request_slot, layer, tokens)
+        rank.pages.append(key[rows], value[rows], entry_slots)
+        if request.prefill is not None:
+            rank.prefill(layer, request.prefill, query, key, value, output, self.scale, self.sinks)
+            return
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)

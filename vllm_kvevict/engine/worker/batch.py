@@ -1,4 +1,4 @@
-"""One step's batch, divided between our decode kernel and paged attention: one sequence per (request, KV head)."""
+"""One step's batch, divided between our kernels and paged attention: one sequence per (request, KV head)."""
 
 from dataclasses import dataclass, field, replace
 
@@ -87,13 +87,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Decodes:
-    """Requests with so few query tokens that our kernel serves them. R requests with N tokens.
+class Served:
+    """Requests that one of our kernels serves. R requests with N tokens.
 
     Attributes:
         request_slots: int64 [R], the requests; negative ones are padding.
         tokens: int64 [N], their tokens in the batch, request by request; None when these are all of it, in this order.
-        new_tokens: int32 [R], of each request; None: one each.
+        new_tokens: int32 [R], of each request; None, for decodes: one each.
     """
 
     request_slots: Tensor
@@ -110,12 +110,14 @@ class ByLayer:
         rows: its tokens in the batch.
         seq_lens: [H] int32, T of each head.
         query_start_loc: [H + 1] int32.
+        prefill: it as a request that our kernel for prompts serves, None where paged attention does.
     """
 
     request_slot: int
     rows: slice
     seq_lens: Tensor
     query_start_loc: Tensor
+    prefill: Served | None
 
     def sequences(self, table: Tensor) -> Sequences:
         """What a layer reads whose pages are in ``table`` (int32 [H, pages])."""
@@ -132,23 +134,36 @@ class Batch:
         entry_slots: [L, T * H] int64, where new entries go, in the order (token, head): all of them, since to leave
             out the few of decodes would cost more, but -1 for those of ``by_layer``; None when there is nothing else.
         calls: one call of paged attention each.
-        decodes: what our kernel serves.
+        decodes: what our decode kernel serves.
         by_layer: what each layer makes room for.
+        prefills: what our kernel for prompts serves.
     """
 
     num_tokens: int
     entry_slots: Tensor | None
     calls: list[Call]
-    decodes: Decodes | None
+    decodes: Served | None
     by_layer: list[ByLayer] = field(default_factory=list)
+    prefills: Served | None = None
 
 
-def lay_out_by_layer(cache: PagedKVCache, request_slot: int, rows: slice) -> ByLayer:
-    """Lay out a request whose layers make room for its tokens one by one; its slot must be empty."""
-    tokens, heads = rows.stop - rows.start, cache.num_kv_heads
+def lay_out_by_layer(
+    cache: PagedKVCache, request_slot: int, rows: slice, fewest_prefilled: int | None
+) -> ByLayer:
+    """Lay out a request whose layers make room for its tokens one by one; its slot must be empty.
+
+    Args:
+        fewest_prefilled: as of :func:`lay_out`.
+    """
+    tokens, heads, device = rows.stop - rows.start, cache.num_kv_heads, cache.device
     cache.announce(request_slot, tokens)
-    starts = torch.arange(heads + 1, dtype=torch.int32, device=cache.device) * tokens
-    return ByLayer(request_slot, rows, starts.diff(), starts)
+    starts = torch.arange(heads + 1, dtype=torch.int32, device=device) * tokens
+    prefill = None
+    if fewest_prefilled is not None and tokens >= fewest_prefilled:
+        slots = torch.tensor([request_slot], device=device)
+        places = torch.arange(rows.start, rows.stop, device=device)
+        prefill = Served(slots, places, starts.diff()[:1])
+    return ByLayer(request_slot, rows, starts.diff(), starts, prefill)
 
 
 def lay_out(
@@ -157,39 +172,46 @@ def lay_out(
     most_new_tokens: int,
     num_tokens: int | None = None,
     order: IntArray | None = None,
+    fewest_prefilled: int | None = None,
 ) -> Batch:
     """Lay out a step.
 
     Args:
         cache: the rank's cache, already extended by the step.
         step: what :meth:`PagedKVCache.extend` returned.
-        most_new_tokens: requests with at most so many tokens are our kernel's; paged attention serves the others.
+        most_new_tokens: requests with at most so many tokens are our decode kernel's.
         num_tokens: tokens of the batch; None when they are the step's.
         order: where in the batch the step's tokens are, request by request; None when they are in this order.
+        fewest_prefilled: requests with at least so many tokens are our kernel's for prompts; paged attention serves
+            what is left. None: there is no such kernel.
     """
     total = num_tokens or int(step.tokens.sum())
-    served = step.tokens <= most_new_tokens
-    decodes = _decodes(step, served, order) if served.any() else None
-    if served.all():
+    decoded = step.tokens <= most_new_tokens
+    decodes = _served(step, decoded, order) if decoded.any() else None
+    if decodes is not None and step.tokens[decoded].max() == 1:
+        decodes = replace(decodes, new_tokens=None)
+    if decoded.all():
         return Batch(total, None, [], decodes)
+    prefilled = ~decoded & (fewest_prefilled is not None and step.tokens >= fewest_prefilled)
+    prefills = _served(step, prefilled, order) if prefilled.any() else None
     widths = -(-np.asarray(step.max_lens, np.int64) // cache.page_size)
     calls = []
-    for requests in _calls(step.tokens, widths, np.flatnonzero(~served)):
+    for requests in _calls(step.tokens, widths, np.flatnonzero(~decoded & ~prefilled)):
         calls.append(_call(cache, step, requests, int(widths[requests].max()), order))
-    return Batch(total, _entry_slots(cache, step, total, order), calls, decodes)
+    return Batch(total, _entry_slots(cache, step, total, order), calls, decodes, prefills=prefills)
 
 
-def _decodes(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Decodes:
-    """Those of the step's requests that our kernel serves."""
-    device, lengths = step.request_slots.device, step.tokens[served]
-    new_tokens = None if lengths.max() == 1 else to_device(lengths.astype(np.int32), device)
+def _served(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Served:
+    """Those of the step's requests that one of our kernels serves."""
+    device = step.request_slots.device
+    new_tokens = to_device(step.tokens[served].astype(np.int32), device)
     if served.all():
-        return Decodes(step.request_slots, None if order is None else to_device(order, device), new_tokens)
+        return Served(step.request_slots, None if order is None else to_device(order, device), new_tokens)
     tokens = np.flatnonzero(np.repeat(served, step.tokens))
     if order is not None:
         tokens = order[tokens]
     request_slots = step.request_slots[to_device(np.flatnonzero(served), device)]
-    return Decodes(request_slots, to_device(tokens, device), new_tokens)
+    return Served(request_slots, to_device(tokens, device), new_tokens)
 
 
 def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order: IntArray | None) -> Call:

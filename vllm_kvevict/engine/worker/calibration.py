@@ -1,4 +1,4 @@
-"""Whether our decode kernel is faster than vLLM's op on this machine, for the shape that the server has."""
+"""Whether our CPU kernels are faster than vLLM's op on this machine, for the shape that the server has."""
 
 import contextlib
 import time
@@ -12,12 +12,15 @@ from torch import Tensor
 from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
+from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 STEP_BYTES = 8 << 20
 """KV that a timed step reads."""
 ROUNDS = 6
 """Timed steps of each side. Every step reads KV of its own, so that it comes from memory as in a server."""
 PAGES_PER_ROW = 32
+PREFILL_ROUNDS = 3
+"""Timed prefills of each side: they compute more than they read, so that their times differ less."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +52,36 @@ class Shape:
         query = torch.full((tokens, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
         return query, query[:, : self.heads].contiguous()
 
+    def rows(self, table: Tensor, new_tokens: Tensor | None = None) -> Rows:
+        """The rows of requests whose pages, int32 [requests, heads, pages], are full."""
+        requests, heads, width = table.shape
+        starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
+        lengths = torch.full_like(starts, width * self.page_size)
+        return Rows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
+
+    def new_entry_slots(self, table: Tensor) -> Tensor:
+        """Where the new entries of such requests go, int64, in the order (token, head)."""
+        positions = torch.arange(table.shape[2] * self.page_size)[-self.new_tokens :]
+        slots = table[..., positions // self.page_size].long() * self.page_size + positions % self.page_size
+        return slots.transpose(1, 2).flatten()
+
 
 @dataclass(frozen=True)
-class DecodeTimes:
-    """Milliseconds of processor time of each side's fastest step; both read the same amount of KV."""
+class Times:
+    """Milliseconds of processor time of each side's fastest step; both do the same work."""
 
     kernel: float
     op: float
 
 
 Step = Callable[[Tensor], Tensor]
-"""Decode the new tokens of each request; the attention's output [requests * new tokens, Hq, d]. The argument, int32
-[requests, heads, pages], says which pages they have; these are full with the new tokens."""
+"""Store the new tokens of each request, and attend: the attention's output [requests * new tokens, Hq, d].
+
+The argument, int32 [requests, heads, pages], says which pages they have; these are full with the new tokens.
+"""
 
 
-def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> DecodeTimes:
+def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> Times:
     """Time decode steps of our kernel and of vLLM's op in turns, on one thread; takes about 0.1 s and 100 MB.
 
     Args:
@@ -75,19 +93,36 @@ def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> DecodeTim
     """
     row_bytes = PAGES_PER_ROW * shape.page_elements * shape.dtype.itemsize
     requests = max(1, STEP_BYTES // (row_bytes * shape.heads))
-    steps = 2 * ROUNDS
+    tables, storage = _pages(shape, 2 * ROUNDS, requests, PAGES_PER_ROW)
+    return _time(tables, kernel_step(shape, storage), op_step(shape, make_pages(storage)))
+
+
+def time_prefills(shape: Shape, make_pages: Callable[[Tensor], Any]) -> Times:
+    """Time steps of one request that reads as many new tokens as it has, in turns and on one thread, as above."""
+    table_pages = -(-2 * shape.new_tokens // shape.page_size)
+    tables, storage = _pages(shape, 2 * PREFILL_ROUNDS, 1, table_pages)
+    pages = make_pages(storage)
+    return _time(tables, prefill_step(shape, pages, storage), op_step(shape, pages))
+
+
+def _pages(shape: Shape, steps: int, requests: int, pages_per_row: int) -> tuple[Tensor, Tensor]:
+    """Pages of each step, int32 [steps, requests, heads, pages], all different, and their storage."""
     # Written to, since memory that never was is one page of zeros, which would stay in the processor's cache.
-    pages = steps * requests * shape.heads * PAGES_PER_ROW
+    pages = steps * requests * shape.heads * pages_per_row
     storage = torch.full((pages, shape.page_elements), 0.5, dtype=shape.dtype)
-    sides = kernel_step(shape, storage), op_step(shape, make_pages(storage))
-    tables = torch.arange(pages, dtype=torch.int32).view(steps, requests, shape.heads, PAGES_PER_ROW)
+    tables = torch.arange(pages, dtype=torch.int32).view(steps, requests, shape.heads, pages_per_row)
+    return tables, storage
+
+
+def _time(tables: Tensor, *sides: "Step") -> Times:
+    """Time both sides in turns, on one thread, each with a table of its own."""
     milliseconds: tuple[list[float], list[float]] = ([], [])
     with _one_thread():
         for number, table in enumerate(tables):
             started = time.thread_time()
             sides[number % 2](table)
             milliseconds[number % 2].append(1e3 * (time.thread_time() - started))
-    return DecodeTimes(*map(min, milliseconds))
+    return Times(*map(min, milliseconds))
 
 
 @contextlib.contextmanager
@@ -102,18 +137,29 @@ def _one_thread() -> Iterator[None]:
 
 
 def kernel_step(shape: Shape, storage: Tensor) -> Step:
-    """A step by our kernel."""
+    """A step by our decode kernel."""
     kernel = DecodeAttention(storage, shape.page_size, shape.new_tokens)
 
     def run(table: Tensor) -> Tensor:
-        requests, heads, width = table.shape
-        query, entry = shape.vectors(requests)
+        query, entry = shape.vectors(len(table))
         output = torch.empty_like(query)
-        starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
-        lengths = torch.full_like(starts, width * shape.page_size)
-        new_tokens = torch.full((requests,), shape.new_tokens, dtype=torch.int32)
-        rows = Rows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
-        kernel(query, entry, entry, output, rows, None, 1.0)
+        new_tokens = torch.full((len(table),), shape.new_tokens, dtype=torch.int32)
+        kernel(query, entry, entry, output, shape.rows(table, new_tokens), None, 1.0)
+        return output
+
+    return run
+
+
+def prefill_step(shape: Shape, pages: Any, storage: Tensor) -> Step:
+    """A step by our kernel for prompts, which leaves storing to ``pages``, made over the storage, as for the op."""
+    kernel = PrefillAttention(shape.dtype, storage, shape.page_size)
+
+    def run(table: Tensor) -> Tensor:
+        query, entry = shape.vectors(len(table))
+        pages.append(entry, entry, shape.new_entry_slots(table))
+        output = torch.empty_like(query)
+        new_tokens = torch.full((len(table),), shape.new_tokens, dtype=torch.int32)
+        kernel(query, entry, entry, output, new_tokens, shape.rows(table), None, 1.0)
         return output
 
     return run
@@ -127,9 +173,7 @@ def op_step(shape: Shape, pages: Any) -> Step:
     def run(table: Tensor) -> Tensor:
         requests, heads, width = table.shape
         query, entry = shape.vectors(requests)
-        positions = torch.arange(width * size - tokens, width * size)
-        entry_slots = table[..., positions // size].long() * size + positions % size
-        pages.append(entry, entry, entry_slots.transpose(1, 2).flatten())
+        pages.append(entry, entry, shape.new_entry_slots(table))
         # The op wants the queries of one KV head after the other.
         by_token = (requests, tokens, heads, shape.group, shape.head_dim)
         by_head = query.view(by_token).transpose(1, 2).reshape(-1, shape.group, shape.head_dim)

@@ -1,4 +1,4 @@
-"""Pages and attention on a CPU: vLLM's paged op, and our kernel for decodes."""
+"""Pages and attention on a CPU: vLLM's paged op, and our kernels for decodes and for prompts."""
 
 from typing import Any
 
@@ -13,12 +13,17 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.format import head_dim_of
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.engine.worker.calibration import Shape, time_decodes
+from vllm_kvevict.engine.worker.calibration import Shape, Times, time_decodes, time_prefills
+from vllm_kvevict.kernels import decode_attention, prefill_attention
 from vllm_kvevict.kernels.build import BuildError
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, supports
+from vllm_kvevict.kernels.decode_attention import DecodeAttention
+from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 from vllm_kvevict.kernels.processor import level
 
 logger = init_logger("vllm.kv_eviction")
+
+TIMED_TOKENS = 512
+"""New tokens of a request by which the kernel for prompts is timed, behind as many."""
 
 
 class RaggedCPUBackend(CPUAttentionBackend):
@@ -116,40 +121,47 @@ class CPUPages:
         """Our kernel, or None where vLLM's op serves decodes too: where the kernel cannot, or is slower."""
         if softcap or not cache.format.keys_are_transposed:
             return None
-        if not supports(cache.storage.dtype, cache.page_size, cache.head_dim):
+        if not decode_attention.supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            if not self._is_faster(cache, group, 1):
+            if not self._decodes_faster(cache, group, 1):
                 return None
             most_new_tokens = 1
-            if self.most_drafts and self._is_faster(cache, group, 1 + self.most_drafts):
+            if self.most_drafts and self._decodes_faster(cache, group, 1 + self.most_drafts):
                 most_new_tokens = 1 + self.most_drafts
             return DecodeAttention(cache.storage, cache.page_size, most_new_tokens)
         except BuildError as error:
             logger.warning("KV eviction: decoding uses vLLM's attention, which is slower: %s", error)
             return None
 
-    def _is_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
-        """Whether our kernel beats vLLM's op on this machine, for the server's shape; the log says by how much."""
+    def prefill_attention(self, cache: PagedKVCache, group: int) -> PrefillAttention | None:
+        """Our kernel, or None where vLLM's op serves prompts: where the kernel cannot, or is slower."""
+        dtype, page_size = cache.storage.dtype, cache.page_size
+        if not cache.format.keys_are_transposed:
+            return None
+        if not prefill_attention.supports(dtype, page_size, cache.head_dim):
+            return None
+        try:
+            # Of one KV head, since all do the same.
+            shape = Shape(dtype, page_size, cache.head_dim, 1, group, TIMED_TOKENS)
+            times = time_prefills(shape, lambda storage: CPUPages(storage, page_size, None))
+            return (
+                PrefillAttention(dtype, cache.storage, page_size)
+                if _is_faster("reading prompts", times)
+                else None
+            )
+        except BuildError as error:
+            logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
+            return None
+
+    def _decodes_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
+        """Whether our decode kernel beats vLLM's op on this machine, for the server's shape."""
         shape = Shape(
             cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group, new_tokens
         )
         times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
         what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
-        found = what, level(), times.kernel / times.op
-        if times.kernel <= times.op:
-            logger.info(
-                "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as "
-                "vLLM's attention here",
-                *found,
-            )
-            return True
-        logger.warning(
-            "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f "
-            "times as long here",
-            *found,
-        )
-        return False
+        return _is_faster(what, times)
 
     def _views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a storage as the op wants them, [pages, 1 head, page_size, head_dim] each."""
@@ -163,3 +175,21 @@ class CPUPages:
         ops.cpu_attn_reshape_and_cache(
             keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, entry_slots, self.isa
         )
+
+
+def _is_faster(what: str, times: Times) -> bool:
+    """Whether our kernel beats vLLM's op; the log says by how much."""
+    found = what, level(), times.kernel / times.op
+    if times.kernel <= times.op:
+        logger.info(
+            "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as vLLM's "
+            "attention here",
+            *found,
+        )
+        return True
+    logger.warning(
+        "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f times as "
+        "long here",
+        *found,
+    )
+    return False

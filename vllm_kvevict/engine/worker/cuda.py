@@ -151,3 +151,6 @@ class CUDAPages:
         requests = cache.tables.kv_len.shape[0]
         sms = torch.cuda.get_device_properties(self.storage.device).multi_processor_count
         return PagedDecode(self.storage, self.page_size, requests, cache.num_kv_heads, group, softcap, sms)
+
+    def prefill_attention(self, cache: PagedKVCache, group: int) -> None:
+        """None: FlashAttention serves prompts."""

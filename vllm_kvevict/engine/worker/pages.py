@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 from vllm_kvevict.schedules.inputs import WindowAttention
 
 
@@ -50,3 +51,6 @@ class Pages(Protocol):
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> Any:
         """The project's kernel for decodes, None where :meth:`attend` serves them too; it knows no sinks."""
+
+    def prefill_attention(self, cache: PagedKVCache, group: int) -> PrefillAttention | None:
+        """The project's kernel for prompts, None where :meth:`attend` serves them; it leaves storing to `append`."""

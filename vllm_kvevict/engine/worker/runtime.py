@@ -16,7 +16,7 @@ from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.memory import head_dims
 from vllm_kvevict.engine.messages import RankMessage, StepMessage
 from vllm_kvevict.engine.worker.attach import Rank, attach
-from vllm_kvevict.engine.worker.batch import Batch, Decodes
+from vllm_kvevict.engine.worker.batch import Batch, Served
 from vllm_kvevict.engine.worker.model_runners import BatchOrder
 from vllm_kvevict.engine.worker.reserve import allocate, allocate_ring
 from vllm_kvevict.engine.worker.step import Step, StepState, replayable
@@ -121,7 +121,7 @@ class Runtime:
         """A step that touches no page; decodes alone are made of padding, so that a CUDA graph can capture them."""
         batch, rank = None, self._rank
         if rank and rank.pages.uses_triton and rank.decode_attention and common.max_query_len == 1:
-            none = Decodes(rank.decode_slots[:0], None)
+            none = Served(rank.decode_slots[:0], None)
             batch = replayable(rank, Batch(common.num_actual_tokens, None, [], none), common.num_reqs)
             return StepState(batch, ring=rank.ring_step(batch, (), common.num_reqs))
         return StepState(batch)

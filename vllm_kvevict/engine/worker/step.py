@@ -14,7 +14,7 @@ import numpy as np
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StepMessage
 from vllm_kvevict.engine.worker.attach import Rank
-from vllm_kvevict.engine.worker.batch import Batch, Decodes, lay_out, lay_out_by_layer
+from vllm_kvevict.engine.worker.batch import Batch, Served, lay_out, lay_out_by_layer
 from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import eviction_of
@@ -180,7 +180,8 @@ class Step:
         as_they_are = extra is None and not by_layer
         batch = self._take_pages(at_once, num_tokens, None if as_they_are else _order(at_once, num_tokens))
         for name, span in by_layer.items():
-            batch.by_layer.append(lay_out_by_layer(self.rank.cache, self.residents[name].request_slot, span))
+            slot, rank = self.residents[name].request_slot, self.rank
+            batch.by_layer.append(lay_out_by_layer(rank.cache, slot, span, rank.fewest_prefilled))
         batch = replayable(self.rank, batch, common.num_reqs)
         kept: list[KeptQueries] = []
         evictions = self._advance(spans, extra, kept)
@@ -245,10 +246,10 @@ class Step:
         extra = self.message.extra
         if extra is not None:
             slots[extra.request_id] = self._eviction(extra).begin_extra(extra)
-        cache, ours = self.rank.cache, self.rank.decode_attention
-        step = cache.extend(list(slots.values()), lengths)
+        rank = self.rank
+        step = rank.cache.extend(list(slots.values()), lengths)
         self._freeze(token_rows)
-        return lay_out(cache, step, 0 if ours is None else ours.most_new_tokens, num_tokens, order)
+        return lay_out(rank.cache, step, rank.most_new_tokens, num_tokens, order, rank.fewest_prefilled)
 
     def end(self, number: int, is_checked: bool) -> RankMessage:
         """What the rank, by its global number, tells the scheduler after the step; answers are evicted before."""
@@ -294,7 +295,7 @@ def replayable(rank: Rank, batch: Batch, num_requests: int) -> Batch:
     count = batch.decodes.request_slots.numel()
     rank.decode_slots[:count] = batch.decodes.request_slots
     rank.decode_slots[count:num_requests] = -1
-    return replace(batch, decodes=Decodes(rank.decode_slots[:num_requests], None))
+    return replace(batch, decodes=Served(rank.decode_slots[:num_requests], None))
 
 
 def _order(token_rows: dict[str, list[slice]], num_tokens: int) -> IntArray | None:

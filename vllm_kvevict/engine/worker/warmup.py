@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.engine.worker.batch import Decodes
+from vllm_kvevict.engine.worker.batch import Served
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
 from vllm_kvevict.policies.params import COMBINED_ROWS
 
@@ -47,6 +47,6 @@ def warm_up(runtime: "Runtime") -> None:
     if runtime.rank.decode_attention is not None:
         runtime.rank.decode_attention.set_arena(cache.tables.arena)
         query, entries = query[:1], entries[:1]
-        decodes = Decodes(step.request_slots, None)
+        decodes = Served(step.request_slots, None)
         runtime.rank.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
     cache.close([request_slot])
