@@ -6,8 +6,7 @@ of entries whose mean is the given share; one attends with vLLM's op, one with o
 """
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,12 +21,14 @@ from benchmarks.harness.measure import (
     RESULTS,
     USUAL,
     Estimate,
+    Times,
     estimate,
     full_name,
     kind,
     paired_ratio,
     record,
     save,
+    timed,
 )
 from benchmarks.harness.options import add_counts, add_dtype, positive, whole
 from benchmarks.harness.scenarios import Target, show_targets
@@ -42,18 +43,6 @@ TARGETS = {
 
 The low end of the interval counts, at the sizes above.
 """
-
-
-Times = tuple[float, float]
-"""Wall and CPU seconds."""
-
-
-def timed(work: Callable[[], None], repeats: int) -> Times:
-    """Wall and CPU seconds of one call, over some repeats."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        work()
-    return (time.perf_counter() - wall) / repeats, (time.process_time() - cpu) / repeats
 
 
 @dataclass

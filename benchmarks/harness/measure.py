@@ -4,7 +4,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ Kind = tuple[str, str]
 """What figures are figures of: the processor's level and the dtype."""
 USUAL: Kind = ("avx512", "bfloat16")
 """Records of this kind have plain names."""
+
+
+Times = tuple[float, float]
+"""Wall and CPU seconds."""
+
+
+def timed(work: Callable[[], None], repeats: int) -> Times:
+    """Wall and CPU seconds of one call, over some repeats."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - wall) / repeats, (time.process_time() - cpu) / repeats
 
 
 @dataclass(frozen=True)
