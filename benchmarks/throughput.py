@@ -1,8 +1,8 @@
 """Requests against ``vllm serve`` without and with eviction, in the same KV memory and in turns.
 
-A scenario is one load with targets; a sweep varies one size of a load. The servers of a comparison get requests in turns;
-while one is measured the others are paused. Threads are where vLLM places them, as users get them; a scenario is then
-measured once more with one bound thread of each rank.
+A scenario is one load with targets; a sweep varies one size of a load. The servers of a comparison get requests in
+turns; while one is measured, the others are paused. Threads are where vLLM places them, as users get them; a scenario
+is then measured once more with one bound thread of each rank.
 """
 
 import argparse
@@ -174,21 +174,18 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
         }
     else:
         name = f"throughput-{arguments.scenario}"
-        content = common | show_scenario(
-            console, arguments.scenario, arguments.threads, *results[arguments.scenario]
-        )
+        console.print(placement_name(arguments.threads))
+        content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
         if arguments.threads is None:
             content["bound"] = await measure_bound(console, arguments, scenarios[arguments.scenario])
     name = arguments.name or record_name(name, arguments.dtype)
     console.print(f"written to {save(name, record('throughput', content))}")
 
 
-def show_scenario(
-    console: Console, name: str, threads: int | None, scenario: Scenario, rounds: list[Round]
-) -> dict[str, Any]:
+def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
     """Print the tables and targets of a scenario; what goes into its record."""
     title = (
-        f"{name}, {placement_name(threads)}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
+        f"{name}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
         f"KV memory for {scenario.pool}, {scenario.policy}, {scenario.dtype}"
     )
     console.print(runs_table(title, rounds))

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import signal
 from dataclasses import replace
 
 import pytest
@@ -47,14 +48,19 @@ def test_plot_is_written(tmp_path, names):
 
 
 def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
-    loads = []
+    loads, running = [], set(BASE.sides)
+
+    class Paused(str):
+        def signal(self, number):
+            (running.discard if number == signal.SIGSTOP else running.add)(self)
 
     async def drive(server, load, kv_bytes, dtype):
         loads.append((server, load))
+        assert running == {server}
         return run_of(0.1, wall=8.0 if server == "stock" else 4.0)
 
     async def start(self, stack, scenario, prefix=""):
-        return {side: side for side in scenario.sides}
+        return {side: Paused(side) for side in scenario.sides}
 
     monkeypatch.setattr(bench, "drive", drive)
     monkeypatch.setattr(Bench, "start", start)
@@ -67,6 +73,7 @@ def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
     for (_, stock), (_, ours) in zip(loads[::2], loads[1::2], strict=True):
         assert stock == ours  # the same prompts and arrivals
     assert len({load for _, load in loads}) == 5
+    assert running == set(BASE.sides)
 
 
 def test_options(capsys):

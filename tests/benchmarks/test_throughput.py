@@ -162,7 +162,9 @@ def test_options_change_the_scenario():
     changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rate", "2", "--rounds", "1"]
     arguments, chosen = parse_arguments(["overhead", *changes, "--dtype", "float32"])
     given = {"requests": 3, "budgets": (0.5, 0.2), "rate": 2.0, "rounds": 1, "dtype": "float32"}
-    assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads == 1
+    assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads is None
+    assert parse_arguments(["overhead", "--threads", "1"])[0].threads == 1
+    assert parse_arguments(["overhead", "--threads", "auto"])[0].threads is None
     assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
 
 
@@ -182,6 +184,7 @@ def test_a_sweep_varies_one_thing():
     "line, message",
     [
         ("overhead --requests 0", "--requests: must be at least 1"),
+        ("overhead --threads 0", "--threads: must be at least 1"),
         ("overhead --budget 1.5", "--budget: must be in"),
         ("overhead --spread 1", "--spread: must be"),
         ("overhead --rate inf", "--rate: must be"),
