@@ -1,12 +1,12 @@
 // Attention of many new tokens per request: each sees itself, those before it in the step, and a prefix in pages.
 //
 // Work is divided among threads by (request, KV head, stretch of tokens). The query rows of such an item are, token by
-// token, the query heads that share the KV head. An item goes through the entries that it sees in blocks: it packs a
-// block's keys and values, then goes through its rows in tiles (tiles.h). Blocks begin at fixed entries and rows are
-// independent of one another, so a result depends neither on the rest of the batch nor on the number of threads, nor
-// on the tokens that come after it.
+// token, the query heads that share the KV head. An item goes through packed blocks of the entries that it sees, and
+// through each with its rows in tiles (tiles.h). Blocks begin at fixed entries and rows are independent of one another,
+// so a result depends neither on the rest of the batch nor on the number of threads, nor on later tokens.
 //
-// New entries are read where the model left them, not from the pages.
+// New entries are read where the model left them and are packed once. What is before them is read from pages, and each
+// item packs it anew, since it may be far larger.
 
 #include <omp.h>
 
