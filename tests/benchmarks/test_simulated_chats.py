@@ -201,9 +201,8 @@ def test_memory_and_order_decide():
 
 
 def test_a_run_on_record_found_what_chains_and_tails_can():
-    record = json.loads((RESULTS / "chat-agents-6.json").read_text())["results"]["scenarios"]["agents"]
+    record = json.loads((RESULTS / "chat-agents-12.json").read_text())["results"]["scenarios"]["agents"]
     (run,) = record["rounds"]
-    load = replace(AGENTS, turns=6)
-    shares = found_shares(load)
+    shares = found_shares(AGENTS)
     for side, cache in ((STOCK, STOCK), ("ada-snapkv by turns", TAILS), ("kvzip by turns", TAILS)):
-        assert run[side]["cached"] == pytest.approx(shares[cache] * load.known_len)
+        assert run[side]["cached"] == pytest.approx(shares[cache] * AGENTS.known_len)
