@@ -183,13 +183,13 @@ template <class A, class Entries>
 void pack(const Entries& entries, int start, int head_dim, Block<typename A::Unit> block) {
   pack_keys<A>(entries, start, head_dim / A::DEPTH, block);
   for (int e = 0; e < block.count; e += A::DEPTH) {
-    const bool is_half = e + A::DEPTH > block.count;
     const auto* first = entries.value(start + e);
-    const auto* last = is_half ? first : entries.value(start + e + A::DEPTH - 1);
+    // Of half a pair, what is missing weighs nothing.
+    const auto* last = entries.value(start + std::min(e + A::DEPTH, block.count) - 1);
     for (int d = 0; d < head_dim; d += WIDTH) {
       auto* panel = block.values + d * block.height + e / A::DEPTH * WIDTH;
       const int width = std::min(WIDTH, head_dim - d);
-      for (int i = 0; i < width; ++i) panel[i] = A::unit(first[d + i], is_half ? 0 : last[d + i]);
+      for (int i = 0; i < width; ++i) panel[i] = A::unit(first[d + i], last[d + i]);
     }
   }
 }
