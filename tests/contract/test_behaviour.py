@@ -405,6 +405,11 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["num_new_tokens == 1", "assert num_new_tokens == 1 + self.num_spec_tokens"],
         "waiting requests need no second token",
     ),
+    "connectors-get-a-core": (
+        "vllm.utils.ompmultiprocessing:OMPProcessManager.__init__",
+        ["if config.kv_transfer_config:", "self.reserve_cpu_num = envs.VLLM_CPU_NUM_OF_RESERVED_CPU"],
+        "a core is asked back that nobody has taken",
+    ),
     "worker-modules-may-make-classes": (
         "vllm.utils.import_utils:resolve_obj_by_qualname",
         ["getattr(module, obj_name)"],

@@ -80,6 +80,7 @@ NAMES = {
     "vllm.utils:length_from_prompt_token_ids_or_embeds": "the length of a prompt is not known when it is checked",
     "vllm.utils.argparse_utils:FlexibleArgumentParser": "vllm-kvevict doctor cannot read the flags of vllm serve",
     "vllm.utils.async_utils:run_in_loop": "who waits when a server is stopped is told nothing",
+    "vllm.utils.cpu_resource_utils:get_allowed_cpu_list": "servers on CPUs do not start",
     "vllm.utils.hashing:get_hash_fn_by_name": "prefixes cannot be told apart",
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "vllm-kvevict doctor does not see that ranks find no NUMA node",
     "vllm.utils.math_utils:cdiv": "the ledger cannot be imported",
