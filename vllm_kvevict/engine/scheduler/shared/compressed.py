@@ -246,7 +246,7 @@ class CompressedPrefixes(Entries[Prefix]):
             shared += entry.note_sharing()
             entry.count(shared=shared)
             self._totals.count(entry)
-            # Also of the last one before these other pages may be used now.
+            # Of the one before these, too, other pages may be in use now.
             is_behind = is_behind and entry is not before
             if not is_behind and not shared:
                 return
