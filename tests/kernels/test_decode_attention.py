@@ -7,30 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_kvevict.kernels import build, processor
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LENGTHS = ((1, 31), (32, 33), (64, 200), (2047, 2048), (2049, 4100))
 """Of the requests' heads, the new entry included."""
-
-
-@pytest.fixture(params=[16, 8, 4])
-def lanes(request, monkeypatch):
-    """Vectors of this width, at the processor's level; the compiler takes apart those that are too wide for it."""
-    name = processor.level()
-    only = {name: replace(processor.levels()[name], lanes=request.param)}
-    monkeypatch.setattr(processor, "levels", lambda: only)
-    build._load.cache_clear()
-    yield request.param
-    build._load.cache_clear()
-
-
-@pytest.fixture(params=list(processor.levels()))
-def level(request, monkeypatch):
-    """A level of this processor."""
-    monkeypatch.setenv(processor.ENVIRONMENT, request.param)
-    return request.param
 
 
 class Case(NamedTuple):

@@ -9,30 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_kvevict.kernels import build, processor
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
-
-
-@pytest.fixture(params=[16, 8, 4])
-def lanes(request, monkeypatch):
-    """Vectors of this width, at the processor's level; the compiler takes apart those that are too wide for it."""
-    name = processor.level()
-    only = {name: replace(processor.levels()[name], lanes=request.param)}
-    monkeypatch.setattr(processor, "levels", lambda: only)
-    build._load.cache_clear()
-    yield request.param
-    build._load.cache_clear()
-
-
-@pytest.fixture(params=list(processor.levels()))
-def level(request, monkeypatch):
-    """A level of this processor."""
-    monkeypatch.setenv(processor.ENVIRONMENT, request.param)
-    return request.param
 
 
 class Case(NamedTuple):
