@@ -59,13 +59,20 @@ def level() -> str:
     return name
 
 
-def fast_dtype() -> str:
-    """The dtype in which this processor multiplies matrices fast: ``bfloat16`` or ``float32``.
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16; else each number is converted.
 
-    Without AVX-512, x86 processors have no instructions for bfloat16 and convert each number. Other processors are
+    Of x86 processors those have them that have AVX512_BF16: the first ones with AVX-512 have not. Other processors are
     taken to have them.
     """
-    return "float32" if level() in ("avx2", "avx", "sse") else "bfloat16"
+    if level() in OTHERS:
+        return True
+    return level() == "avx512" and "avx512_bf16" in features()
+
+
+def fast_dtype() -> str:
+    """The dtype in which this processor multiplies matrices fast: ``bfloat16`` or ``float32``."""
+    return "bfloat16" if multiplies_bfloat16() else "float32"
 
 
 @functools.cache

@@ -69,6 +69,9 @@ def test_names_of_records_keep_kinds_apart(at_level):
     at_level("avx512")
     assert record_name("decode", "bfloat16") == "decode"
     assert record_name("decode", "float32") == "decode-avx512-float32"
+    at_level("avx512", converts=True)
+    assert record_name("decode", "bfloat16") == "decode-avx512-converted-bfloat16"
+    assert record_name("decode", "float32") == "decode-avx512-float32"
     at_level("avx2")
     assert record_name("decode", "bfloat16") == full_name("decode", "bfloat16") == "decode-avx2-bfloat16"
 

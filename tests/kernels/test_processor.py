@@ -4,7 +4,8 @@ import pytest
 
 from vllm_kvevict.kernels import processor
 
-ROME, SKYLAKE, IVY_BRIDGE, CORE2 = (
+GENOA, ROME, SKYLAKE, IVY_BRIDGE, CORE2 = (
+    {"sse2", "avx", "avx2", "avx512f", "avx512_bf16"},
     {"sse2", "avx", "avx2"},
     {"sse2", "avx", "avx2", "avx512f"},
     {"sse2", "avx"},
@@ -27,7 +28,8 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     "features, level, lanes, dtype",
     [
-        (SKYLAKE, "avx512", 16, "bfloat16"),
+        (GENOA, "avx512", 16, "bfloat16"),
+        (SKYLAKE, "avx512", 16, "float32"),
         (ROME, "avx2", 8, "float32"),
         (IVY_BRIDGE, "avx", 8, "float32"),
         (CORE2, "sse", 4, "float32"),
@@ -47,7 +49,7 @@ def test_other_processors_have_vectors_of_four(machine):
 
 
 def test_a_lower_level_can_be_forced(machine, monkeypatch):
-    machine(SKYLAKE)
+    machine(GENOA)
     monkeypatch.setenv(processor.ENVIRONMENT, "avx2")
     assert processor.level() == "avx2" and processor.fast_dtype() == "float32"
 

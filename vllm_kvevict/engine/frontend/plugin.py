@@ -241,8 +241,8 @@ def _warn_of_slow_dtype(dtype: Any) -> None:
     name, fast = str(dtype).removeprefix("torch."), fast_dtype()
     if name != "float32" and fast == "float32":
         logger.warning(
-            "KV eviction: %s is slow on this processor, which has no AVX-512: matrix products take several times as "
-            "long as in float32, so use --dtype float32 if there is memory for a model of twice the size",
+            "KV eviction: %s is slow on this processor, which has no instructions for it: matrix products take several "
+            "times as long as in float32, so use --dtype float32 if there is memory for a model of twice the size",
             name,
         )
 
