@@ -31,7 +31,7 @@ struct Singles {
   typedef float Unit;
   static constexpr int DEPTH = 1;  // elements of a unit
   static Unit unit(Element first, Element) { return T::value(first); }
-  static Floats spread(Unit unit) { return Floats{} + unit; }
+  static Floats spread(Unit unit) { return unit - Floats{}; }  // adding 0 instead is computed, since it changes -0
   static Floats read(const Unit* from) { return load<Floats>(from); }
   static Floats add(Floats sum, Floats left, Floats right) { return sum + left * right; }
   static void write(Unit* to, Floats first, Floats second) {
