@@ -26,7 +26,7 @@ from tests.engine.support.turn_templates import (
     user,
 )
 from vllm_kvevict.engine import metrics
-from vllm_kvevict.engine.frontend import boundaries, chat, marks
+from vllm_kvevict.engine.frontend import boundaries, chat
 from vllm_kvevict.engine.frontend.boundaries import find_turns, longest_ascending, messages_behind_turns
 from vllm_kvevict.engine.frontend.chat import CHANGES, CHAT, PREFIX_LEN
 from vllm_kvevict.engine.turns import LASTING, TURNS, are_lasting
@@ -244,7 +244,7 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
         {"role": "user", "content": [{"type": "text", "text": ""}]},
     ):
         assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
-    monkeypatch.setattr(marks, "MEANINGLESS", frozenset("\ue000\ue001"))
+    monkeypatch.setattr(chat, "MEANINGLESS", frozenset("\ue000\ue001"))
     assert len(ends(renderer, PLAIN[:6])) == 2 and len(ends(renderer, [*PLAIN[:5], user("\ue000")])) == 1
     # Nor if it is in the chat and the template does not show it.
     assert len(ends(renderer, [*PLAIN[:5], {**user("?"), "name": "\ue000"}])) == 1
@@ -263,11 +263,19 @@ def test_other_prompts_have_the_end_before_the_question(renderer, renderers, mon
     with pytest.raises(VLLMValidationError, match=r"kv_turns is required .* refuses another question"):
         process(renderer, render(renderer, [SYSTEM, user("Which?")], refuses_all)[0])
     # The tokenizer makes other tokens of the text.
+    monkeypatch.setattr(boundaries, "tokens_before", lambda *args: None)
     prompt = render(renderer, PLAIN[:6])[0]
     ids = [*prompt["prompt_token_ids"][:-1], 7]
     assert find_turns(prompt[CHAT], {**prompt, "prompt_token_ids": ids}) == [expected]
     monkeypatch.setattr(type(renderer), "_can_produce_offsets", lambda self: False)
     assert render(renderer, PLAIN[:6])[0][TURNS] == [expected]
+
+
+def test_added_tokens_and_offsets_say_the_same(renderer, monkeypatch):
+    by_added_tokens = render(renderer, PLAIN)[0][TURNS]
+    monkeypatch.setattr(boundaries, "tokens_before", lambda *args: None)
+    assert render(renderer, PLAIN)[0][TURNS] == by_added_tokens
+    assert len(by_added_tokens) > 2
     assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
 
 
@@ -283,7 +291,7 @@ def test_a_chat_that_is_cut_is_refused(renderer):
 
 
 def test_however_many_messages_there_are(renderer, monkeypatch):
-    """Two more renderings and one more tokenisation."""
+    """Two more renderings; of tokens, only those that begin a message."""
     cls, calls = type(renderer), []
 
     def counted(name):
@@ -306,9 +314,9 @@ def test_however_many_messages_there_are(renderer, monkeypatch):
         assert calls == [
             ("render_messages", count + 1),
             ("tokenize_prompt", length),
-            ("tokenize_prompt", length),
             ("render_messages", count + 1),
             ("render_messages", count + 3),
+            ("tokenize_prompt", len("<|im_start|>user")),
         ]
 
 

@@ -35,7 +35,8 @@ from tests.engine.support.chats import (
 from vllm_kvevict.engine import config, metrics
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.frontend import chat, noting
-from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN, common_length
+from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN
+from vllm_kvevict.engine.frontend.counting import common_length
 
 
 @pytest.fixture(scope="module")

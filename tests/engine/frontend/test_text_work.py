@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from vllm_kvevict.engine.frontend.chat import common_length, prefix_of_ids
+from vllm_kvevict.engine.frontend.chat import prefix_of_ids
+from vllm_kvevict.engine.frontend.counting import common_length
 from vllm_kvevict.engine.frontend.media import tokens_before
 
 IMAGE = 3

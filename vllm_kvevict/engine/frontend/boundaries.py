@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.chat import (
     ANSWERING,
     IS_CUT,
@@ -30,12 +31,12 @@ from vllm_kvevict.engine.frontend.chat import (
     WORD,
     Chat,
     QuestionNotFoundError,
-    common_length,
     find_prefix,
     may_be_cut,
     name_of,
     note_changes,
 )
+from vllm_kvevict.engine.frontend.counting import common_length, tokens_before
 from vllm_kvevict.engine.frontend.marks import render_marked
 from vllm_kvevict.engine.turns import LASTING, WHOLE
 
@@ -76,25 +77,33 @@ def find_turns(chat: Chat, prompt: Any) -> list[int]:
     text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
     if may_be_cut(chat.tok_params, len(ids)):
         raise QuestionNotFoundError(IS_CUT)
-    token_ends = None if text is None else ends_of_tokens(chat, text, ids)
-    found = None if token_ends is None else ends_in_text(chat, prompt)
-    if token_ends is None or found is None:
+    found = None if text is None or media.placeholders(prompt) else ends_in_text(chat, prompt)
+    tokens = None if found is None else count_tokens(chat, text, ids, [*found.lasting, *found.passing])
+    if found is None or tokens is None:
         return [end for end in [find_prefix(chat, prompt)] if end]
-    # A token that ends with the text before a message could be another one if the message began differently.
-    counts = (
-        {bisect.bisect_left(token_ends, end) for end in ends} for ends in (found.lasting, found.passing)
+    lasting, passing = (
+        sorted({tokens[end] for end in ends} - {0}) for ends in (found.lasting, found.passing)
     )
-    lasting, passing = (sorted(tokens - {0}) for tokens in counts)
     if chat.messages[-1]["role"] != "tool":
         passing = passing[:-1]
     if passing:
         prompt[LASTING] = lasting[-1] if lasting else 0
     turns = sorted({*lasting, *passing})
     if found.before_user is not None:
-        before_user = bisect.bisect_left(token_ends, found.before_user)
+        before_user = tokens[found.before_user]
         if before_user in turns:
             prompt[WHOLE] = before_user
     return turns
+
+
+def count_tokens(chat: Chat, text: str, ids: Sequence[int], places: Sequence[int]) -> dict[int, int] | None:
+    """How many tokens of a prompt end before each of some places in its text; None if the tokenizer does not tell."""
+    counts = tokens_before(chat.renderer, chat.tok_params, text, ids, places)
+    if counts is None:
+        ends = ends_of_tokens(chat, text, ids)
+        # A token that ends with the text before a message could be another one if the message began differently.
+        counts = None if ends is None else [bisect.bisect_left(ends, place) for place in places]
+    return None if counts is None else dict(zip(places, counts, strict=True))
 
 
 def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | None:

@@ -6,6 +6,7 @@ what both have in common comes before it, whatever the template makes of roles, 
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvevict.engine.frontend import media
+from vllm_kvevict.engine.frontend.counting import common_length, tokens_before
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -32,6 +34,8 @@ CHAT = "kv_chat"
 
 MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
+
+_MEANINGLESS = re.compile(f"[{min(MEANINGLESS)}-{max(MEANINGLESS)}]")
 
 MARK = min(MEANINGLESS)
 
@@ -158,8 +162,11 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     # Where one other question is enough, the prompts part at it, so all before it is the same.
     if len(others) > 1:
         note_changes(chat, prompt)
-    before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
+    counts = None if images else tokens_before(chat.renderer, chat.tok_params, text, ids, [len(before)])
+    if counts is not None:
+        return counts[0]
+    before_ids = chat.renderer.tokenize_prompt({"prompt": before}, chat.tok_params)["prompt_token_ids"]
     if images:
         return media.tokens_before(before_ids[:-1], ids, images)
     return common_length(before_ids[:-1], ids)
@@ -228,7 +235,12 @@ def text_before(text: str, *others: Any) -> str:
 
 def unused_mark(text: str) -> str | None:
     """A character without a meaning that a text does not contain, None when it contains all of them."""
-    return min(MEANINGLESS.difference(text), default=None)
+    return min(unused_marks(text), default=None)
+
+
+def unused_marks(text: str) -> frozenset[str]:
+    """The characters without a meaning that a text does not contain."""
+    return MEANINGLESS.difference(_MEANINGLESS.findall(text))
 
 
 def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int:
@@ -244,18 +256,6 @@ def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int:
     if ids == first_ids == second_ids:
         raise QuestionNotFoundError(NO_TRACE)
     return max(min(common_length(ids, first_ids), common_length(first_ids, second_ids)) - 1, 0)
-
-
-def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the longest common prefix; by bisection, as comparing slices is fast."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def may_be_cut(tok_params: Any, length: int) -> bool:

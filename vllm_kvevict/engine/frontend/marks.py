@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvevict.engine.frontend.chat import MEANINGLESS, Chat
+from vllm_kvevict.engine.frontend.chat import Chat, unused_marks
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def render_marked(chat: Chat, text: str, indices: Iterable[int]) -> Marked:
 
 def _unused_marks(messages: Sequence[Any], text: str) -> list[str]:
     written = json.dumps(messages, ensure_ascii=False, default=str)
-    return sorted(MEANINGLESS.difference(text).difference(written))
+    return sorted(unused_marks(text) & unused_marks(written))
 
 
 def _render(chat: Chat, marks: Mapping[int, str]) -> Marked:
@@ -62,11 +62,13 @@ def _without_marks(text: str, marks: Mapping[int, str]) -> Marked:
     """Take the marks out of a text and note where they stood."""
     owners = {mark: index for index, mark in marks.items()}
     found: dict[int, list[int]] = {index: [] for index in marks}
-    shown = re.finditer(f"[{''.join(owners)}]", text) if owners else ()
-    for before, mark in enumerate(shown):
+    if not marks:
+        return Marked(text, {})
+    pattern = re.compile(f"[{''.join(owners)}]")
+    for before, mark in enumerate(pattern.finditer(text)):
         found[owners[mark[0]]].append(mark.start() - before)
     places = {index: once[0] for index, once in found.items() if len(once) == 1}
-    return Marked(text.translate(dict.fromkeys(map(ord, owners))), places)
+    return Marked(pattern.sub("", text), places)
 
 
 def _begin_of_text(message: Any) -> tuple[int | None, int] | None:
