@@ -4,14 +4,14 @@ Owns nothing. The host says how many pages that takes or frees (:meth:`RowLength
 rows that they are of, so nothing waits for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.cache.rows import Rows, where
-from vllm_kvevict.cache.steps import to_device
+from vllm_kvevict.cache.rows import Rows
+from vllm_kvevict.cache.steps import Step, to_device, where
 
 
 def by_tokens(tokens: IntArray) -> Iterator[tuple[IntArray, int]]:
@@ -57,6 +57,48 @@ def append(
     tables.kv_len.index_copy_(0, request_slots, kv_len)
 
 
+def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give some of a request's rows, which are empty, pages for so many tokens, as of :meth:`PagedKVCache.fill`."""
+    heads, size = empty.stop - empty.start, rows.page_size
+    columns = -(-tokens // size)
+    pages = rows.pool.take_stretch(heads * columns).view(heads, -1)
+    rows.tables.region(request_slot)[empty, :columns] = pages
+    if tokens % size:
+        rows.format.blank_pages(rows.storage, pages[:, -1])
+    _set_lengths(rows, request_slot, empty, np.full(heads, tokens))
+    entry = torch.arange(tokens, device=rows.device)
+    places = pages.to(torch.int64)[:, entry // size].mul_(size).add_(entry % size)
+    return places.t().flatten(), pages
+
+
+def fill_chosen(
+    rows: Rows, request_slot: int, empty: slice, kept: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give some of a request's rows, which are empty, pages for those of its tokens that stay.
+
+    Args:
+        kept: of each row the tokens, int64.
+
+    Returns:
+        int64 [N] each, row after row: the row of an entry, counted from the first of these; its token; its place as of
+        :func:`newest`.
+    """
+    lengths = np.array([tokens.numel() for tokens in kept], np.int64)
+    row_of_page, column, taken = rows.take_for(lengths)
+    table = rows.tables.region(request_slot)[empty]
+    table[row_of_page, column] = taken
+    _set_lengths(rows, request_slot, empty, lengths)
+    row, entry = rows.first_entries(to_device(lengths, rows.device), int(lengths.sum()))
+    pages, places = rows.places(table, row, entry)
+    return row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places)
+
+
+def _set_lengths(rows: Rows, request_slot: int, changed: slice, lengths: IntArray) -> None:
+    """Some of a request's rows now have these lengths."""
+    rows.lengths.replace(request_slot, changed.start, lengths)
+    rows.tables.kv_len[request_slot, changed].copy_(to_device(lengths.astype(np.int32), rows.device))
+
+
 def newest(rows: Rows, request_slots: torch.Tensor, tokens: int) -> torch.Tensor:
     """Entry slots of the last ``tokens`` entries of each row of requests (int64 [B]), int64 [B, num_rows, tokens]."""
     tables, size = rows.tables, rows.page_size
@@ -65,6 +107,21 @@ def newest(rows: Rows, request_slots: torch.Tensor, tokens: int) -> torch.Tensor
     column = entry // size
     pages = tables.pages_at(tables.row_starts.index_select(0, request_slots)[..., None] + column)
     return pages.to(torch.int64).mul_(size).add_(entry - column * size)
+
+
+def entry_slots(rows: Rows, step: Step, layers: int, heads: int) -> torch.Tensor:
+    """As of :meth:`PagedKVCache.entry_slots`."""
+    tokens = step.tokens
+    result = torch.empty((layers, int(tokens.sum()) * heads), dtype=torch.int64, device=rows.device)
+    first = (tokens.cumsum() - tokens) * heads
+    for part, count in by_tokens(tokens):
+        places = newest(rows, part_of(step.request_slots, part), count)
+        of_layers = places.view(len(part), layers, heads, count).permute(1, 0, 3, 2).flatten(1)
+        if len(part) == len(tokens):
+            return of_layers.contiguous()
+        at = (first[part, None] + np.arange(count * heads)).ravel()
+        result[:, to_device(at, rows.device)] = of_layers
+    return result
 
 
 def drop_newest(rows: Rows, request_slots: IntArray, dropped: IntArray) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_kvevict.cache import growth
 from vllm_kvevict.cache.compaction import compact
 from vllm_kvevict.cache.format import PageFormat, Part, Write, head_dim_of, page_elements
-from vllm_kvevict.cache.growth import append, by_tokens, drop_newest, newest, part_of
+from vllm_kvevict.cache.growth import append, by_tokens, drop_newest, part_of
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
@@ -76,7 +77,7 @@ class PagedKVCache:
         self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
         self.rows = Rows(storage, self.format, self.pool, self.tables, self.lengths)
         self.loans = Loans(self.rows)
-        self.uses_triton = triton
+        self.uses_triton, self._write = triton, write
         self._closed = list(range(max_requests - 1, -1, -1))
         self._is_open = np.zeros(max_requests, bool)
 
@@ -182,18 +183,32 @@ class PagedKVCache:
         Raises:
             RuntimeError: the pool has too few free pages.
         """
-        heads, size = self.num_kv_heads, self.page_size
-        columns = -(-tokens // size)
-        self.table(request_slot, layer)[:, :columns] = pages = self.pool.take_stretch(heads * columns).view(
-            heads, -1
+        return growth.fill(self.rows, request_slot, self._of_layer(layer), tokens)
+
+    def store(
+        self,
+        request_slot: int,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+    ) -> int:
+        """Instead of :meth:`fill` and :meth:`compact`: store in a layer only what stays of such a request.
+
+        Args:
+            keys, values: of all its tokens, [T, H, head_dim].
+            kept: of each head the tokens that stay, int64, ascending, at least one.
+
+        Returns and raises: as :meth:`compact`; the pages are those that the others would have taken.
+        """
+        before = int(self.lengths.pages[request_slot])
+        row, token, places = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
+        self._write(self.storage, keys[token, row], values[token, row], places)
+        return (
+            self.num_kv_heads * -(-len(keys) // self.page_size)
+            - int(self.lengths.pages[request_slot])
+            + before
         )
-        if tokens % size:
-            self.format.blank_pages(self.storage, pages[:, -1])
-        self.tables.kv_len[request_slot, layer * heads : (layer + 1) * heads] = tokens
-        self.lengths.replace(request_slot, layer * heads, np.full(heads, tokens))
-        entry = torch.arange(tokens, device=self.device)
-        places = pages.to(torch.int64)[:, entry // size].mul_(size).add_(entry % size)
-        return places.t().flatten(), pages
 
     def seq_lens(self, request_slots: torch.Tensor) -> torch.Tensor:
         """kv_len of all rows of some requests.
@@ -215,18 +230,7 @@ class PagedKVCache:
             int64 [L, T * H], contiguous: page * page_size + place in the page of each entry, token by token in
             the order of the batch, then head by head, as keys and values come out of a projection.
         """
-        heads, tokens = self.num_kv_heads, step.tokens
-        shape = self.num_layers, int(tokens.sum()) * heads
-        result = torch.empty(shape, dtype=torch.int64, device=self.device)
-        first = (tokens.cumsum() - tokens) * heads
-        for part, count in by_tokens(tokens):
-            places = newest(self.rows, part_of(step.request_slots, part), count)
-            of_layers = places.view(len(part), self.num_layers, heads, count).permute(1, 0, 3, 2).flatten(1)
-            if len(part) == len(tokens):
-                return of_layers.contiguous()
-            at = (first[part, None] + np.arange(count * heads)).ravel()
-            result[:, to_device(at, self.device)] = of_layers
-        return result
+        return growth.entry_slots(self.rows, step, self.num_layers, self.num_kv_heads)
 
     def read_keys(self, request_slot: int, layer: int, n: int, first: int = 0) -> torch.Tensor:
         """The first ``n`` keys of each head without those before ``first``, [H, n - first, head_dim].

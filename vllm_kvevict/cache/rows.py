@@ -14,7 +14,7 @@ import torch
 from vllm_kvevict.cache.format import PageFormat, Places
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.pool import PagePool
-from vllm_kvevict.cache.steps import to_device
+from vllm_kvevict.cache.steps import to_device, where
 from vllm_kvevict.cache.tables import PageTables
 
 Counts = TypeVar("Counts", IntArray, torch.Tensor)
@@ -89,8 +89,3 @@ def pages_between(table: torch.Tensor, first: IntArray, stop: IntArray) -> torch
     begin, end = (to_device(columns, table.device)[:, None] for columns in (first, stop))
     column = torch.arange(table.shape[1], device=table.device)
     return table.flatten()[where((column >= begin) & (column < end), int((stop - first).sum()))]
-
-
-def where(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Flat places of the ``count`` true elements; the count is given, so nothing waits for the device."""
-    return torch.nonzero_static(mask.flatten(), size=count).flatten()

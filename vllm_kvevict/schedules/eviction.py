@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import Kept, LayerScores, cuts, score_layer, select, whole_model
 from vllm_kvevict.schedules.evictor import Evictor
-from vllm_kvevict.schedules.inputs import Collected, LayerStep, LayerTokens
+from vllm_kvevict.schedules.inputs import Collected, Entries, LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.reports import (
     Answer,
@@ -90,6 +90,8 @@ class Eviction(ABC):
         self.pinned: IntArray | None = None
         self._trimmed: dict[int, list[Tensor]] = {}
         """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
+        self._not_stored: Entries | None = None
+        """What the layer has that has just attended, until it stores what it keeps of that."""
         self._position = 0
         """Of the eviction that was begun last."""
         self._freed_pages = self._peak_pages = 0
@@ -184,9 +186,11 @@ class Eviction(ABC):
         """
         self._note_peak()
         started, moving = time.perf_counter(), self._moving
+        self._not_stored = step.not_stored.get(self.resident.request_slot)
         tokens = self.tokens(step, rows.rows)
         window = self.collected.add(self.evictor.sources, tokens, rows.target, rows.window, rows.evicts)
         self.after_layer(step, rows, window)
+        assert self._not_stored is None, "a layer that stores what is kept was not evicted"
         self._deciding += time.perf_counter() - started - (self._moving - moving)
         if not rows.evicts or not self.evictor.is_last(step.layer):
             return
@@ -303,7 +307,7 @@ class Eviction(ABC):
         self.evictor.claims[admission.request_id] = Claim(admission.epoch, said)
 
     def compact(self, layer: int, kept: Sequence[Tensor], first: IntArray | None = None) -> None:
-        """Move what a layer keeps to the front of its rows, or what several consecutive layers from it on do.
+        """Move what a layer keeps to the front of its rows, or what several layers from it on do; or store it.
 
         Args:
             kept: of each row, layer by layer, the entries that stay: int64, ascending, counted within the row.
@@ -312,8 +316,12 @@ class Eviction(ABC):
         evictor, resident = self.evictor, self.resident
         if evictor.observer is not None:
             evictor.observer.on_compaction(resident.admission, resident.tokens, layer, kept, first)
-        started = time.perf_counter()
-        self._freed_pages += evictor.cache.compact(resident.request_slot, layer, kept, first)
+        started, entries = time.perf_counter(), self._not_stored
+        if entries is None or entries.layer != layer:
+            self._freed_pages += evictor.cache.compact(resident.request_slot, layer, kept, first)
+        else:
+            self._freed_pages += evictor.cache.store(resident.request_slot, *entries, kept)
+            self._not_stored = None
         self._moving += time.perf_counter() - started
 
     def open_scratch(self, entries: Tensor) -> int:

@@ -6,7 +6,7 @@ depend, in a single bit, on the steps in which a prompt is read.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,14 @@ class Sources:
     reserve: Tensor | None = None
 
 
+class Entries(NamedTuple):
+    """Keys, after RoPE, and values of a request's tokens in one of the rank's layers, [tokens, Hkv, d] each."""
+
+    layer: int
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class LayerStep:
     """What a layer's attention computed in a step.
@@ -58,12 +66,14 @@ class LayerStep:
         layer: index among the rank's layers.
         query: [tokens, Hq, d] of the step, after RoPE.
         scale, softcap: of its logits; a softcap of 0 is none.
+        not_stored: by request slot, what the layer has of requests of which it stores only what their eviction keeps.
     """
 
     layer: int
     query: Tensor
     scale: float
     softcap: float
+    not_stored: Mapping[int, Entries] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class LayerTokens:
     def keys_between(self, sources: Sources, first: int, stop: int) -> Tensor:
         """[Hkv, stop - first, d] of the phase's tokens."""
         cache, slot, layer = sources.cache, self.request_slot, self.step.layer
+        if slot in self.step.not_stored:
+            return self.step.not_stored[slot].keys[first:stop].transpose(0, 1).contiguous()
         if self.pinned is None:
             return cache.read_keys(slot, layer, stop, first)
         counts = np.full_like(self.pinned, stop - first)
@@ -110,6 +122,8 @@ class LayerTokens:
     def values(self, sources: Sources) -> Tensor:
         """[Hkv, n, d_v]."""
         cache, slot, layer = sources.cache, self.request_slot, self.step.layer
+        if slot in self.step.not_stored:
+            return self.step.not_stored[slot].values[: self.n].transpose(0, 1).contiguous()
         if self.pinned is None:
             return cache.read_values(slot, layer, self.n)
         return cache.read_values_behind(slot, layer, self.pinned, np.full_like(self.pinned, self.n))

@@ -115,7 +115,7 @@ class Rank:
 
     def prefill(
         self,
-        layer: int,
+        layer: int | None,
         prefills: Served,
         query: Tensor,
         key: Tensor,
@@ -124,9 +124,13 @@ class Rank:
         scale: float,
         sinks: Tensor | None,
     ) -> None:
-        """Attend by our kernel for prompts, behind what the requests have in pages; tensors as of its call."""
+        """Attend by our kernel for prompts; tensors as of its call.
+
+        Args:
+            layer: behind what the requests have in its pages; None: behind nothing.
+        """
         assert self.prefill_attention is not None and prefills.new_tokens is not None
-        rows = self._rows(layer, prefills, self.cache.tables.arena)
+        rows = None if layer is None else self._rows(layer, prefills, self.cache.tables.arena)
         sinks = None if sinks is None else sinks.float().contiguous()
         self.prefill_attention(
             query,

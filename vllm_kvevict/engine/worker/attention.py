@@ -11,6 +11,7 @@ from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError
 from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.engine.worker.step import StepState
+from vllm_kvevict.schedules.inputs import Entries, LayerStep
 
 
 def block_sizes() -> list[int | MultipleOf]:
@@ -104,7 +105,13 @@ class RaggedImpl(AttentionImpl):
         if attn_metadata.ring is not None:
             runtime.rank.keep_queries(index, query, attn_metadata.ring)
         if attn_metadata.evictions:
-            runtime.after_attention(index, attn_metadata, query, self.scale, self.softcap)
+            not_stored = {
+                request.request_slot: Entries(index, key[request.rows], value[request.rows])
+                for request in batch.by_layer
+                if request.prefill is not None
+            }
+            step = LayerStep(index, query, self.scale, self.softcap, not_stored)
+            runtime.after_attention(attn_metadata, step)
         return output
 
     def _serve(
@@ -134,14 +141,14 @@ class RaggedImpl(AttentionImpl):
     def _serve_by_layer(
         self, layer: int, request: ByLayer, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
-        """The same for a request that takes the layer's pages only now."""
+        """The same for a request that takes the layer's pages only now, or when it is evicted there."""
         rank, rows, heads = get_runtime().rank, request.rows, self.num_kv_heads
+        if request.prefill is not None:
+            rank.prefill(None, request.prefill, query, key, value, output, self.scale, self.sinks)
+            return
         tokens = rows.stop - rows.start
         entry_slots, table = rank.cache.fill(request.request_slot, layer, tokens)
         rank.pages.append(key[rows], value[rows], entry_slots)
-        if request.prefill is not None:
-            rank.prefill(layer, request.prefill, query, key, value, output, self.scale, self.sinks)
-            return
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
         part = torch.empty_like(queries)

@@ -126,11 +126,8 @@ class Runtime:
             return StepState(batch, ring=rank.ring_step(batch, (), common.num_reqs))
         return StepState(batch)
 
-    def after_attention(
-        self, layer: int, state: StepState, query: Tensor, scale: float, softcap: float
-    ) -> None:
-        """Evict, or prepare to; arguments as of :class:`LayerStep`."""
-        step = LayerStep(layer, query, scale, softcap)
+    def after_attention(self, state: StepState, step: LayerStep) -> None:
+        """Evict, or prepare to, once a layer has attended."""
         for eviction, rows in state.evictions:
             eviction.after_attention(step, rows)
 
