@@ -91,7 +91,7 @@ def text_of(front_end: FrontEnd, tokens: int) -> str:
     parts: list[str] = []
     count = 0
     for sentence in itertools.cycle(sentences()):
-        count += len(tokenizer.encode(sentence, add_special_tokens=False)) + 1
+        count += len(tokenizer.encode(f" {sentence}", add_special_tokens=False))
         if count > tokens:
             return " ".join(parts)
         parts.append(sentence)

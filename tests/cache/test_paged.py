@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 
@@ -381,6 +383,55 @@ def test_one_layer_at_a_time_needs_the_pages_of_one():
     assert cache.seq_lens(step.request_slots).tolist() == [[26] * H] * L
     for layer in range(L):
         assert torch.equal(cache.read_keys(slot, layer, 25), stored[layer].transpose(0, 1))
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 100])
+def test_storing_what_stays_is_filling_and_compacting(tokens):
+    payload, rng = Payload(D), random.Random(tokens)
+    ids = payload.ids(tokens * H)
+    keys, values = payload.keys(ids).view(tokens, H, D), payload.values(ids).view(tokens, H, D)
+    kept = [
+        [torch.tensor(sorted(rng.sample(range(tokens), rng.randint(1, tokens)))) for _ in range(H)]
+        for _ in range(L)
+    ]
+    held, fewest = [], []
+    for stores in (False, True):
+        cache = make(pages=L * H * 4)
+        cache.storage.fill_(float("nan"))
+        slot = cache.open()
+        cache.announce(slot, tokens)
+        freed = []
+        for layer in range(L):
+            if stores:
+                freed.append(cache.store(slot, layer, keys, values, kept[layer]))
+            else:
+                places, _ = cache.fill(slot, layer, tokens)
+                cache.write(keys.flatten(0, 1), values.flatten(0, 1), places)
+                freed.append(cache.compact(slot, layer, kept[layer]))
+        settled = cache.settle(slot)
+        cache.verify()
+        for layer in range(L):
+            for head, stays in enumerate(kept[layer]):
+                got_keys, got_values = contents(cache, slot, layer, head)
+                assert torch.equal(got_keys, keys[stays, head]) and torch.equal(
+                    got_values, values[stays, head]
+                )
+                assert not tail(cache, slot, layer, head).isnan().any()
+        held.append((freed, settled.pages, settled.kept.tolist(), settled.residues.tolist()))
+        fewest.append(cache.pool.fewest_free)
+    assert held[0] == held[1] and fewest[1] >= fewest[0]
+
+
+def test_storing_needs_the_pages_of_what_stays():
+    cache, payload = make(pages=H * 3), Payload(D)
+    slot = cache.open()
+    cache.announce(slot, 100)
+    keys = payload.keys(payload.ids(100 * H)).view(100, H, D)
+    assert cache.store(slot, 0, keys, keys, [torch.arange(64)] * H) == H * 2
+    with pytest.raises(RuntimeError, match="exhausted"):
+        cache.store(slot, 1, keys, keys, [torch.arange(64)] * H)
+    cache.verify()
+    assert cache.store(slot, 1, keys, keys, [torch.arange(32)] * H) == H * 3
 
 
 def test_only_an_empty_request_takes_pages_layer_by_layer():

@@ -89,10 +89,12 @@ class Model:
         """Fill and evict one layer after the other; needs the pages of one whole layer and what the others keep."""
         self.cache.announce(slot, tokens)
         for layer in range(L):
-            places, pages = self.cache.fill(slot, layer, tokens)
-            assert pages.shape == (H, -(-tokens // PS))
-            ids = self.payload.ids(tokens * H)
-            self.cache.write(self.payload.keys(ids), self.payload.values(ids), places)
+            ids, stores = self.payload.ids(tokens * H), rng.random() < 0.5
+            keys, values = self.payload.keys(ids), self.payload.values(ids)
+            if not stores:
+                places, pages = self.cache.fill(slot, layer, tokens)
+                assert pages.shape == (H, -(-tokens // PS))
+                self.cache.write(keys, values, places)
             kept = []
             for head in range(H):
                 row = ids.view(tokens, H)[:, head].tolist()
@@ -100,7 +102,10 @@ class Model:
                 index = sorted(rng.sample(range(tokens), count))
                 self.rows[slot][layer * H + head] = [row[i] for i in index]
                 kept.append(torch.tensor(index))
-            self.cache.compact(slot, layer, kept)
+            if stores:
+                self.cache.store(slot, layer, keys.view(tokens, H, -1), values.view(tokens, H, -1), kept)
+            else:
+                self.cache.compact(slot, layer, kept)
         self.cache.settle(slot)
 
     def evict(self, slot, fractions, rng):

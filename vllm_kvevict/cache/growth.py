@@ -73,7 +73,7 @@ def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torc
 
 def fill_chosen(
     rows: Rows, request_slot: int, empty: slice, kept: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Give some of a request's rows, which are empty, pages for those of its tokens that stay.
 
     Args:
@@ -81,7 +81,7 @@ def fill_chosen(
 
     Returns:
         int64 [N] each, row after row: the row of an entry, counted from the first of these; its token; its place as of
-        :func:`newest`.
+        :func:`newest`. And how many pages that took.
     """
     lengths = np.array([tokens.numel() for tokens in kept], np.int64)
     row_of_page, column, taken = rows.take_for(lengths)
@@ -90,7 +90,7 @@ def fill_chosen(
     _set_lengths(rows, request_slot, empty, lengths)
     row, entry = rows.first_entries(to_device(lengths, rows.device), int(lengths.sum()))
     pages, places = rows.places(table, row, entry)
-    return row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places)
+    return row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places), taken.numel()
 
 
 def _set_lengths(rows: Rows, request_slot: int, changed: slice, lengths: IntArray) -> None:

@@ -201,14 +201,9 @@ class PagedKVCache:
 
         Returns and raises: as :meth:`compact`; the pages are those that the others would have taken.
         """
-        before = int(self.lengths.pages[request_slot])
-        row, token, places = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
+        row, token, places, taken = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
         self._write(self.storage, keys[token, row], values[token, row], places)
-        return (
-            self.num_kv_heads * -(-len(keys) // self.page_size)
-            - int(self.lengths.pages[request_slot])
-            + before
-        )
+        return self.num_kv_heads * -(-len(keys) // self.page_size) - taken
 
     def seq_lens(self, request_slots: torch.Tensor) -> torch.Tensor:
         """kv_len of all rows of some requests.

@@ -244,7 +244,7 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
         {"role": "user", "content": [{"type": "text", "text": ""}]},
     ):
         assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
-    monkeypatch.setattr(chat, "MEANINGLESS", frozenset("\ue000\ue001"))
+    monkeypatch.setattr(chat, "MEANINGLESS", tuple("\ue000\ue001"))
     assert len(ends(renderer, PLAIN[:6])) == 2 and len(ends(renderer, [*PLAIN[:5], user("\ue000")])) == 1
     # Nor if it is in the chat and the template does not show it.
     assert len(ends(renderer, [*PLAIN[:5], {**user("?"), "name": "\ue000"}])) == 1

@@ -71,7 +71,7 @@ MARKS = "".join(map(chr, range(0xE000, 0xE100)))
 def test_a_question_of_characters_without_meaning(question, all_of_them, renderer, monkeypatch):
     """One that is left stands in for the question; where none is left, no question begins like two others."""
     if all_of_them:
-        monkeypatch.setattr(chat, "MEANINGLESS", frozenset(MARKS))
+        monkeypatch.setattr(chat, "MEANINGLESS", tuple(MARKS))
     assert render(renderer, [*TURN, ask(question)])[1] == READ + "<|im_start|>"
     assert render(renderer, [*TURN, ask(question)], GLUED)[1] == (DOCUMENT + "I have read it.")[:-1]
 

@@ -6,8 +6,9 @@ what both have in common comes before it, whatever the template makes of roles, 
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,12 @@ CHANGES = "kv_prefix_changes"
 CHAT = "kv_chat"
 """The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
 
-MEANINGLESS = frozenset(map(chr, range(0xE000, 0xF900)))
+MEANINGLESS = tuple(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
 
-_MEANINGLESS = re.compile(f"[{min(MEANINGLESS)}-{max(MEANINGLESS)}]")
+_MEANINGLESS = re.compile(f"[{MEANINGLESS[0]}-{MEANINGLESS[-1]}]")
 
-MARK = min(MEANINGLESS)
+MARK = MEANINGLESS[0]
 
 WORD = "q"
 """Stands in for the question where it matters that words join tokens before them."""
@@ -235,12 +236,13 @@ def text_before(text: str, *others: Any) -> str:
 
 def unused_mark(text: str) -> str | None:
     """A character without a meaning that a text does not contain, None when it contains all of them."""
-    return min(unused_marks(text), default=None)
+    return next(unused_marks(text), None)
 
 
-def unused_marks(text: str) -> frozenset[str]:
-    """The characters without a meaning that a text does not contain."""
-    return MEANINGLESS.difference(_MEANINGLESS.findall(text))
+def unused_marks(*texts: str) -> Iterator[str]:
+    """The characters without a meaning that no text contains, in their order."""
+    used = set(itertools.chain.from_iterable(map(_MEANINGLESS.findall, texts)))
+    return (mark for mark in MEANINGLESS if mark not in used)
 
 
 def prefix_of_ids(ids: Sequence[int], first: Any, second: Any) -> int:

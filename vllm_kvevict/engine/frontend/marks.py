@@ -6,7 +6,7 @@ with which a message begins, since many templates trim.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,9 @@ def render_marked(chat: Chat, text: str, indices: Iterable[int]) -> Marked:
     return _render(chat, {index: mark for index, mark in marks.items() if index in marked.places})
 
 
-def _unused_marks(messages: Sequence[Any], text: str) -> list[str]:
+def _unused_marks(messages: Sequence[Any], text: str) -> Iterator[str]:
     written = json.dumps(messages, ensure_ascii=False, default=str)
-    return sorted(unused_marks(text) & unused_marks(written))
+    return unused_marks(text, written)
 
 
 def _render(chat: Chat, marks: Mapping[int, str]) -> Marked:

@@ -22,13 +22,13 @@ from vllm_kvevict.engine.frontend.chat import (
     REFUSALS,
     WORD,
     Chat,
-    common_length,
     may_be_cut,
     other_prompts,
     prefix_of_ids,
     text_before,
     unused_mark,
 )
+from vllm_kvevict.engine.frontend.counting import common_length
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 REPEAT_ALL = "Repeat the previous context exactly."
