@@ -179,6 +179,8 @@ class Schedule(ABC):
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         """Whether a prompt that one step reads can be evicted layer by layer, each into the pages of the one before.
 
+        Then each layer is compacted once it has attended, which may be when it is stored at all.
+
         Args:
             is_asynchronous: whether the device runs behind the host, which then waits to learn what a layer keeps.
         """

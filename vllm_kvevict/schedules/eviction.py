@@ -181,7 +181,6 @@ class Eviction(ABC):
             evicted layer by layer   score, trim              in each layer
             over pipeline stages     score, send_weights      later: decide by the budgets that come back, compact
                                      or send_tally            or by the cut, found in a few such rounds
-
         after the last layer         report; where an answer is still to come, once it is decided by that
         """
         self._note_peak()
@@ -322,6 +321,7 @@ class Eviction(ABC):
         else:
             self._freed_pages += evictor.cache.store(resident.request_slot, *entries, kept)
             self._not_stored = None
+            self._note_peak()
         self._moving += time.perf_counter() - started
 
     def open_scratch(self, entries: Tensor) -> int:
