@@ -1,19 +1,18 @@
 """Documents with many questions: stock vLLM with its prefix cache, eviction without one, eviction with one.
 
 All sides have the same KV memory and take turns. The document is evicted without a question in view
-(``kv_prefix_len``); stock vLLM keeps it whole. The scenario ``compressed`` compares a policy that loses little without
-the question with stock vLLM without its prefix cache. In the scenarios ``exact`` and ``unrelated`` prompts are
-evicted with their question in view, so that only uncompressed prefixes can be found.
+(``kv_prefix_len``); stock vLLM keeps it whole. The scenarios ``long`` and ``compressed``, whose policy loses little
+without the question, compare with stock vLLM without its prefix cache. In the scenarios ``exact`` and ``unrelated``
+prompts are evicted with their question in view, so that only uncompressed prefixes can be found.
 """
 
 import argparse
 import asyncio
-import random
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
 
@@ -25,160 +24,12 @@ from benchmarks.harness.bench import Bench
 from benchmarks.harness.documents import ask, http_client
 from benchmarks.harness.load import PAGE, SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio
-from benchmarks.harness.scenarios import (
-    BLOCK,
-    KV_HEADS,
-    LAYERS,
-    SCRATCH,
-    STOCK,
-    Target,
-    model,
-    show_targets,
-    token_bytes,
-)
+from benchmarks.harness.questions import SCENARIOS, STOCK_WITHOUT, WITH, WITHOUT, Scenario
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, SCRATCH, STOCK, Target, model, show_targets
 from benchmarks.harness.server import Server, cpu_environment, run_benchmark
-from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
-WITHOUT, WITH = "without cache", "with cache"
-STOCK_WITHOUT = "stock without cache"
-SIDES = (STOCK, WITHOUT, WITH)
-REPEAT_ROOM = 1024
-"""Tokens that a policy which reads a document again needs beside it, and more."""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A load and the memory it runs in.
-
-    Attributes:
-        about: shown in help and results.
-        documents, document_len: how many, and tokens of each.
-        questions: about each document.
-        question_len, output_len: tokens.
-        pool: how many whole documents with a question and its answer the KV memory holds.
-        at_once: whether all questions come together; else one after the other, of each document in turn.
-        budget: share of a document that is kept.
-        step: ``--max-num-batched-tokens``; None for vLLM's default.
-        rounds: how often every side runs.
-        sides: that run.
-        policy: of the sides that evict.
-        room: tokens that a request may be longer than its prompt and its answer, as the policy needs them.
-        sees_question: whether the whole prompt is evicted, with its question in view.
-    """
-
-    about: str
-    documents: int
-    document_len: int
-    questions: int
-    question_len: int
-    output_len: int
-    pool: int
-    at_once: bool
-    budget: float = 0.2
-    step: int | None = None
-    rounds: int = 3
-    sides: tuple[str, ...] = SIDES
-    policy: str = "ada-snapkv"
-    room: int = 0
-    sees_question: bool = False
-    dtype: str = "bfloat16"
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of a request."""
-        return self.document_len + self.question_len + self.output_len + self.room
-
-    def kv_bytes(self) -> int:
-        """KV memory, with the one block that vLLM keeps for itself."""
-        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
-
-    def prompts(self, seed: int) -> list[list[int]]:
-        """The prompts in the order in which they are sent; other seeds have other documents."""
-        choose = random.Random(f"{self} {seed}")
-        documents = [self._tokens(choose, self.document_len) for _ in range(self.documents)]
-        return [
-            documents[number] + self._tokens(choose, self.question_len)
-            for _ in range(self.questions)
-            for number in range(self.documents)
-        ]
-
-    def _tokens(self, choose: random.Random, count: int) -> list[int]:
-        return choose.choices(range(FIRST_WORD, VOCAB), k=count)
-
-
-SCENARIOS = {
-    "document": Scenario(
-        "sixteen questions about one document at once",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=256,
-        pool=2,
-        at_once=True,
-    ),
-    "documents": Scenario(
-        "sixteen documents, asked in turns, in memory for four of them whole",
-        documents=16,
-        document_len=4096,
-        questions=3,
-        question_len=32,
-        output_len=16,
-        pool=4,
-        at_once=False,
-        step=8192,
-    ),
-    "unique": Scenario(
-        "no document is asked twice, in memory for four",
-        documents=24,
-        document_len=2016,
-        questions=1,
-        question_len=32,
-        output_len=256,
-        pool=4,
-        at_once=True,
-        rounds=12,
-        # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
-        sides=(WITHOUT, WITH),
-    ),
-    "exact": Scenario(
-        "sixteen questions about one document, one after the other, each in view when its prompt is evicted",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=16,
-        pool=3,
-        at_once=False,
-        sees_question=True,
-    ),
-    "unrelated": Scenario(
-        "prompts that share nothing, evicted with their question in view, in memory for four",
-        documents=24,
-        document_len=2016,
-        questions=1,
-        question_len=32,
-        output_len=256,
-        pool=4,
-        at_once=True,
-        rounds=12,
-        sides=(WITHOUT, WITH),
-        sees_question=True,
-    ),
-    "compressed": Scenario(
-        "sixteen questions about one document, one after the other, on what kvzip keeps of it",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=16,
-        pool=2,
-        at_once=False,
-        sides=(STOCK_WITHOUT, WITH),
-        policy="kvzip",
-        room=REPEAT_ROOM,
-    ),
-}
+LONGEST_FIRST = 8192
+"""Tokens of a document with which a server is tried before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +122,8 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[s
         for side in scenario.sides:
             bench.say(f"{name}, {side}: starting")
             servers[side] = await stack.enter_async_context(make_server(scenario, side, bench.threads))
-            await drive(servers[side], scenario, scenario.prompts(seed=-1)[:2])
+            first = replace(scenario, document_len=min(scenario.document_len, LONGEST_FIRST))
+            await drive(servers[side], first, first.prompts(seed=-1)[:2])
         for number in range(scenario.rounds):
             prompts = scenario.prompts(number)
             round_: dict[str, Round] = {phase: {} for phase in phases(name, scenario)}
@@ -343,17 +195,22 @@ def of_exact(scenario: Scenario, cold: list[Round]) -> list[Target]:
     return [Target(first, _ratio(cold, after_the_first, WITH, WITHOUT), 0.06, True)]
 
 
-def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
-    """What a document that kvzip has compressed should be worth, and was."""
-    whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
+def of_long(scenario: Scenario, cold: list[Round]) -> list[Target]:
+    """What a long document that is cached should be worth, and was."""
 
     def after_the_first(run: Run) -> float:
         return median(run.first_token[scenario.documents :])
 
-    pages = max(one[WITH].cached_pages for one in cold) / whole
     first = "time to first token after the first question, over stock without cache"
+    return [Target(first, _ratio(cold, after_the_first, WITH, STOCK_WITHOUT), 0.02, True)]
+
+
+def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
+    """What a document that kvzip has compressed should be worth, and was."""
+    whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
+    pages = max(one[WITH].cached_pages for one in cold) / whole
     return [
-        Target(first, _ratio(cold, after_the_first, WITH, STOCK_WITHOUT), 0.02, True),
+        *of_long(scenario, cold),
         Target("pages of the compressed document, over the whole one's", pages, 0.25, True),
     ]
 
@@ -367,6 +224,8 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -
         return of_documents(scenario, cold)
     if name == "exact":
         return of_exact(scenario, cold)
+    if name == "long":
+        return of_long(scenario, cold)
     return of_compressed(scenario, cold) if name == "compressed" else of_unique(cold)
 
 

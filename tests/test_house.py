@@ -54,7 +54,6 @@ CLOSELY_LOOKED_AT = ("engine.scheduler.", "schedules.", "cache.")
 
 LONG_FILES = [
     "benchmarks/hostile.py",
-    "benchmarks/prefix.py",
     "benchmarks/report.py",
 ]
 """Files above 400 lines."""

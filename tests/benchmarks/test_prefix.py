@@ -13,21 +13,10 @@ from rich.console import Console
 
 from benchmarks.harness.documents import Answer, ask, waits_table
 from benchmarks.harness.load import PAGE
-from benchmarks.harness.scenarios import KV_HEADS, LAYERS
+from benchmarks.harness.questions import SCENARIOS, SIDES, STOCK_WITHOUT, WITH, WITHOUT
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK
 from benchmarks.harness.server import ServerError
-from benchmarks.prefix import (
-    SCENARIOS,
-    SIDES,
-    STOCK,
-    STOCK_WITHOUT,
-    WITH,
-    WITHOUT,
-    Run,
-    figures,
-    make_server,
-    parse_arguments,
-    table,
-)
+from benchmarks.prefix import Run, figures, make_server, parse_arguments, table
 
 
 def test_questions_share_documents_and_nothing_else():
@@ -108,6 +97,15 @@ def test_verdict_on_a_compressed_document():
     assert all(target.met for target in targets)
     cold[WITH] = replace(run([30.0] + [0.25] * 15, 33.0), cached_pages=0.26 * whole)
     assert not any(t.met for t in figures("compressed", SCENARIOS["compressed"], [{"cold": cold}] * 3))
+
+
+def test_verdict_on_a_long_document():
+    def verdict(wait: float) -> bool:
+        cold = {STOCK_WITHOUT: run([150.0, 150.0], 310.0), WITH: run([140.0, wait], 142.0)}
+        (target,) = figures("long", SCENARIOS["long"], [{"cold": cold}] * 3)
+        return target.met
+
+    assert verdict(2.9) and not verdict(3.1)
 
 
 def test_verdict_on_a_document_that_is_found_uncompressed():
