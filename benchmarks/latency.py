@@ -15,15 +15,29 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.bench import WIDTH, Bench, as_record, estimates
+from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record, estimates
 from benchmarks.harness.load import PERCENTILES
-from benchmarks.harness.measure import RESULTS, Estimate, record, record_name, save, warn_if_busy
+from benchmarks.harness.measure import (
+    RESULTS,
+    USUAL,
+    Estimate,
+    Kind,
+    kind,
+    record,
+    record_name,
+    save,
+    warn_if_busy,
+)
 from benchmarks.harness.options import add_options, changed, positive, require_room
-from benchmarks.harness.scenarios import STOCK, Round, Scenario, compare
+from benchmarks.harness.scenarios import STOCK, Round, Scenario, Target, compare, show_targets
 from benchmarks.harness.server import run_benchmark
 
 BASE = Scenario("Poisson arrivals, memory for 4 requests", *(24, 1024, 128), pool=4, spread=0.3, rounds=3)
 RATES = (0.25, 0.5, 0.75, 1.0)
+TARGETS: dict[Kind, dict[tuple[float, str, str], float]] = {
+    USUAL: {(0.25, "ttft", "p50"): 1.0, (1.0, "ttft", "p50"): 0.6, (1.0, "tpot", "p90"): 1.05}
+}
+"""What latencies over stock's may be at most, by multiple of stock's capacity, latency and percentile."""
 STATISTICS = [f"p{percentile}" for percentile in PERCENTILES]
 
 
@@ -63,6 +77,26 @@ class AtRate:
         return median(runs[side].latency[name][statistic] for runs in self.rounds)
 
 
+def targets(scenario: Scenario, results: Sequence[AtRate]) -> list[Target]:
+    """What the benchmark's own load should reach on this processor, however often it runs."""
+    usual = replace(scenario, requests=BASE.requests, rounds=BASE.rounds, dtype=BASE.dtype) == BASE
+    if not usual or scenario.requests < BASE.requests or scenario.rounds < LEAST_ROUNDS:
+        return []
+    bounds = TARGETS.get(kind(scenario.dtype), {})
+    return [
+        Target(
+            f"{side}: {name} {statistic} at {at.multiple:g}x, over stock",
+            at.ratios(side)[name][statistic],
+            bound,
+            True,
+        )
+        for at in results
+        for side in scenario.evicting
+        for (multiple, name, statistic), bound in bounds.items()
+        if multiple == at.multiple
+    ]
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Scenario]:
     """Read the command line: the options and the scenario with its changes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.latency", description=__doc__)
@@ -97,10 +131,12 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
             f"{name}: {run.requests_per_second:.3g} requests/s when all arrive at once", highlight=False
         )
     console.print(latency_table(scenario, results))
+    reached = show_targets(console, targets(scenario, results))
     name = arguments.name or record_name("latency", arguments.dtype)
     content = {
         "threads": arguments.threads,
         "load_average_at_start": load_average,
+        "targets": reached,
         "saturation": {side: run.summary() for side, run in saturation.items()},
         "rates": [
             {

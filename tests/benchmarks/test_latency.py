@@ -11,7 +11,16 @@ from rich.console import Console
 from benchmarks.harness import bench
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.load import Run
-from benchmarks.latency import BASE, RATES, AtRate, latency_table, parse_arguments, plot, run_rates
+from benchmarks.latency import (
+    BASE,
+    RATES,
+    AtRate,
+    latency_table,
+    parse_arguments,
+    plot,
+    run_rates,
+    targets,
+)
 
 
 def run_of(seconds: float, wall: float = 2.0, names=("ttft", "tpot", "itl", "e2e")) -> Run:
@@ -31,6 +40,24 @@ def test_ratios_are_taken_over_stock():
     assert set(reached) == {"ttft", "tpot", "itl", "e2e"} and set(reached["ttft"]) == {"p50", "p90", "p99"}
     assert reached["itl"]["p99"].median == pytest.approx(0.25)
     assert set(at_rate(0.5, names=("ttft", "e2e")).ratios("budget 0.2")) == {"ttft", "e2e"}
+
+
+def test_targets_are_of_the_usual_kind_and_load(at_level):
+    at_level("avx512")
+    results = [at_rate(0.25), at_rate(0.5), at_rate(1.0)]
+    reached = targets(BASE, results)
+    assert [target.bound for target in reached] == [1.0, 0.6, 1.05] and all(target.met for target in reached)
+    slower = [
+        replace(at, rounds=[dict(zip(one, reversed(one.values()), strict=True)) for one in at.rounds])
+        for at in results
+    ]
+    assert not any(target.met for target in targets(BASE, slower))
+    assert len(targets(replace(BASE, requests=96, rounds=7), results)) == 3
+    for other in (replace(BASE, requests=3), replace(BASE, rounds=1), replace(BASE, pool=8)):
+        assert targets(other, results) == []
+    assert targets(replace(BASE, dtype="float32"), results) == []
+    at_level("avx2")
+    assert targets(BASE, results) == []
 
 
 def test_table_has_milliseconds_of_every_rate():
