@@ -24,8 +24,11 @@ AXES = {
     "budget": "budget",
     "context": "tokens of each prompt",
     "parallel": "TP x PP",
+    "load": "tokens of prompt x answer @ full requests that the KV memory holds",
 }
 """What a sweep varies."""
+MOST_UPRIGHT = 8
+"""Values on an axis; more would write over one another."""
 PICTURES = {
     "breakdown": "where an engine step goes",
     "attention": "decode attention over a share of the KV, speed-up over all KV with vLLM's op",
@@ -382,7 +385,7 @@ def plot_sweep(what: str, found: Sequence[Cell], path: Path) -> Path:
     right.axhline(1, color="grey", linewidth=0.8)
     for panel, label in ((left, "output tokens/s"), (right, SPEED)):
         panel.set(xlabel=AXES[what], ylabel=label, ylim=(0, None))
-        panel.set_xticks(list(places), values)
+        panel.set_xticks(list(places), values, rotation=60 if len(values) > MOST_UPRIGHT else 0)
         panel.grid(alpha=0.3)
         panel.legend()
     figure.tight_layout()

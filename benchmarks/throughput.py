@@ -40,11 +40,22 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "budget": ("0.05", "0.1", "0.2", "0.4", "0.7", "1.0"),
     "context": ("256", "512", "1024", "2048", "4096"),
     "parallel": ("1x1", "2x1", "1x2", "2x2"),
+    "load": tuple(
+        f"{prompt}x{answer}@{pool}"
+        for pool in (3, 12)
+        for prompt in (512, 2048, 8192)
+        for answer in (32, 256, 1024)
+    ),
 }
-"""What can be varied, and its values: full requests in the KV memory, budgets, prompt tokens, TPxPP."""
-SWEPT = {"pool": "pool", "budget": "budgets", "context": "input_len"}
-"""The scenario's field that a sweep sets; parallel sets two."""
-"""Of the tables, in characters."""
+"""What can be varied, and its values: full requests in the KV memory, budgets, prompt tokens, TPxPP; or prompt tokens x
+answer tokens @ full requests in the KV memory."""
+SWEPT = {
+    "pool": ("pool",),
+    "budget": ("budgets",),
+    "context": ("input_len",),
+    "load": ("input_len", "output_len", "pool"),
+}
+"""The scenario's fields that a sweep sets, which no option may set then."""
 
 
 def vary(base: Scenario, what: str, value: str) -> Scenario:
@@ -59,6 +70,10 @@ def vary(base: Scenario, what: str, value: str) -> Scenario:
         return replace(base, budgets=(budget(value),))
     if what == "context":
         return replace(base, input_len=whole(value))
+    if what == "load":
+        if not (sizes := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@([1-9]\d*)", value)):
+            raise ValueError("expected PROMPTxANSWER@POOL, such as 2048x256@3")
+        return replace(base, input_len=int(sizes[1]), output_len=int(sizes[2]), pool=int(sizes[3]))
     if not (ranks := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)):
         raise ValueError("expected TPxPP, such as 2x1")
     tensor, pipeline = int(ranks[1]), int(ranks[2])
@@ -92,7 +107,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         return arguments, {arguments.scenario: scenario}
     if arguments.scenario:
         parser.error("--sweep has a load of its own: leave the scenario out")
-    if arguments.sweep in SWEPT and getattr(arguments, SWEPT[arguments.sweep]) is not None:
+    if any(getattr(arguments, field) is not None for field in SWEPT.get(arguments.sweep, ())):
         parser.error(f"--sweep {arguments.sweep} sets that itself: give --values")
     base = changed(arguments, SWEEP_BASE)
     scenarios = {}

@@ -176,6 +176,10 @@ def test_a_sweep_varies_one_thing():
     assert [scenario.budgets for scenario in budgets.values()] == [(0.3,), (64.0,)]
     _, parallel = parse_arguments(["--sweep", "parallel"])
     assert [(one.tensor, one.pipeline) for one in parallel.values()] == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    _, loads = parse_arguments(["--sweep", "load"])
+    sizes = {(one.input_len, one.output_len, one.pool) for one in loads.values()}
+    assert len(loads) == len(sizes) == 18 and (8192, 32, 12) in sizes
+    assert loads["512x1024@3"].output_len == 1024 and loads["512x1024@3"].requests == 12
     _, contexts = parse_arguments(["--sweep", "context"])
     assert [one.input_len for one in contexts.values()] == [256, 512, 1024, 2048, 4096]
 
@@ -195,6 +199,8 @@ def test_a_sweep_varies_one_thing():
         ("--sweep pool --values 1 --spread 0.5", "--pool 1 does not hold"),
         ("--sweep parallel --values 3x1", "--values 3x1: "),
         ("--sweep parallel --values 2", "--values 2: expected TPxPP"),
+        ("--sweep load --output-len 3", "--sweep load sets that itself"),
+        ("--sweep load --values 2x3", "--values 2x3: expected PROMPTxANSWER@POOL"),
         ("--sweep context --values -5x", "--values"),
     ],
 )
