@@ -15,8 +15,8 @@ from benchmarks.harness.scenarios import LAYERS, SCENARIOS, token_bytes
 FOLDER = measure.RESULTS.parent
 MODULES = sorted(
     {path.stem for path in FOLDER.glob("*.py") if "def parse_arguments" in path.read_text()}
-    # These compare no speeds of sides: their servers always compute in fp32.
-    - {"soak", "hostile", "real_model"}
+    # These compare no speeds of sides, their servers always compute in fp32; and the front end computes nothing.
+    - {"soak", "hostile", "real_model", "frontend"}
     | {"kvpress.__main__"}
 )
 
