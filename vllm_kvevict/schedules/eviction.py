@@ -321,7 +321,6 @@ class Eviction(ABC):
         else:
             self._freed_pages += evictor.cache.store(resident.request_slot, *entries, kept)
             self._not_stored = None
-            self._note_peak()
         self._moving += time.perf_counter() - started
 
     def open_scratch(self, entries: Tensor) -> int:

@@ -27,8 +27,8 @@ def calls(monkeypatch) -> list[tuple[int, bool]]:
     attend = PrefillAttention.__call__
 
     def watched(kernel: Any, query: Any, key: Any, value: Any, output: Any, new: Any, rows: Any, *rest: Any):
-        lengths = rows.lengths[rows.request_slots, rows.first]
-        seen.append((int(new.sum()), bool((lengths > new).any())))
+        behind = rows is not None and bool((rows.lengths[rows.request_slots, rows.first] > new).any())
+        seen.append((int(new.sum()), behind))
         attend(kernel, query, key, value, output, new, rows, *rest)
 
     monkeypatch.setattr(PrefillAttention, "__call__", watched)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
@@ -143,10 +144,12 @@ class RaggedImpl(AttentionImpl):
     ) -> None:
         """The same for a request that takes the layer's pages only now, or when it is evicted there."""
         rank, rows, heads = get_runtime().rank, request.rows, self.num_kv_heads
+        tokens = rows.stop - rows.start
         if request.prefill is not None:
+            # Whoever chooses sees rows of this length, as if they were stored.
+            rank.cache.lengths.replace(request.request_slot, layer * heads, np.full(heads, tokens))
             rank.prefill(None, request.prefill, query, key, value, output, self.scale, self.sinks)
             return
-        tokens = rows.stop - rows.start
         entry_slots, table = rank.cache.fill(request.request_slot, layer, tokens)
         rank.pages.append(key[rows], value[rows], entry_slots)
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
