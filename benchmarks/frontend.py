@@ -46,9 +46,9 @@ class Cell:
     tokens: int
     seconds: list[dict[str, float]]
 
-    def added(self, scope: str) -> Estimate:
-        """Seconds beyond stock vLLM's."""
-        return estimate([of[scope] - of[STOCK] for of in self.seconds])
+    def added(self, scope: str, per_second: float = 1.0) -> Estimate:
+        """What a scope takes beyond stock vLLM, in seconds or in parts of them."""
+        return estimate([per_second * (of[scope] - of[STOCK]) for of in self.seconds])
 
     def summary(self) -> dict[str, Any]:
         """For the record."""
@@ -85,6 +85,12 @@ class FrontEnd:
         return prompt
 
 
+def seconds_of(front_end: FrontEnd, messages: Sequence[Any]) -> float:
+    """What rendering a chat takes."""
+    wall, _ = timed(lambda: front_end.render(messages), 1)
+    return wall
+
+
 def text_of(front_end: FrontEnd, tokens: int) -> str:
     """Real text of so many tokens, about."""
     tokenizer = front_end.renderer.get_tokenizer()
@@ -93,9 +99,9 @@ def text_of(front_end: FrontEnd, tokens: int) -> str:
     for sentence in itertools.cycle(sentences()):
         count += len(tokenizer.encode(f" {sentence}", add_special_tokens=False))
         if count > tokens:
-            return " ".join(parts)
+            break
         parts.append(sentence)
-    raise AssertionError("sentences never end")
+    return " ".join(parts)
 
 
 def messages_of(kind: str, front_end: FrontEnd, tokens: int) -> list[dict[str, str]]:
@@ -118,10 +124,7 @@ def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> 
     for scope, note in (("prefix", "kv_prefix_len"), ("turns", "kv_turns")):
         if not sides[scope].render(messages).get(note):
             raise RuntimeError(f"scope {scope} found no {note} in a {kind}")
-    seen = [
-        {name: timed(lambda side=side: side.render(messages), 1)[0] for name, side in sides.items()}  # type: ignore[misc]
-        for _ in range(rounds + 1)
-    ]
+    seen = [{name: seconds_of(side, messages) for name, side in sides.items()} for _ in range(rounds + 1)]
     return Cell(kind, len(sides[STOCK].render(messages)["prompt_token_ids"]), seen[1:])
 
 
@@ -141,7 +144,7 @@ def show(cells: Sequence[Cell]) -> Table:
         table.add_column(column, justify="left" if column == "chat" else "right")
     for cell in cells:
         stock = estimate([of[STOCK] * 1e3 for of in cell.seconds]).median
-        added = (str(estimate([(of[scope] - of[STOCK]) * 1e3 for of in cell.seconds])) for scope in SCOPES)
+        added = (str(cell.added(scope, per_second=1e3)) for scope in SCOPES)
         table.add_row(cell.kind, str(cell.tokens), f"{stock:.3g}", *added)
     return table
 

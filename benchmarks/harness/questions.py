@@ -1,7 +1,7 @@
 """The loads of the prefix benchmark: documents, the questions about them, the memory they run in, and the sides."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
@@ -37,10 +37,10 @@ class Scenario:
     documents: int
     document_len: int
     questions: int
-    question_len: int
     output_len: int
     pool: int
     at_once: bool
+    question_len: int = 32
     budget: float = 0.2
     step: int | None = None
     rounds: int = 3
@@ -73,87 +73,63 @@ class Scenario:
         return choose.choices(range(FIRST_WORD, VOCAB), k=count)
 
 
+ONE = Scenario(
+    "sixteen questions about one document at once",
+    documents=1,
+    document_len=8192,
+    questions=16,
+    output_len=256,
+    pool=2,
+    at_once=True,
+)
+ONE_BY_ONE = replace(ONE, about="one after the other", output_len=16, at_once=False)
+UNIQUE = Scenario(
+    "no document is asked twice, in memory for four",
+    documents=24,
+    document_len=2016,
+    questions=1,
+    output_len=256,
+    pool=4,
+    at_once=True,
+    rounds=12,
+    # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
+    sides=(WITHOUT, WITH),
+)
 SCENARIOS = {
-    "document": Scenario(
-        "sixteen questions about one document at once",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=256,
-        pool=2,
-        at_once=True,
-    ),
-    "documents": Scenario(
-        "sixteen documents, asked in turns, in memory for four of them whole",
+    "document": ONE,
+    "documents": replace(
+        ONE_BY_ONE,
+        about="sixteen documents, asked in turns, in memory for four of them whole",
         documents=16,
         document_len=4096,
         questions=3,
-        question_len=32,
-        output_len=16,
         pool=4,
-        at_once=False,
         step=8192,
     ),
-    "unique": Scenario(
-        "no document is asked twice, in memory for four",
-        documents=24,
-        document_len=2016,
-        questions=1,
-        question_len=32,
-        output_len=256,
-        pool=4,
-        at_once=True,
-        rounds=12,
-        # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
-        sides=(WITHOUT, WITH),
-    ),
-    "exact": Scenario(
-        "sixteen questions about one document, one after the other, each in view when its prompt is evicted",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=16,
+    "unique": UNIQUE,
+    "exact": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, each in view when its prompt is evicted",
         pool=3,
-        at_once=False,
         sees_question=True,
     ),
-    "unrelated": Scenario(
-        "prompts that share nothing, evicted with their question in view, in memory for four",
-        documents=24,
-        document_len=2016,
-        questions=1,
-        question_len=32,
-        output_len=256,
-        pool=4,
-        at_once=True,
-        rounds=12,
-        sides=(WITHOUT, WITH),
+    "unrelated": replace(
+        UNIQUE,
+        about="prompts that share nothing, evicted with their question in view, in memory for four",
         sees_question=True,
     ),
-    "compressed": Scenario(
-        "sixteen questions about one document, one after the other, on what kvzip keeps of it",
-        documents=1,
-        document_len=8192,
-        questions=16,
-        question_len=32,
-        output_len=16,
-        pool=2,
-        at_once=False,
+    "compressed": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, on what kvzip keeps of it",
         sides=(STOCK_WITHOUT, WITH),
         policy="kvzip",
         room=REPEAT_ROOM,
     ),
-    "long": Scenario(
-        "two questions about one document of 32k tokens, one after the other",
-        documents=1,
+    "long": replace(
+        ONE_BY_ONE,
+        about="two questions about one document of 32k tokens, one after the other",
         document_len=32768,
         questions=2,
-        question_len=32,
-        output_len=16,
-        pool=2,
-        at_once=False,
         sides=(STOCK_WITHOUT, WITH),
     ),
 }

@@ -403,6 +403,10 @@ def test_storing_what_stays_is_filling_and_compacting(tokens):
         freed = []
         for layer in range(L):
             if stores:
+                cache.expect(slot, layer, tokens)
+                assert (
+                    cache.lengths.shortest(slot, layer) == tokens and cache.num_free == cache.pool.fewest_free
+                )
                 freed.append(cache.store(slot, layer, keys, values, kept[layer]))
             else:
                 places, _ = cache.fill(slot, layer, tokens)
@@ -427,11 +431,14 @@ def test_storing_needs_the_pages_of_what_stays():
     slot = cache.open()
     cache.announce(slot, 100)
     keys = payload.keys(payload.ids(100 * H)).view(100, H, D)
+    for layer in range(2):
+        cache.expect(slot, layer, 100)
     assert cache.store(slot, 0, keys, keys, [torch.arange(64)] * H) == H * 2
     with pytest.raises(RuntimeError, match="exhausted"):
         cache.store(slot, 1, keys, keys, [torch.arange(64)] * H)
-    cache.verify()
+    assert cache.num_free == H
     assert cache.store(slot, 1, keys, keys, [torch.arange(32)] * H) == H * 3
+    cache.verify()
 
 
 def test_only_an_empty_request_takes_pages_layer_by_layer():

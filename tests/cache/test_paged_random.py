@@ -91,7 +91,9 @@ class Model:
         for layer in range(L):
             ids, stores = self.payload.ids(tokens * H), rng.random() < 0.5
             keys, values = self.payload.keys(ids), self.payload.values(ids)
-            if not stores:
+            if stores:
+                self.cache.expect(slot, layer, tokens)
+            else:
                 places, pages = self.cache.fill(slot, layer, tokens)
                 assert pages.shape == (H, -(-tokens // PS))
                 self.cache.write(keys, values, places)

@@ -5,13 +5,15 @@ rows that they are of, so nothing waits for it.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.cache.rows import Rows
-from vllm_kvevict.cache.steps import Step, to_device, where
+from vllm_kvevict.cache.steps import Step, to_device
+from vllm_kvevict.kernels.masks import true_places
 
 
 def by_tokens(tokens: IntArray) -> Iterator[tuple[IntArray, int]]:
@@ -49,12 +51,22 @@ def append(
             # A row that ends within a page needs no more new ones than a row that ends with one.
             column = column + torch.arange(-(-tokens // size), dtype=torch.int32, device=rows.device)
         taken = rows.pool.take_stretch(count) if tokens > 1 else rows.pool.take(count)
-        tables.arena[(starts[..., None] + column).flatten()[where(column < new, count)]] = taken
+        tables.arena[(starts[..., None] + column).flatten()[true_places(column < new, count)]] = taken
         if ending < count:
             # Some new pages become full, so tokens >= page_size and every row ends in a new page.
-            taken = tables.pages_at((starts + new[..., 0] - 1).flatten()[where(kv_len % size > 0, ending)])
+            taken = tables.pages_at(
+                (starts + new[..., 0] - 1).flatten()[true_places(kv_len % size > 0, ending)]
+            )
         rows.format.blank_pages(rows.storage, taken)
     tables.kv_len.index_copy_(0, request_slots, kv_len)
+
+
+def grow(
+    rows: Rows, batch: torch.Tensor, tokens: IntArray, pages: IntArray, partial: IntArray, triton: bool
+) -> None:
+    """Add tokens, int64 [B], to requests (int64 [B] on the device); arguments as of :func:`append`."""
+    for part, count in by_tokens(tokens):
+        append(rows, part_of(batch, part), count, pages[part], partial[part], triton)
 
 
 def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,32 +83,43 @@ def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torc
     return places.t().flatten(), pages
 
 
-def fill_chosen(
-    rows: Rows, request_slot: int, empty: slice, kept: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Give some of a request's rows, which are empty, pages for those of its tokens that stay.
+def expect(rows: Rows, request_slot: int, empty: slice, tokens: int) -> None:
+    """Count so many tokens in some of a request's rows, which are empty and stay so until :func:`fill_chosen`."""
+    rows.lengths.replace(request_slot, empty.start, np.full(empty.stop - empty.start, tokens))
 
-    Args:
-        kept: of each row the tokens, int64.
 
-    Returns:
-        int64 [N] each, row after row: the row of an entry, counted from the first of these; its token; its place as of
-        :func:`newest`. And how many pages that took.
+class Chosen(NamedTuple):
+    """Entries that are to be written, row after row.
+
+    Attributes:
+        row: int64 [N], of each, counted from the first of the rows.
+        token: int64 [N], which token it is.
+        place: int64 [N], where it goes, as of :func:`newest`.
+        spared: how many pages more all tokens would have taken.
     """
+
+    row: torch.Tensor
+    token: torch.Tensor
+    place: torch.Tensor
+    spared: int
+
+
+def fill_chosen(rows: Rows, request_slot: int, expecting: slice, kept: Sequence[torch.Tensor]) -> Chosen:
+    """Give rows that expect tokens pages for those that stay: of each row, int64."""
     lengths = np.array([tokens.numel() for tokens in kept], np.int64)
     row_of_page, column, taken = rows.take_for(lengths)
-    table = rows.tables.region(request_slot)[empty]
+    table = rows.tables.region(request_slot)[expecting]
     table[row_of_page, column] = taken
-    _set_lengths(rows, request_slot, empty, lengths)
+    spared = _set_lengths(rows, request_slot, expecting, lengths)
     row, entry = rows.first_entries(to_device(lengths, rows.device), int(lengths.sum()))
     pages, places = rows.places(table, row, entry)
-    return row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places), taken.numel()
+    return Chosen(row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places), spared)
 
 
-def _set_lengths(rows: Rows, request_slot: int, changed: slice, lengths: IntArray) -> None:
-    """Some of a request's rows now have these lengths."""
-    rows.lengths.replace(request_slot, changed.start, lengths)
+def _set_lengths(rows: Rows, request_slot: int, changed: slice, lengths: IntArray) -> int:
+    """Some of a request's rows now have these lengths; how many pages they fill less."""
     rows.tables.kv_len[request_slot, changed].copy_(to_device(lengths.astype(np.int32), rows.device))
+    return rows.lengths.replace(request_slot, changed.start, lengths)
 
 
 def newest(rows: Rows, request_slots: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -132,6 +155,6 @@ def drop_newest(rows: Rows, request_slots: IntArray, dropped: IntArray) -> None:
     most = int(rows.pages_for(dropped).max(initial=0))
     column = rows.pages_for(after)[..., None] + torch.arange(most, dtype=torch.int32, device=rows.device)
     places = rows.tables.row_starts.index_select(0, batch)[..., None] + column
-    behind = where(column < rows.pages_for(before)[..., None], int(freed.sum()))
+    behind = true_places(column < rows.pages_for(before)[..., None], int(freed.sum()))
     rows.pool.give(rows.tables.pages_at(places.flatten()[behind]))
     rows.tables.kv_len.index_copy_(0, batch, after)

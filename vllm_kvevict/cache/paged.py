@@ -12,7 +12,6 @@ import torch
 from vllm_kvevict.cache import growth
 from vllm_kvevict.cache.compaction import compact
 from vllm_kvevict.cache.format import PageFormat, Part, Write, head_dim_of, page_elements
-from vllm_kvevict.cache.growth import append, by_tokens, drop_newest, part_of
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
@@ -157,14 +156,12 @@ class PagedKVCache:
         self.tables.make_room(which, -(-max_lens // self.page_size))
 
         batch = to_device(which, self.device)
-        for part, count in by_tokens(tokens):
-            slots = part_of(batch, part)
-            append(self.rows, slots, count, pages[part], partial[part], self.uses_triton)
+        growth.grow(self.rows, batch, tokens, pages, partial, self.uses_triton)
         self.lengths.append(which, tokens, pages)
         return Step(batch, tokens, max_lens.tolist())
 
     def announce(self, request_slot: int, tokens: int) -> None:
-        """Begin a request whose layers get room for its first tokens one by one, each by :meth:`fill`.
+        """Begin a request whose layers get room for its first tokens one by one: :meth:`fill`, or :meth:`expect`.
 
         Raises:
             ValueError: the request slot is not open or not empty.
@@ -185,6 +182,10 @@ class PagedKVCache:
         """
         return growth.fill(self.rows, request_slot, self._of_layer(layer), tokens)
 
+    def expect(self, request_slot: int, layer: int, tokens: int) -> None:
+        """Instead of :meth:`fill`: count the tokens in a layer although it has no page before :meth:`store`."""
+        growth.expect(self.rows, request_slot, self._of_layer(layer), tokens)
+
     def store(
         self,
         request_slot: int,
@@ -193,17 +194,16 @@ class PagedKVCache:
         values: torch.Tensor,
         kept: Sequence[torch.Tensor],
     ) -> int:
-        """Instead of :meth:`fill` and :meth:`compact`: store in a layer only what stays of such a request.
+        """Instead of :meth:`compact`: store what stays of the tokens that a layer expects.
 
         Args:
-            keys, values: of all its tokens, [T, H, head_dim].
-            kept: of each head the tokens that stay, int64, ascending, at least one.
-
-        Returns and raises: as :meth:`compact`; the pages are those that the others would have taken.
+            keys, values: of all of them, [T, H, head_dim].
+            kept: as there; returns and raises as there: the pages are those that the others would have taken.
         """
-        row, token, places, taken = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
-        self._write(self.storage, keys[token, row], values[token, row], places)
-        return self.num_kv_heads * -(-len(keys) // self.page_size) - taken
+        chosen = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
+        at = chosen.token, chosen.row
+        self._write(self.storage, keys[at], values[at], chosen.place)
+        return chosen.spared
 
     def seq_lens(self, request_slots: torch.Tensor) -> torch.Tensor:
         """kv_len of all rows of some requests.
@@ -316,7 +316,7 @@ class PagedKVCache:
                 raise ValueError(
                     f"request slot {request_slot} cannot drop {count} tokens: a row has {own} of its own"
                 )
-        drop_newest(self.rows, which, fewer)
+        growth.drop_newest(self.rows, which, fewer)
 
     def copy_entries(self, source: int, to: int, entries: torch.Tensor) -> None:
         """Begin an empty request with copies of some entries of another.

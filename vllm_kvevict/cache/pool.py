@@ -6,7 +6,7 @@ the same ones.
 
 import torch
 
-from vllm_kvevict.cache.steps import where
+from vllm_kvevict.kernels.masks import true_places
 
 OUTSIDE = -128
 """Owners of a page that is not in the pool."""
@@ -127,7 +127,7 @@ class PagePool:
 
     def _list(self, free: int) -> None:
         """List the free pages anew, of which there are so many."""
-        self._ids[:free] = where(self.owners == 0, free)
+        self._ids[:free] = true_places(self.owners == 0, free)
         self._low, self._high, self._ascends = 0, free, True
 
     def _own(self, first: int, count: int) -> torch.Tensor:

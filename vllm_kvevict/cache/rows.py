@@ -14,8 +14,9 @@ import torch
 from vllm_kvevict.cache.format import PageFormat, Places
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.pool import PagePool
-from vllm_kvevict.cache.steps import to_device, where
+from vllm_kvevict.cache.steps import to_device
 from vllm_kvevict.cache.tables import PageTables
+from vllm_kvevict.kernels.masks import true_places
 
 Counts = TypeVar("Counts", IntArray, torch.Tensor)
 
@@ -88,4 +89,4 @@ def pages_between(table: torch.Tensor, first: IntArray, stop: IntArray) -> torch
     """
     begin, end = (to_device(columns, table.device)[:, None] for columns in (first, stop))
     column = torch.arange(table.shape[1], device=table.device)
-    return table.flatten()[where((column >= begin) & (column < end), int((stop - first).sum()))]
+    return table.flatten()[true_places((column >= begin) & (column < end), int((stop - first).sum()))]

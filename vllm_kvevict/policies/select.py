@@ -8,9 +8,10 @@ position before head makes a layer of equal scores fall back to equal head budge
 from collections.abc import Sequence
 from itertools import chain, islice
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from vllm_kvevict.kernels.masks import true_places
 
 from .layer import Comm
 
@@ -81,13 +82,8 @@ def best_of_layers(layers: Sequence[Tensor], counts: Sequence[Sequence[int]]) ->
 
 def best_positions(keys: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """For each KV head the positions of its counts[h] best entries, int64, ascending."""
-    chosen = best(keys, counts)
-    if chosen.device.type == "cpu":
-        # In torch it takes several times as long.
-        found = torch.from_numpy(np.flatnonzero(chosen.numpy())) % chosen.shape[1]
-    else:
-        # The size is known, so no device has to report it back.
-        found = torch.nonzero_static(chosen, size=sum(counts))[:, 1]
+    # The size is known, so no device has to report it back.
+    found = true_places(best(keys, counts), sum(counts)) % keys.shape[1]
     return list(torch.split(found, list(counts)))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from vllm_kvevict.kernels.masks import true_places
+
 from .config import EvictionConfig
 from .heads import keep_sinks, past_scores, with_window
 from .layer import Comm, Kept, LayerScores
@@ -59,6 +61,6 @@ def select_above(
     counts = torch.stack([rows.sum(1) for rows in stay]).tolist()
     kept = []
     for rows, each in zip(stay, counts, strict=True):
-        found = torch.nonzero_static(rows, size=sum(each))[:, 1]
+        found = true_places(rows, sum(each)) % rows.shape[1]
         kept.append(with_window(list(found.split(each)), n, cfg.window_for(n)))
     return kept

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
@@ -146,8 +145,7 @@ class RaggedImpl(AttentionImpl):
         rank, rows, heads = get_runtime().rank, request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
         if request.prefill is not None:
-            # Whoever chooses sees rows of this length, as if they were stored.
-            rank.cache.lengths.replace(request.request_slot, layer * heads, np.full(heads, tokens))
+            rank.cache.expect(request.request_slot, layer, tokens)
             rank.prefill(None, request.prefill, query, key, value, output, self.scale, self.sinks)
             return
         entry_slots, table = rank.cache.fill(request.request_slot, layer, tokens)
