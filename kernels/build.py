@@ -25,8 +25,10 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++17", "-
 LONGEST_BUILD = 3600
 """Seconds after which scratch files belong to a build that was killed."""
 
+SCRATCH = "tmp"
+"""How the names of files begin that are being written."""
+
 _SEAL = struct.Struct("<Q32s")
-_SCRATCH = "tmp"  # what tempfile begins names with
 
 
 class BuildError(RuntimeError):
@@ -45,6 +47,15 @@ def load(name: str) -> ctypes.CDLL:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise BuildError(f"kernel {name} could not be compiled or loaded: {reason}") from None
+
+
+def library_file(name: str) -> Path:
+    """The file of the library that :func:`load` returns.
+
+    Raises:
+        BuildError: as of :func:`load`.
+    """
+    return Path(load(name)._name)
 
 
 @functools.cache
@@ -94,7 +105,7 @@ def _build(compiler: str, flags: Sequence[str], source: Path, library: Path) -> 
     _remove_old_scratch(folder)
     # Workers may compile at the same time: each in a folder of its own, and who is last replaces the others' result.
     # What cannot be cleaned up must not hide why the build failed.
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
         compiled, sealed = Path(scratch, "compiled.so"), Path(scratch, "sealed.so")
         _compile(compiler, flags, source, str(compiled))
         _write_sealed(compiled.read_bytes(), sealed)
@@ -103,7 +114,7 @@ def _build(compiler: str, flags: Sequence[str], source: Path, library: Path) -> 
 
 def _remove_old_scratch(folder: Path) -> None:
     """Remove what killed builds left; others may be at work."""
-    for path in folder.glob(f"{_SCRATCH}*"):
+    for path in folder.glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < LONGEST_BUILD:
                 continue

@@ -1,5 +1,6 @@
 """When the project's kernels serve decodes and prompts, and when vLLM's op does."""
 
+import itertools
 import logging
 import re
 from types import SimpleNamespace
@@ -12,6 +13,13 @@ from vllm_kvevict.kernels import build
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
+
+
+@pytest.fixture(autouse=True)
+def timed_anew(monkeypatch, tmp_path):
+    """Each choice is timed: no file has times yet."""
+    numbers = itertools.count()
+    monkeypatch.setattr(cpu, "times_file", lambda *_: tmp_path / f"{next(numbers)}.json")
 
 
 def _cache(transposed=True, dtype=torch.bfloat16):
@@ -136,6 +144,20 @@ def test_prompts_are_read_by_the_faster_one_and_the_log_says_by_how_much(
     assert found == severity and message.startswith("KV eviction: reading prompts uses")
     (times,) = re.findall(r"takes (\d+\.\d\d) times as long", message)
     assert (float(times) < 1) is is_used
+
+
+def test_the_next_start_chooses_the_same_kernel(monkeypatch, log, tmp_path):
+    """Though it would find another one faster."""
+    monkeypatch.setattr(cpu, "times_file", lambda kernel, shape: tmp_path / f"{kernel}.json")
+    with monkeypatch.context() as first_start:
+        _slowed(first_start, "op_step")
+        assert isinstance(_prefill_kernel(), PrefillAttention)
+    _slowed(monkeypatch, "prefill_step")
+    assert isinstance(_prefill_kernel(), PrefillAttention)
+    assert len({message for _, message in log}) == 1
+    (tmp_path / "prefill_attention.json").unlink()
+    assert _prefill_kernel() is None
+    assert str(tmp_path / "prefill_attention.json") in log[-1][1]
 
 
 def test_drafts_are_timed_apart(monkeypatch, log):

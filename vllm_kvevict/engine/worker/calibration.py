@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.engine.worker.timings import Times
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
@@ -19,7 +20,7 @@ STEP_BYTES = 8 << 20
 ROUNDS = 6
 """Timed steps of each side. Every step reads KV of its own, so that it comes from memory as in a server."""
 PAGES_PER_ROW = 32
-PREFILL_ROUNDS = 3
+PREFILL_ROUNDS = 5
 """Timed prefills of each side: they compute more than they read, so that their times differ less."""
 
 
@@ -64,14 +65,6 @@ class Shape:
         positions = torch.arange(table.shape[2] * self.page_size)[-self.new_tokens :]
         slots = table[..., positions // self.page_size].long() * self.page_size + positions % self.page_size
         return slots.transpose(1, 2).flatten()
-
-
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of processor time of each side's fastest step; both do the same work."""
-
-    kernel: float
-    op: float
 
 
 Step = Callable[[Tensor], Tensor]

@@ -1,5 +1,7 @@
 """Pages and attention on a CPU: vLLM's paged op, and our kernels for decodes and for prompts."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +15,8 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.format import head_dim_of
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.engine.worker.calibration import Shape, Times, time_decodes, time_prefills
+from vllm_kvevict.engine.worker.calibration import Shape, time_decodes, time_prefills
+from vllm_kvevict.engine.worker.timings import Times, kept, times_file
 from vllm_kvevict.kernels import decode_attention, prefill_attention
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
@@ -144,12 +147,12 @@ class CPUPages:
         try:
             # Of one KV head, since all do the same.
             shape = Shape(dtype, page_size, cache.head_dim, 1, group, TIMED_TOKENS)
-            times = time_prefills(shape, lambda storage: CPUPages(storage, page_size, None))
-            return (
-                PrefillAttention(dtype, cache.storage, page_size)
-                if _is_faster("reading prompts", times)
-                else None
+            faster = _is_faster(
+                "reading prompts",
+                times_file("prefill_attention", shape),
+                lambda: time_prefills(shape, lambda storage: CPUPages(storage, page_size, None)),
             )
+            return PrefillAttention(dtype, cache.storage, page_size) if faster else None
         except BuildError as error:
             logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
             return None
@@ -159,9 +162,11 @@ class CPUPages:
         shape = Shape(
             cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group, new_tokens
         )
-        times = time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None))
-        what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
-        return _is_faster(what, times)
+        return _is_faster(
+            "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts",
+            times_file("decode_attention", shape),
+            lambda: time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None)),
+        )
 
     def _views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a storage as the op wants them, [pages, 1 head, page_size, head_dim] each."""
@@ -177,19 +182,20 @@ class CPUPages:
         )
 
 
-def _is_faster(what: str, times: Times) -> bool:
-    """Whether our kernel beats vLLM's op; the log says by how much."""
-    found = what, level(), times.kernel / times.op
+def _is_faster(what: str, file: Path, measure: Callable[[], Times]) -> bool:
+    """Whether our kernel beats vLLM's op, by the times that the file keeps; the log says by how much."""
+    times = kept(file, measure)
+    found = what, level(), times.kernel / times.op, file
     if times.kernel <= times.op:
         logger.info(
             "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as vLLM's "
-            "attention here",
+            "attention here (timed once, in %s)",
             *found,
         )
         return True
     logger.warning(
         "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f times as "
-        "long here",
+        "long here (timed once: remove %s to time again)",
         *found,
     )
     return False

@@ -1,0 +1,101 @@
+"""Times of kernels are kept, so that all starts and ranks of a machine choose the same kernels."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvevict.engine.worker.calibration import Shape
+from vllm_kvevict.engine.worker.timings import Times, kept, times_file
+
+FASTER, SLOWER = Times(kernel=1.0, op=2.0), Times(kernel=2.0, op=1.0)
+SHAPE = Shape(torch.float32, 32, 64, 1, 2, 512)
+
+
+def _never() -> Times:
+    raise AssertionError("measured again")
+
+
+def test_what_was_measured_once_holds_for_later_starts(tmp_path):
+    file = tmp_path / "times.json"
+    assert kept(file, lambda: SLOWER) == SLOWER
+    assert kept(file, _never) == SLOWER
+    file.unlink()
+    assert kept(file, lambda: FASTER) == FASTER
+
+
+def test_of_ranks_that_measure_at_the_same_time_the_first_to_write_decides(tmp_path):
+    file = tmp_path / "times.json"
+
+    def measure_while_another_writes() -> Times:
+        kept(file, lambda: FASTER)
+        return SLOWER
+
+    assert kept(file, measure_while_another_writes) == FASTER
+
+
+def _measure(file: Path, kernel: float, queue) -> None:
+    queue.put(kept(file, lambda: Times(kernel, 1.0)))
+
+
+def test_processes_agree(tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_measure, args=(tmp_path / "times.json", 1.0 + number, queue))
+        for number in range(6)
+    ]
+    for process in processes:
+        process.start()
+    found = {queue.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert len(found) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["times.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'{"kernel": 1.0}',
+        b'{"kernel": "a", "op": 1.0}',
+        b'{"kernel": 0.0, "op": 1.0}',
+        b"\xff",
+    ],
+)
+def test_a_file_that_says_nothing_is_written_anew(tmp_path, content):
+    file = tmp_path / "times.json"
+    file.write_bytes(content)
+    assert kept(file, lambda: FASTER) == FASTER
+    assert kept(file, _never) == FASTER
+
+
+def test_where_nothing_can_be_written_each_start_measures(tmp_path):
+    file = tmp_path / "no folder" / "times.json"
+    assert kept(file, lambda: FASTER) == FASTER
+    assert kept(file, lambda: SLOWER) == SLOWER
+
+
+def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
+    files = {times_file("prefill_attention", SHAPE), times_file("decode_attention", SHAPE)}
+    for other in (
+        Shape(torch.bfloat16, 32, 64, 1, 2, 512),
+        Shape(torch.float32, 16, 64, 1, 2, 512),
+        Shape(torch.float32, 32, 128, 1, 2, 512),
+        Shape(torch.float32, 32, 64, 2, 2, 512),
+        Shape(torch.float32, 32, 64, 1, 4, 512),
+        Shape(torch.float32, 32, 64, 1, 2, 1),
+    ):
+        files.add(times_file("prefill_attention", other))
+    monkeypatch.setattr("vllm.__version__", "another")
+    files.add(times_file("prefill_attention", SHAPE))
+    monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx")
+    files.add(times_file("prefill_attention", SHAPE))
+    assert len(files) == 10
+    monkeypatch.undo()
+    assert times_file("prefill_attention", SHAPE) in files
