@@ -1,24 +1,24 @@
 """One page of everything that was measured: ``python -m benchmarks.report``.
 
-Reads the JSON files of a folder and writes README.md and plots there. Every figure comes from the files; missed targets
-and loads on which eviction does not pay are listed as such.
+Reads the JSON files of a folder and writes README.md and plots there, and WHEN-IT-PAYS.md where loads were swept. Every
+figure comes from the files; missed targets and loads on which eviction does not pay are listed as such.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import payoff
+from benchmarks.harness.cells import SWEEP, Cell, cells, dtype, scenarios, sweeps
 from benchmarks.harness.measure import RESULTS, Estimate
 from benchmarks.harness.scenarios import PER_CPU, SPEED, STOCK
 from vllm_kvevict.quality.tables import picture, table
 
-THROUGHPUT, SWEEP, LATENCY, KVPRESS = "throughput-", "throughput-sweep-", "latency", "kvpress"
-REASONING = "reasoning-"
+LATENCY, KVPRESS = "latency", "kvpress"
 AXES = {
     "pool": "full requests that the KV memory holds",
     "budget": "budget",
@@ -27,8 +27,6 @@ AXES = {
     "load": "tokens of prompt x answer @ full requests that the KV memory holds",
 }
 """What a sweep varies."""
-MOST_UPRIGHT = 8
-"""Values on an axis; more would write over one another."""
 PICTURES = {
     "breakdown": "where an engine step goes",
     "attention": "decode attention over a share of the KV, speed-up over all KV with vLLM's op",
@@ -45,47 +43,6 @@ ABOUT = (
     "interval meets it."
 )
 BURSTS = "A busy server hands several tokens over at a time, so half of the times between tokens (itl) can be zero."
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One side with eviction beside stock vLLM, under one load.
-
-    Attributes:
-        name: of the scenario, or of the sweep and its value.
-        side: the one with eviction.
-        scenario: the load and its memory, as recorded.
-        rounds: the runs of each turn, as recorded.
-        ratios: by measure.
-        level: of the processor; None in records of before it was recorded.
-    """
-
-    name: str
-    side: str
-    scenario: dict[str, Any]
-    rounds: list[dict[str, Any]]
-    ratios: dict[str, Estimate]
-    level: str | None = None
-
-    def typical(self, turn: str, what: str) -> float:
-        """Median of a figure of a turn over the rounds."""
-        return median(one[turn][what] for one in self.rounds)
-
-    @property
-    def load(self) -> str:
-        """The load in words."""
-        of = self.scenario
-        answers = f", answers to {of['decode_budget']}" if "decode_budget" in of else ""
-        ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
-        return (
-            f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}, "
-            f"{of['policy']}{answers}{ranks}, {dtype(of)}{f', {self.level}' if self.level else ''}"
-        )
-
-
-def dtype(settings: dict[str, Any]) -> str:
-    """In which something was measured; older records do not say it and were all made in bfloat16."""
-    return settings.get("dtype", "bfloat16")
 
 
 def is_of(name: str, base: str) -> bool:
@@ -116,41 +73,6 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     if not records:
         raise ValueError(f"{folder} holds no results: run a benchmark first")
     return records
-
-
-def scenarios(records: dict[str, dict[str, Any]]) -> list[Cell]:
-    """The cells of all scenarios."""
-    found: list[Cell] = []
-    for name, content in records.items():
-        if name.startswith(THROUGHPUT) and not name.startswith(SWEEP):
-            name, results = name.removeprefix(THROUGHPUT), content["results"]
-            found += cells(name, results, content.get("level"))
-            if "bound" in results:
-                found += cells(f"{name}, one bound thread", results["bound"], content.get("level"))
-        elif name.startswith(REASONING):
-            for results in content["results"]["scenarios"].values():
-                found += cells(name, results, content.get("level"))
-    return found
-
-
-def sweeps(records: dict[str, dict[str, Any]]) -> dict[str, list[Cell]]:
-    """The cells of each sweep by the name of its file, in its order."""
-    return {
-        name: [
-            cell
-            for one in content["results"]["values"]
-            for cell in cells(f"{content['results']['sweep']} {one['value']}", one, content.get("level"))
-        ]
-        for name, content in records.items()
-        if name.startswith(SWEEP)
-    }
-
-
-def cells(name: str, content: dict[str, Any], level: str | None = None) -> Iterator[Cell]:
-    """One cell for each side with eviction."""
-    for side, measures in content["ratios"].items():
-        reached = {measure: Estimate(**value) for measure, value in measures.items()}
-        yield Cell(name, side, content["scenario"], content["rounds"], reached, level)
 
 
 def sources(records: dict[str, dict[str, Any]]) -> list[str]:
@@ -385,7 +307,7 @@ def plot_sweep(what: str, found: Sequence[Cell], path: Path) -> Path:
     right.axhline(1, color="grey", linewidth=0.8)
     for panel, label in ((left, "output tokens/s"), (right, SPEED)):
         panel.set(xlabel=AXES[what], ylabel=label, ylim=(0, None))
-        panel.set_xticks(list(places), values, rotation=60 if len(values) > MOST_UPRIGHT else 0)
+        panel.set_xticks(list(places), values)
         panel.grid(alpha=0.3)
         panel.legend()
     figure.tight_layout()
@@ -410,7 +332,10 @@ def write(folder: Path) -> Path:
     parts.append(throughput_section(loads))
     for name, found in swept.items():
         what = records[name]["results"]["sweep"]
-        plot_sweep(what, found, folder / f"{name}.png")
+        if what == "load":
+            payoff.plot(found, folder / f"{name}.png")
+        else:
+            plot_sweep(what, found, folder / f"{name}.png")
         parts.append(sweep_section(what, found, name))
     parts.append(no_gain([*loads, *(cell for found in swept.values() for cell in found)]))
     parts += [
@@ -420,6 +345,9 @@ def write(folder: Path) -> Path:
         pictures(records, folder),
         sources(records),
     ]
+    of_loads = {name: found for name, found in swept.items() if records[name]["results"]["sweep"] == "load"}
+    if of_loads:
+        (folder / payoff.PAGE).write_text(payoff.page(records, of_loads))
     output = folder / "README.md"
     output.write_text("\n\n".join("\n".join(part) for part in parts if part) + "\n")
     return output

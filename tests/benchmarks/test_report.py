@@ -8,10 +8,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks import reasoning, report
+from benchmarks.harness import payoff
 from benchmarks.harness.bench import as_record
+from benchmarks.harness.cells import cells
 from benchmarks.harness.measure import full_name, record, record_name, save
 from benchmarks.harness.scenarios import SCENARIOS, STOCK, Scenario
-from benchmarks.throughput import show_scenario
+from benchmarks.throughput import show_scenario, vary
 from tests.benchmarks.runs import ours, run_of
 
 
@@ -91,7 +93,7 @@ def test_loads_without_gain_are_listed_slowest_first(folder):
 def test_gains_only_make_no_such_section():
     scenario = SCENARIOS["pool-bound"]
     content = json.loads(json.dumps(as_record(scenario, rounds_of(scenario, 1.0))))
-    assert report.no_gain(list(report.cells("pool-bound", content))) == []
+    assert report.no_gain(list(cells("pool-bound", content))) == []
 
 
 def test_the_level_of_every_file_is_shown(folder):
@@ -134,6 +136,26 @@ def test_results_of_other_levels_lie_beside_the_usual_ones(folder, at_level):
         assert line in text or "comparisons" in line
 
 
+def test_where_loads_were_swept_a_page_says_when_eviction_pays(folder):
+    report.write(folder)
+    assert not (folder / payoff.PAGE).exists()
+    seconds = {"2048x32@12": 2.5, "2048x256@12": 2.0, "2048x256@3": 1.0, "512x32@3": 1.6}
+    values = []
+    for load, took in seconds.items():
+        scenario = vary(Scenario("", 12, 1024, 128, pool=3), "load", load)
+        values.append({"value": load, **as_record(scenario, rounds_of(scenario, took))})
+    save("throughput-sweep-load", record("throughput", {"sweep": "load", "values": values}), folder)
+    assert "](throughput-sweep-load.png)" in report.write(folder).read_text()
+    text = (folder / payoff.PAGE).read_text()
+    assert (folder / "throughput-sweep-load.png").exists() and "](throughput-sweep-load.png)" in text
+    extremes = "0.80x at 2048 in and 32 out, memory for 12, to 2.00x at 2048 in and 256 out, memory for 3."
+    assert f"Eviction is faster under 2 of 4 loads: from {extremes}" in text
+    short, enough = text.split("### Memory for ")[1:]
+    assert short.startswith("3 of 12 requests") and enough.startswith("12 of 12 requests")
+    assert "| 512 in | 1.25 [1.25, 1.25] | - |" in short and "| 2048 in | - | 2 [2, 2] |" in short
+    assert "| 2048 in | 0.8 [0.8, 0.8] | 1 [1, 1] |" in enough and "512" not in enough
+
+
 def test_kvpress_of_every_kind_has_a_section():
     run = {"answered": 2, "errors": [], "output_tokens": 10, "wall": 2.0}
     results = {
@@ -152,7 +174,11 @@ def test_the_page_in_the_repository_is_made_of_the_files_beside_it(tmp_path):
     pictures = (path for name in report.PICTURES for path in report.RESULTS.glob(f"{name}*.png"))
     for path in (*report.RESULTS.glob("*.json"), *pictures):
         (tmp_path / path.name).symlink_to(path)
-    assert report.write(tmp_path).read_text() == (report.RESULTS / "README.md").read_text()
+    report.write(tmp_path)
+    pages = {path.name for path in tmp_path.glob("*.md")}
+    assert "README.md" in pages and pages == {path.name for path in report.RESULTS.glob("*.md")}
+    for page in pages:
+        assert (tmp_path / page).read_text() == (report.RESULTS / page).read_text()
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"results": {}}', "[]"])

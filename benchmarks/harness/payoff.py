@@ -1,0 +1,114 @@
+"""When eviction pays: output tokens/s over stock vLLM's, by prompt, answer and memory, as a page and as a plot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.cells import Cell
+from benchmarks.harness.scenarios import SPEED
+from vllm_kvevict.quality.tables import picture, table
+
+PAGE = "WHEN-IT-PAYS.md"
+
+ABOUT = (
+    "Written by `python -m benchmarks.report` from `python -m benchmarks.throughput --sweep load`. The tables have "
+    f"{SPEED}: where a figure is above 1, eviction pays. All requests come at once. Memory is counted in requests "
+    "whose prompt and answer it holds without eviction; with as many as there are requests, everything fits. A figure "
+    "without an interval is of one run of each side."
+)
+
+Grid = dict[tuple[int, int], Cell]
+"""Loads by tokens of each prompt and of each answer."""
+
+
+def page(records: dict[str, dict[str, Any]], swept: dict[str, list[Cell]]) -> str:
+    """The page of all sweeps over loads.
+
+    Args:
+        records: by the names of their files, which are in the folder of the page.
+        swept: of these records the sweeps over loads, with a cell for each load.
+    """
+    lines = ["# When eviction pays", "", ABOUT]
+    for name, found in swept.items():
+        first, record = found[0].scenario, records[name]
+        lines += ["", f"## {first['policy']}, {found[0].side}, {first['dtype']}", ""]
+        lines += [f"On {record['cpu']} ({record.get('level', 'level not recorded')}); [record]({name}.json)."]
+        lines += [in_words(found), "", *picture("speed over stock's", f"{name}.png")]
+        for pool, grid in grids(found).items():
+            lines += ["", f"### Memory for {pool} of {first['requests']} requests", "", *grid_table(grid)]
+    return "\n".join(lines) + "\n"
+
+
+def in_words(found: Sequence[Cell]) -> str:
+    """How many loads gain, and where most and least is gained."""
+    by_speed = sorted(found, key=_speed)
+    gains = sum(_speed(cell) > 1 for cell in found)
+    slowest, fastest = _in_words(by_speed[0]), _in_words(by_speed[-1])
+    return f"Eviction is faster under {gains} of {len(found)} loads: from {slowest}, to {fastest}."
+
+
+def _speed(cell: Cell) -> float:
+    return cell.ratios[SPEED].median
+
+
+def _in_words(cell: Cell) -> str:
+    of = cell.scenario
+    return f"{_speed(cell):.2f}x at {of['input_len']} in and {of['output_len']} out, memory for {of['pool']}"
+
+
+def grids(found: Sequence[Cell]) -> dict[int, Grid]:
+    """The cells by memory, least memory first, then by prompt and answer."""
+    result: dict[int, Grid] = {}
+    for cell in sorted(found, key=lambda cell: cell.scenario["pool"]):
+        grid = result.setdefault(cell.scenario["pool"], {})
+        grid[cell.scenario["input_len"], cell.scenario["output_len"]] = cell
+    return result
+
+
+def grid_table(grid: Grid) -> list[str]:
+    """A row for each length of prompts, a column for each length of answers; a dash where nothing was measured."""
+    prompts, answers = _lengths(grid)
+    rows = [
+        (f"{prompt} in", *(_shown(grid.get((prompt, answer))) for answer in answers)) for prompt in prompts
+    ]
+    return table(("", *(f"{answer} out" for answer in answers)), rows)
+
+
+def _shown(cell: Cell | None) -> str:
+    """A load's speed over stock's, with an interval if there were several rounds."""
+    if cell is None:
+        return "-"
+    return str(cell.ratios[SPEED]) if len(cell.rounds) > 1 else f"{_speed(cell):.2f}"
+
+
+def plot(found: Sequence[Cell], path: Path) -> Path:
+    """The tables as maps, one for each memory: what is faster in green, what is slower in red; returns the path."""
+    from matplotlib import colors, pyplot
+
+    by_memory = grids(found)
+    figure, axes = pyplot.subplots(1, len(by_memory), figsize=(5.5 * len(by_memory), 4), squeeze=False)
+    scale = colors.TwoSlopeNorm(1.0, vmin=0.5, vmax=2.0)
+    for panel, (pool, grid) in zip(axes[0], by_memory.items(), strict=True):
+        prompts, answers = _lengths(grid)
+        speeds = [[_speed(grid[p, a]) if (p, a) in grid else float("nan") for a in answers] for p in prompts]
+        panel.imshow(speeds, cmap="RdYlGn", norm=scale, aspect="auto", origin="lower")
+        panel.set_xticks(range(len(answers)), answers)
+        panel.set_yticks(range(len(prompts)), prompts)
+        panel.set(
+            xlabel="tokens of each answer",
+            ylabel="tokens of each prompt",
+            title=f"memory for {pool} requests",
+        )
+        for (prompt, answer), cell in grid.items():
+            panel.text(
+                answers.index(answer), prompts.index(prompt), f"{_speed(cell):.2f}x", ha="center", va="center"
+            )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _lengths(grid: Grid) -> tuple[list[int], list[int]]:
+    """Of prompts, and of answers, shortest first."""
+    return sorted({prompt for prompt, _ in grid}), sorted({answer for _, answer in grid})
