@@ -48,11 +48,13 @@ def kept(file: Path, measure: Callable[[], Times]) -> Times:
 
     Where the file cannot be written, each start measures.
     """
-    times = _read(file)
-    if times is not None:
-        return times
-    with contextlib.suppress(OSError):
-        file.unlink(missing_ok=True)  # what cannot be read
+    # Asked first, so that what another rank writes in this moment is not removed.
+    if file.exists():
+        times = _read(file)
+        if times is not None:
+            return times
+        with contextlib.suppress(OSError):
+            file.unlink()
     measured = measure()
     _write(file, measured)
     # Of ranks that start together the first to write decides for all.
