@@ -31,11 +31,11 @@ def page(records: dict[str, dict[str, Any]], swept: dict[str, list[Cell]]) -> st
     lines = ["# When eviction pays", "", ABOUT]
     for name, found in swept.items():
         first, record = found[0].scenario, records[name]
-        lines += ["", f"## {first['policy']}, {found[0].side}, {first['dtype']}", ""]
+        lines += ["", f"## {first['policy']}, {first['dtype']}", ""]
         lines += [f"On {record['cpu']} ({record.get('level', 'level not recorded')}); [record]({name}.json)."]
         lines += [in_words(found), "", *picture("speed over stock's", f"{name}.png")]
-        for pool, grid in grids(found).items():
-            lines += ["", f"### Memory for {pool} of {first['requests']} requests", "", *grid_table(grid)]
+        for title, grid in grids(found).items():
+            lines += ["", f"### {title}", "", *grid_table(grid)]
     return "\n".join(lines) + "\n"
 
 
@@ -53,15 +53,17 @@ def _speed(cell: Cell) -> float:
 
 def _in_words(cell: Cell) -> str:
     of = cell.scenario
-    return f"{_speed(cell):.2f}x at {of['input_len']} in and {of['output_len']} out, memory for {of['pool']}"
+    lengths = f"{of['input_len']} in and {of['output_len']} out"
+    return f"{_speed(cell):.2f}x at {lengths}, {cell.side}, memory for {of['pool']}"
 
 
-def grids(found: Sequence[Cell]) -> dict[int, Grid]:
-    """The cells by memory, least memory first, then by prompt and answer."""
-    result: dict[int, Grid] = {}
-    for cell in sorted(found, key=lambda cell: cell.scenario["pool"]):
-        grid = result.setdefault(cell.scenario["pool"], {})
-        grid[cell.scenario["input_len"], cell.scenario["output_len"]] = cell
+def grids(found: Sequence[Cell]) -> dict[str, Grid]:
+    """The cells by side and memory, which their titles say, least memory first, then by prompt and answer."""
+    result: dict[str, Grid] = {}
+    for cell in sorted(found, key=lambda cell: (cell.side, cell.scenario["pool"])):
+        of = cell.scenario
+        title = f"{cell.side}, memory for {of['pool']} of {of['requests']} requests"
+        result.setdefault(title, {})[of["input_len"], of["output_len"]] = cell
     return result
 
 
@@ -82,23 +84,19 @@ def _shown(cell: Cell | None) -> str:
 
 
 def plot(found: Sequence[Cell], path: Path) -> Path:
-    """The tables as maps, one for each memory: what is faster in green, what is slower in red; returns the path."""
+    """The tables as maps: what is faster in green, what is slower in red; returns the path."""
     from matplotlib import colors, pyplot
 
-    by_memory = grids(found)
-    figure, axes = pyplot.subplots(1, len(by_memory), figsize=(5.5 * len(by_memory), 4), squeeze=False)
+    maps = grids(found)
+    figure, axes = pyplot.subplots(1, len(maps), figsize=(5.5 * len(maps), 4), squeeze=False)
     scale = colors.TwoSlopeNorm(1.0, vmin=0.5, vmax=2.0)
-    for panel, (pool, grid) in zip(axes[0], by_memory.items(), strict=True):
+    for panel, (title, grid) in zip(axes[0], maps.items(), strict=True):
         prompts, answers = _lengths(grid)
         speeds = [[_speed(grid[p, a]) if (p, a) in grid else float("nan") for a in answers] for p in prompts]
         panel.imshow(speeds, cmap="RdYlGn", norm=scale, aspect="auto", origin="lower")
         panel.set_xticks(range(len(answers)), answers)
         panel.set_yticks(range(len(prompts)), prompts)
-        panel.set(
-            xlabel="tokens of each answer",
-            ylabel="tokens of each prompt",
-            title=f"memory for {pool} requests",
-        )
+        panel.set(xlabel="tokens of each answer", ylabel="tokens of each prompt", title=title)
         for (prompt, answer), cell in grid.items():
             panel.text(
                 answers.index(answer), prompts.index(prompt), f"{_speed(cell):.2f}x", ha="center", va="center"

@@ -148,12 +148,21 @@ def test_where_loads_were_swept_a_page_says_when_eviction_pays(folder):
     assert "](throughput-sweep-load.png)" in report.write(folder).read_text()
     text = (folder / payoff.PAGE).read_text()
     assert (folder / "throughput-sweep-load.png").exists() and "](throughput-sweep-load.png)" in text
-    extremes = "0.80x at 2048 in and 32 out, memory for 12, to 2.00x at 2048 in and 256 out, memory for 3."
-    assert f"Eviction is faster under 2 of 4 loads: from {extremes}" in text
-    short, enough = text.split("### Memory for ")[1:]
+    slowest = "0.80x at 2048 in and 32 out, budget 0.2, memory for 12"
+    fastest = "2.00x at 2048 in and 256 out, budget 0.2, memory for 3"
+    assert f"Eviction is faster under 2 of 4 loads: from {slowest}, to {fastest}." in text
+    short, enough = text.split("### budget 0.2, memory for ")[1:]
     assert short.startswith("3 of 12 requests") and enough.startswith("12 of 12 requests")
     assert "| 512 in | 1.25 [1.25, 1.25] | - |" in short and "| 2048 in | - | 2 [2, 2] |" in short
     assert "| 2048 in | 0.8 [0.8, 0.8] | 1 [1, 1] |" in enough and "512" not in enough
+
+
+def test_each_budget_has_tables_of_its_own(tmp_path):
+    scenario = Scenario("", 12, 2048, 32, pool=3, budgets=(0.2, 0.4))
+    found = list(cells("load", json.loads(json.dumps(as_record(scenario, rounds_of(scenario, 1.0))))))
+    titles = [f"budget {budget}, memory for 3 of 12 requests" for budget in (0.2, 0.4)]
+    assert {title: len(grid) for title, grid in payoff.grids(found).items()} == dict.fromkeys(titles, 1)
+    assert payoff.plot(found, tmp_path / "map.png").exists()
 
 
 def test_kvpress_of_every_kind_has_a_section():
