@@ -1,6 +1,7 @@
 """Times of kernels are kept, so that all starts and ranks of a machine choose the same kernels."""
 
 import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,22 @@ def test_what_was_measured_once_holds_for_later_starts(tmp_path):
     assert kept(file, lambda: FASTER) == FASTER
 
 
-def test_of_ranks_that_measure_at_the_same_time_the_first_to_write_decides(tmp_path):
-    file = tmp_path / "times.json"
-
-    def measure_while_another_writes() -> Times:
-        kept(file, lambda: FASTER)
-        return SLOWER
-
-    assert kept(file, measure_while_another_writes) == FASTER
-
-
 def _measure(file: Path, kernel: float, queue) -> None:
-    queue.put(kept(file, lambda: Times(kernel, 1.0)))
+    measured = []
+
+    def measure() -> Times:
+        measured.append(kernel)
+        time.sleep(0.2)
+        return Times(kernel, 1.0)
+
+    queue.put((kept(file, measure), len(measured)))
 
 
-def test_processes_agree(tmp_path):
+@pytest.mark.parametrize("content", ["", "{"])
+def test_of_ranks_that_start_together_one_measures_for_all(tmp_path, content):
+    if content:
+        (tmp_path / "times.json").write_text(content)
+
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     processes = [
@@ -48,11 +50,11 @@ def test_processes_agree(tmp_path):
     ]
     for process in processes:
         process.start()
-    found = {queue.get(timeout=60) for _ in processes}
+    found, measured = zip(*(queue.get(timeout=60) for _ in processes), strict=True)
     for process in processes:
         process.join()
-    assert len(found) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["times.json"]
+    assert len(set(found)) == 1 and sum(measured) == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"times.json", "times.lock"}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,20 @@ def test_a_file_that_says_nothing_is_written_anew(tmp_path, content):
 
 
 def test_where_nothing_can_be_written_each_start_measures(tmp_path):
+    (tmp_path / "no folder").touch()
     file = tmp_path / "no folder" / "times.json"
     assert kept(file, lambda: FASTER) == FASTER
     assert kept(file, lambda: SLOWER) == SLOWER
+
+
+def test_where_no_file_can_be_locked_the_times_are_kept_all_the_same(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr("filelock.FileLock", refuse)
+    file = tmp_path / "times.json"
+    assert kept(file, lambda: FASTER) == FASTER
+    assert kept(file, _never) == FASTER
 
 
 def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
@@ -94,8 +107,10 @@ def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
         files.add(times_file("prefill_attention", other))
     monkeypatch.setattr("vllm.__version__", "another")
     files.add(times_file("prefill_attention", SHAPE))
+    monkeypatch.setattr("vllm_kvevict.machine.cpu_model", lambda: "another")
+    files.add(times_file("prefill_attention", SHAPE))
     monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx")
     files.add(times_file("prefill_attention", SHAPE))
-    assert len(files) == 10
+    assert len(files) == 11
     monkeypatch.undo()
     assert times_file("prefill_attention", SHAPE) in files

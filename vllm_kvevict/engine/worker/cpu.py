@@ -185,17 +185,20 @@ class CPUPages:
 def _is_faster(what: str, file: Path, measure: Callable[[], Times]) -> bool:
     """Whether our kernel beats vLLM's op, by the times that the file keeps; the log says by how much."""
     times = kept(file, measure)
-    found = what, level(), times.kernel / times.op, file
+    where = (
+        f"kept in {file}: remove it to time again" if file.exists() else f"{file.parent} cannot be written"
+    )
+    found = what, level(), times.kernel / times.op, where
     if times.kernel <= times.op:
         logger.info(
             "KV eviction: %s uses vllm-kvevict's kernel, compiled for %s, which takes %.2f times as long as vLLM's "
-            "attention here (timed once, in %s)",
+            "attention here (%s)",
             *found,
         )
         return True
     logger.warning(
         "KV eviction: %s uses vLLM's attention, because vllm-kvevict's kernel, compiled for %s, takes %.2f times as "
-        "long here (timed once: remove %s to time again)",
+        "long here (%s)",
         *found,
     )
     return False

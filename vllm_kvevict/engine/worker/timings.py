@@ -8,15 +8,20 @@ beside the compiled kernel, for all later starts and all ranks of a machine.
 import contextlib
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import filelock
 import torch
 import vllm
 
+from vllm_kvevict import machine
 from vllm_kvevict.kernels import build
+
+PATIENCE = 60
+"""Seconds to wait for another rank that measures, which takes it less than one."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,34 @@ def times_file(kernel: str, shape: object) -> Path:
         BuildError: as of :func:`vllm_kvevict.kernels.build.load`.
     """
     library = build.library_file(kernel)
-    parts = [library.stem, vllm.__version__, torch.__version__, repr(shape)]
+    parts = [library.stem, machine.cpu_model(), vllm.__version__, torch.__version__, repr(shape)]
     return library.with_name(f"times-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}.json")
 
 
 def kept(file: Path, measure: Callable[[], Times]) -> Times:
     """The times that a file has, else those that are measured now, which it then has.
 
-    Where the file cannot be written, each start measures.
+    Of ranks that start together one measures, and the others wait for it. Where the file cannot be written, each start
+    measures.
     """
-    # Asked first, so that what another rank writes in this moment is not removed.
-    if file.exists():
+    if (times := _read(file)) is not None:
+        return times
+    with _one_at_a_time(file):
         times = _read(file)
-        if times is not None:
-            return times
-        with contextlib.suppress(OSError):
-            file.unlink()
-    measured = measure()
-    _write(file, measured)
-    # Of ranks that start together the first to write decides for all.
-    return _read(file) or measured
+        if times is None:
+            times = measure()
+            _write(file, times)
+        return times
+
+
+@contextlib.contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Wait while another process is in here for this file, where the file system has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):
+            # Users may share the folder.
+            stack.enter_context(filelock.FileLock(file.with_suffix(".lock"), timeout=PATIENCE, mode=0o666))
+        yield
 
 
 def _read(file: Path) -> Times | None:
@@ -70,12 +83,8 @@ def _read(file: Path) -> Times | None:
 
 
 def _write(file: Path, times: Times) -> None:
-    """Write the file, whole, unless another process has written it meanwhile."""
-    with (
-        contextlib.suppress(OSError),
-        tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=build.SCRATCH) as scratch,
-    ):
-        json.dump(asdict(times), scratch)
-        scratch.flush()
-        Path(scratch.name).chmod(0o644)
-        file.hardlink_to(scratch.name)
+    """Write the file whole, so that nobody reads half of it."""
+    scratch = file.with_name(f"{build.SCRATCH}-{os.getpid()}-{file.name}")
+    with contextlib.suppress(OSError):
+        scratch.write_text(json.dumps(asdict(times)))
+        scratch.replace(file)
