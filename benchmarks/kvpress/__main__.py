@@ -125,7 +125,7 @@ def make_turns(arguments: argparse.Namespace, engines: dict[str, Side], opponent
     """The turns of a round: what is compared stands side by side."""
 
     def engine(side: Side, policy: str) -> Callable[[Workload], Run]:
-        return lambda work: from_outcome(side.run(work, extra_args={"kv_eviction": policy}), work.requests)
+        return lambda work: from_outcome(side.run(work, extra_args={"kv_eviction": policy}), work)
 
     def transformers(policy: str | None, size: int) -> Callable[[Workload], Run]:
         return lambda work: run_batches(
@@ -163,6 +163,7 @@ def started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[d
                 dtype=arguments.dtype,
                 max_model_len=scenario.max_len,
                 kv_cache_memory_bytes=scenario.kv_bytes(),
+                enable_prefix_caching=False,  # one engine is given the same prompts without eviction and with it
                 kv_eviction=policy,
                 kv_budget=arguments.budget,
                 kv_eviction_config={"pooling": "avg", "min_prompt": 0},

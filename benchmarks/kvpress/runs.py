@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.harness.sides import Outcome
+from benchmarks.harness.sides import Outcome, Workload
 from benchmarks.kvpress.opponent import Opponent
 
 
@@ -46,8 +46,17 @@ Round = dict[str, Run]
 """One run of each side, by the side's name."""
 
 
-def from_outcome(outcome: Outcome, requests: int) -> Run:
-    """The run of vLLM's engine. Steps that read prompts may decode other requests as well."""
+def from_outcome(outcome: Outcome, work: Workload) -> Run:
+    """The run of vLLM's engine. Steps that read prompts may decode other requests as well.
+
+    Raises:
+        RuntimeError: if prompt tokens came from a cache, which the other program does not have.
+    """
+    read = sum(prompt_tokens for _, prompt_tokens, _ in outcome.steps)
+    if read < (wanted := work.requests * work.input_len):
+        raise RuntimeError(
+            f"the engine read {read} of {wanted} prompt tokens; the others were in its prefix cache"
+        )
     return Run(
         wall=outcome.wall,
         cpu=outcome.cpu,
@@ -55,7 +64,7 @@ def from_outcome(outcome: Outcome, requests: int) -> Run:
         decode=outcome.decode_seconds,
         decode_steps=sum(not prompt_tokens for _, prompt_tokens, _ in outcome.steps),
         output_tokens=outcome.output_tokens,
-        answered=requests,
+        answered=work.requests,
     )
 
 

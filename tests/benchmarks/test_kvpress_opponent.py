@@ -69,9 +69,8 @@ class FakeSide:
     """An engine whose answers are prepared."""
 
     def run(self, work: Workload, **sampling) -> Outcome:
-        return Outcome(
-            1.0, 0.5, work.requests * work.output_len, work.requests, 0, [(0.4, 64, 2), (0.6, 0, 2)]
-        )
+        steps = [(0.4, work.requests * work.input_len, 2), (0.6, 0, 2)]
+        return Outcome(1.0, 0.5, work.requests * work.output_len, work.requests, 0, steps)
 
     def call(self, work, workload: Workload, policy: str) -> dict:
         entries = 0 if policy == "full" else workload.requests * LAYERS * KV_HEADS * 10
@@ -113,9 +112,15 @@ def test_batches_add_up_and_failed_ones_cost_nothing(opponent: Opponent):
 
 def test_our_run_tells_prefill_from_decode():
     outcome = Outcome(3.0, 2.5, 20, 2, 0, [(1.0, 64, 1), (0.5, 0, 2), (0.25, 0, 2)])
-    run = from_outcome(outcome, 2)
+    run = from_outcome(outcome, Workload(2, 32, 10))
     assert (run.prefill, run.decode, run.decode_steps, run.step_ms) == (1.0, 0.75, 2, 375.0)
-    assert run.stored_bytes is None
+    assert run.stored_bytes is None and run.answered == 2
+
+
+def test_prompts_from_a_cache_are_an_error():
+    outcome = Outcome(3.0, 2.5, 20, 2, 0, [(1.0, 64, 1), (0.5, 0, 2)])
+    with pytest.raises(RuntimeError, match="read 64 of 66 prompt tokens"):
+        from_outcome(outcome, Workload(2, 33, 10))
 
 
 def of(speed: float, failures: int = 0, answered: int = 8) -> Run:
