@@ -2,7 +2,8 @@
 
 Two kinds of steps, of models with few and with many layers: one that decodes a batch, and one that reads the whole
 prompt of a request and evicts it. Functions are timed from outside, each without the timed functions that it calls, so
-the parts add up to the step. The timers take about a microsecond per call, which is included.
+the parts add up to the step. The timers take about a microsecond per call, which is included. From the parts on one
+thread follows what more cores could make of a step, since threads divide some parts and not the others.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, record, record_name, save, warn_if_busy
+from benchmarks.harness.more_cores import cores_table
 from benchmarks.harness.options import add_counts, add_dtype, budget, whole
 from benchmarks.harness.scenarios import BLOCK, STOCK, model, token_bytes
 from benchmarks.harness.sides import Engine, Side, Workload, running
@@ -212,7 +214,11 @@ def main() -> int:
     load = warn_if_busy(console)
     cells = measure(arguments)
     for kind in (DECODE, PREFILL):
-        console.print(show(arguments, kind, [cell for cell in cells if cell.kind == kind]))
+        of_kind = [cell for cell in cells if cell.kind == kind]
+        console.print(show(arguments, kind, of_kind))
+        if arguments.threads == 1:
+            columns = [(f"{cell.layers} layers, {cell.side}", cell.milliseconds) for cell in of_kind]
+            console.print(cores_table(f"{kind}: at best, by Amdahl's law, ms", columns))
     content = {
         "settings": vars(arguments),
         "load_average_at_start": load,

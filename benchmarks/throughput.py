@@ -8,8 +8,9 @@ is then measured once more with one bound thread of each rank.
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,6 +57,9 @@ SWEPT = {
     "load": ("input_len", "output_len", "pool"),
 }
 """The scenario's fields that a sweep sets, which no option may set then."""
+
+Results = dict[str, tuple[Scenario, list[Round]]]
+"""Scenarios and their rounds, by name or by the value of a sweep."""
 
 
 def vary(base: Scenario, what: str, value: str) -> Scenario:
@@ -120,7 +124,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     return arguments, scenarios
 
 
-def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> Table:
+def sweep_table(what: str, results: Results) -> Table:
     """One row for each value and side with eviction."""
     table = Table(title=f"--sweep {what}")
     for column in (
@@ -150,15 +154,19 @@ def sweep_table(what: str, results: dict[str, tuple[Scenario, list[Round]]]) -> 
 
 
 async def run_all(
-    arguments: argparse.Namespace, scenarios: dict[str, Scenario], threads: int | None
-) -> dict[str, tuple[Scenario, list[Round]]]:
-    """All rounds of all scenarios with so many threads."""
+    arguments: argparse.Namespace,
+    scenarios: dict[str, Scenario],
+    threads: int | None,
+    after_each: Callable[[Results], object] = lambda results: None,
+) -> Results:
+    """All rounds of all scenarios with so many threads; calls `after_each` with what there is after each scenario."""
     bench = Bench(threads, sum(scenario.rounds * len(scenario.turns()) for scenario in scenarios.values()))
-    results = {}
+    results: Results = {}
     with bench.bar:
         for value, scenario in scenarios.items():
             prefix = f"{arguments.sweep} {value}, " if arguments.sweep else ""
             results[value] = (scenario, await bench.run(scenario, prefix))
+            after_each(results)
         bench.say("done")
     return results
 
@@ -178,23 +186,37 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
     """Run everything, print it and save it."""
     console = Console(width=WIDTH)
     common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
+    measured = measure_sweep if arguments.sweep else measure_scenario
+    console.print(f"written to {await measured(console, arguments, scenarios, common)}")
+
+
+async def measure_sweep(
+    console: Console, arguments: argparse.Namespace, scenarios: dict[str, Scenario], common: dict[str, Any]
+) -> Path:
+    """Each value of a sweep; the record is written after each, so that one that is stopped keeps what it has."""
+    name = arguments.name or record_name(f"throughput-sweep-{arguments.sweep}", arguments.dtype)
+
+    def write(results: Results) -> Path:
+        values = [{"value": value, **as_record(*result)} for value, result in results.items()]
+        content = {"sweep": arguments.sweep, **common, "values": values}
+        return save(name, record("throughput", content))
+
+    results = await run_all(arguments, scenarios, arguments.threads, after_each=write)
+    console.print(sweep_table(arguments.sweep, results))
+    return write(results)
+
+
+async def measure_scenario(
+    console: Console, arguments: argparse.Namespace, scenarios: dict[str, Scenario], common: dict[str, Any]
+) -> Path:
+    """One scenario, and once more with one bound thread if vLLM places them."""
     results = await run_all(arguments, scenarios, arguments.threads)
-    if arguments.sweep:
-        name = f"throughput-sweep-{arguments.sweep}"
-        console.print(sweep_table(arguments.sweep, results))
-        content = {
-            "sweep": arguments.sweep,
-            **common,
-            "values": [{"value": value, **as_record(*result)} for value, result in results.items()],
-        }
-    else:
-        name = f"throughput-{arguments.scenario}"
-        console.print(placement_name(arguments.threads))
-        content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
-        if arguments.threads is None:
-            content["bound"] = await measure_bound(console, arguments, scenarios[arguments.scenario])
-    name = arguments.name or record_name(name, arguments.dtype)
-    console.print(f"written to {save(name, record('throughput', content))}")
+    console.print(placement_name(arguments.threads))
+    content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
+    if arguments.threads is None:
+        content["bound"] = await measure_bound(console, arguments, scenarios[arguments.scenario])
+    name = arguments.name or record_name(f"throughput-{arguments.scenario}", arguments.dtype)
+    return save(name, record("throughput", content))
 
 
 def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.cells import Cell
+from benchmarks.harness.options import placement_name
 from benchmarks.harness.scenarios import SPEED
 from vllm_kvevict.quality.tables import picture, table
 
@@ -33,10 +34,19 @@ def page(records: dict[str, dict[str, Any]], swept: dict[str, list[Cell]]) -> st
         first, record = found[0].scenario, records[name]
         lines += ["", f"## {first['policy']}, {first['dtype']}", ""]
         lines += [f"On {record['cpu']} ({record.get('level', 'level not recorded')}); [record]({name}.json)."]
+        lines += [_threads_in_words(record["results"]["threads"])]
         lines += [in_words(found), "", *picture("speed over stock's", f"{name}.png")]
         for title, grid in grids(found).items():
             lines += ["", f"### {title}", "", *grid_table(grid)]
     return "\n".join(lines) + "\n"
+
+
+def _threads_in_words(threads: int | None) -> str:
+    """How many threads the sides had, and what that means for the figures."""
+    if threads is None:
+        own = "Threads are [where vLLM places them](../../docs/BENCHMARKS.md#threads)"
+        return f"{own}: on two cores one for stock vLLM and two with eviction, which is a part of what is gained."
+    return f"Both sides have {placement_name(threads)}."
 
 
 def in_words(found: Sequence[Cell]) -> str:

@@ -144,9 +144,11 @@ def test_where_loads_were_swept_a_page_says_when_eviction_pays(folder):
     for load, took in seconds.items():
         scenario = vary(Scenario("", 12, 1024, 128, pool=3), "load", load)
         values.append({"value": load, **as_record(scenario, rounds_of(scenario, took))})
-    save("throughput-sweep-load", record("throughput", {"sweep": "load", "values": values}), folder)
+    swept = {"sweep": "load", "threads": None, "values": values}
+    save("throughput-sweep-load", record("throughput", swept), folder)
     assert "](throughput-sweep-load.png)" in report.write(folder).read_text()
     text = (folder / payoff.PAGE).read_text()
+    assert "on two cores one for stock vLLM and two with eviction" in text
     assert (folder / "throughput-sweep-load.png").exists() and "](throughput-sweep-load.png)" in text
     slowest = "0.80x at 2048 in and 32 out, budget 0.2, memory for 12"
     fastest = "2.00x at 2048 in and 256 out, budget 0.2, memory for 3"
