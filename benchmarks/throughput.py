@@ -8,7 +8,7 @@ is then measured once more with one bound thread of each rank.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ SWEPT = {
 """The scenario's fields that a sweep sets, which no option may set then."""
 
 Results = dict[str, tuple[Scenario, list[Round]]]
-"""Scenarios and their rounds, by name or by the value of a sweep."""
+"""Scenarios and their rounds by the value of a sweep."""
 
 
 def vary(base: Scenario, what: str, value: str) -> Scenario:
@@ -153,31 +153,24 @@ def sweep_table(what: str, results: Results) -> Table:
     return table
 
 
-async def run_all(
-    arguments: argparse.Namespace,
-    scenarios: dict[str, Scenario],
-    threads: int | None,
-    after_each: Callable[[Results], object] = lambda results: None,
-) -> Results:
-    """All rounds of all scenarios with so many threads; calls `after_each` with what there is after each scenario."""
-    bench = Bench(threads, sum(scenario.rounds * len(scenario.turns()) for scenario in scenarios.values()))
-    results: Results = {}
+def count_runs(scenario: Scenario) -> int:
+    """How many runs all rounds of a scenario have."""
+    return scenario.rounds * len(scenario.turns())
+
+
+async def run_scenario(scenario: Scenario, threads: int | None) -> list[Round]:
+    """All rounds of a scenario with so many threads."""
+    bench = Bench(threads, count_runs(scenario))
     with bench.bar:
-        for value, scenario in scenarios.items():
-            prefix = f"{arguments.sweep} {value}, " if arguments.sweep else ""
-            results[value] = (scenario, await bench.run(scenario, prefix))
-            after_each(results)
+        rounds = await bench.run(scenario)
         bench.say("done")
-    return results
+    return rounds
 
 
-async def measure_bound(
-    console: Console, arguments: argparse.Namespace, scenario: Scenario
-) -> dict[str, Any]:
+async def measure_bound(console: Console, name: str, scenario: Scenario) -> dict[str, Any]:
     """The same with one bound thread, which vLLM's placement may give one side and not the other."""
-    results = await run_all(arguments, {arguments.scenario: scenario}, threads=1)
-    scenario, rounds = results[arguments.scenario]
-    console.print(runs_table(f"{arguments.scenario}, {placement_name(1)}", rounds))
+    rounds = await run_scenario(scenario, threads=1)
+    console.print(runs_table(f"{name}, {placement_name(1)}", rounds))
     show_ratios(console, scenario, rounds)
     return {"threads": 1, **as_record(scenario, rounds)}
 
@@ -186,8 +179,11 @@ async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario])
     """Run everything, print it and save it."""
     console = Console(width=WIDTH)
     common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
-    measured = measure_sweep if arguments.sweep else measure_scenario
-    console.print(f"written to {await measured(console, arguments, scenarios, common)}")
+    if arguments.sweep:
+        path = await measure_sweep(console, arguments, scenarios, common)
+    else:
+        path = await measure_scenario(console, arguments, scenarios[arguments.scenario], common)
+    console.print(f"written to {path}")
 
 
 async def measure_sweep(
@@ -195,26 +191,28 @@ async def measure_sweep(
 ) -> Path:
     """Each value of a sweep; the record is written after each, so that one that is stopped keeps what it has."""
     name = arguments.name or record_name(f"throughput-sweep-{arguments.sweep}", arguments.dtype)
-
-    def write(results: Results) -> Path:
-        values = [{"value": value, **as_record(*result)} for value, result in results.items()]
-        content = {"sweep": arguments.sweep, **common, "values": values}
-        return save(name, record("throughput", content))
-
-    results = await run_all(arguments, scenarios, arguments.threads, after_each=write)
+    bench = Bench(arguments.threads, sum(count_runs(scenario) for scenario in scenarios.values()))
+    results: Results = {}
+    with bench.bar:
+        for value, scenario in scenarios.items():
+            results[value] = (scenario, await bench.run(scenario, f"{arguments.sweep} {value}, "))
+            values = [{"value": done, **as_record(*result)} for done, result in results.items()]
+            content = {"sweep": arguments.sweep, **common, "values": values}
+            path = save(name, record("throughput", content))
+        bench.say("done")
     console.print(sweep_table(arguments.sweep, results))
-    return write(results)
+    return path
 
 
 async def measure_scenario(
-    console: Console, arguments: argparse.Namespace, scenarios: dict[str, Scenario], common: dict[str, Any]
+    console: Console, arguments: argparse.Namespace, scenario: Scenario, common: dict[str, Any]
 ) -> Path:
     """One scenario, and once more with one bound thread if vLLM places them."""
-    results = await run_all(arguments, scenarios, arguments.threads)
+    rounds = await run_scenario(scenario, arguments.threads)
     console.print(placement_name(arguments.threads))
-    content = common | show_scenario(console, arguments.scenario, *results[arguments.scenario])
+    content = common | show_scenario(console, arguments.scenario, scenario, rounds)
     if arguments.threads is None:
-        content["bound"] = await measure_bound(console, arguments, scenarios[arguments.scenario])
+        content["bound"] = await measure_bound(console, arguments.scenario, scenario)
     name = arguments.name or record_name(f"throughput-{arguments.scenario}", arguments.dtype)
     return save(name, record("throughput", content))
 

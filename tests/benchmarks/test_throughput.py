@@ -274,6 +274,7 @@ def test_records_of_another_dtype_have_files_of_their_own(monkeypatch, at_level)
         at_level(level)
         asyncio.run(throughput.measure(*parse_arguments(options.split())))
     expected = ["throughput-overhead", "throughput-overhead-avx512-float32"]
+    # A sweep is saved after each value.
     assert list(dict.fromkeys(saved)) == [*expected, "throughput-sweep-pool-avx2-float32", "mine"]
 
 
@@ -287,11 +288,8 @@ def test_a_sweep_that_is_stopped_keeps_the_values_it_has(monkeypatch):
 
     monkeypatch.setattr(throughput.Bench, "run", run)
     monkeypatch.setattr(throughput, "save", lambda name, content: saved.append((name, content["results"])))
+    options = ["--sweep", "pool", "--values", "2", "3", "4", "--name", "mine"]
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(
-            throughput.measure(
-                *parse_arguments(["--sweep", "pool", "--values", "2", "3", "4", "--name", "mine"])
-            )
-        )
+        asyncio.run(throughput.measure(*parse_arguments(options)))
     assert [name for name, _ in saved] == ["mine", "mine"]
     assert [[one["value"] for one in results["values"]] for _, results in saved] == [["2"], ["2", "3"]]
