@@ -166,7 +166,7 @@ def _environment(threads: int) -> Iterator[None]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "LD_PRELOAD": ":".join(_preloads()),
+        "LD_PRELOAD": preloads(),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "VLLM_KVEVICT_CHECK": "0",
     }
@@ -182,15 +182,15 @@ def _environment(threads: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _preloads() -> list[str]:
-    """Libraries that vLLM preloads into its workers."""
+def preloads() -> str:
+    """Libraries that vLLM preloads into its workers, as ``LD_PRELOAD`` lists them."""
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))  # type: ignore
     found = [
         *(torch / "lib").glob("libgomp*.so*"),
         *(torch.parent / "torch.libs").glob("libgomp*.so*"),
     ][:1]
     found += [*(vllm / "libs").glob("libtcmalloc*.so*")][:1]
-    return [str(path) for path in found]
+    return ":".join(str(path) for path in found)
 
 
 class Probe:

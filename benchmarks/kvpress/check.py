@@ -5,7 +5,7 @@ differ (transformers in bf16 found the first token of transformers in float32 in
 bf16 part early; that our first token is among the five most likely of 512 is what shows that both run the same model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.load import entry_bytes
@@ -13,6 +13,11 @@ from benchmarks.harness.scenarios import KV_HEADS, LAYERS
 from benchmarks.harness.sides import Engine, Side, Workload
 from benchmarks.kvpress.opponent import Opponent
 from vllm_kvevict.schedules.reports import Report
+
+LEAST_LIKELY = 0.9
+"""Share of the requests whose first token must be among transformers' most likely ones."""
+KEPT_APART = 0.01
+"""How far both may differ in how many entries they keep, as a share."""
 
 
 def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
@@ -111,3 +116,18 @@ def describe(name: str, found: dict[str, Any]) -> str:
             f"{found['kvpress_attends']:.1f} and stores {found['kvpress_stores']:.1f}"
         )
     return line
+
+
+def require_same(checks: Mapping[str, dict[str, Any]]) -> None:
+    """Compare only what computes the same.
+
+    Raises:
+        RuntimeError: another model, or entries of another count. Not where kvpress answered nothing.
+    """
+    for name, found in checks.items():
+        if not found["requests"]:
+            continue
+        attends = found["kvpress_attends"]
+        kept = found.get("ours_kept", attends)  # without a policy: all, on both sides
+        if found["likely_first"] < LEAST_LIKELY or abs(kept - attends) > KEPT_APART * attends:
+            raise RuntimeError(f"both do not compute the same: {describe(name, found)}")

@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.sides import preloads
+
 WORKER = Path(__file__).with_name("worker.py")
 LOG = Path(__file__).parents[1] / "out" / "kvpress.log"
 
@@ -15,7 +17,7 @@ class OpponentError(RuntimeError):
 
 
 class Opponent:
-    """kvpress's own process, which holds the model.
+    """kvpress's own process, which holds the model. It allocates memory with the library that vLLM's workers have.
 
     Args:
         python: interpreter of kvpress's environment.
@@ -40,7 +42,12 @@ class Opponent:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)},
+                env={
+                    **os.environ,
+                    "HF_HUB_OFFLINE": "1",
+                    "OMP_NUM_THREADS": str(threads),
+                    "LD_PRELOAD": preloads(),
+                },
             )
 
     def wait(self) -> None:

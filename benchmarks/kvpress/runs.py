@@ -1,4 +1,4 @@
-"""What one side did with the requests of a round, and which of kvpress's two ways it is compared with."""
+"""What one side did with the requests of a round, and which of kvpress's two ways was the faster one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,12 +94,11 @@ def run_batches(
     return run
 
 
-def opponent_side(rounds: Sequence[Round], batched: str, alone: str) -> str | None:
-    """The side to compare with: the batch where it always worked, else one request at a time.
+def faster(rounds: Sequence[Round], *sides: str) -> list[Run] | None:
+    """The faster run of these sides in each round, of its requests that were answered.
 
     Returns:
-        The side's name; None if there is a round in which not even single requests were answered.
+        None if there is a round in which no side answered a request.
     """
-    if not any(one[batched].errors for one in rounds):
-        return batched
-    return alone if all(one[alone].answered for one in rounds) else None
+    best = [max((one[side] for side in sides), key=lambda run: run.tokens_per_second) for one in rounds]
+    return best if all(run.answered for run in best) else None

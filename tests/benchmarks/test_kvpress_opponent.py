@@ -25,10 +25,10 @@ from benchmarks.kvpress.__main__ import (
     runs_table,
     targets,
 )
-from benchmarks.kvpress.check import check, describe, leading
+from benchmarks.kvpress.check import check, describe, leading, require_same
 from benchmarks.kvpress.environment import InstallError, kvpress_python
 from benchmarks.kvpress.opponent import Opponent, OpponentError
-from benchmarks.kvpress.runs import Run, from_outcome, opponent_side, run_batches
+from benchmarks.kvpress.runs import Run, faster, from_outcome, run_batches
 
 WORKER = """
 import json, os, sys
@@ -129,13 +129,17 @@ def of(speed: float, failures: int = 0, answered: int = 8) -> Run:
     return Run(1.0, 0.5, 0.4, 0.6, 10, tokens, answered, ["ValueError"] * failures)
 
 
-def test_opponent_is_the_batch_unless_it_ever_failed():
+def test_the_faster_way_of_each_round_counts():
     good = {"batch": of(10), "single": of(5)}
+    slow = {"batch": of(4), "single": of(5)}
     failed = {"batch": of(0, failures=1, answered=0), "single": of(5, failures=2, answered=6)}
     hopeless = {"batch": of(0, failures=1, answered=0), "single": of(0, failures=8, answered=0)}
-    assert opponent_side([good, good], "batch", "single") == "batch"
-    assert opponent_side([good, failed], "batch", "single") == "single"
-    assert opponent_side([good, hopeless], "batch", "single") is None
+    assert faster([good, slow, failed], "batch", "single") == [
+        good["batch"],
+        slow["single"],
+        failed["single"],
+    ]
+    assert faster([good, hopeless], "batch", "single") is None
 
 
 def test_targets_are_missed_when_the_interval_reaches_below(at_level):
@@ -145,11 +149,11 @@ def test_targets_are_missed_when_the_interval_reaches_below(at_level):
         return {ours("snapkv"): of(speed), batched("snapkv"): batch, alone("snapkv"): of(10)}
 
     (met,) = targets([one(speed, of(10)) for speed in (60, 55, 70)], ["snapkv"], "bfloat16")
-    assert met.met and "one batch" in met.name
+    assert met.met and "faster way" in met.name
     (missed,) = targets([one(speed, of(10)) for speed in (60, 49, 70)], ["snapkv"], "bfloat16")
     assert not missed.met and "MISSED" in str(missed)
-    (fallback,) = targets([one(60, of(0, 1, 0)), one(60, of(10))], ["snapkv"], "bfloat16")
-    assert "one by one" in fallback.name and fallback.met
+    (fallback,) = targets([one(60, of(0, 1, 0)), one(60, of(30))], ["snapkv"], "bfloat16")
+    assert fallback.value.low == 2.0 and fallback.value.high == 6.0  # of the batch where there is one
     assert targets([one(60, of(10))], ["snapkv"], "float32") == []
     at_level("avx2")
     assert targets([one(60, of(10))], ["snapkv"], "bfloat16") == []
@@ -194,6 +198,23 @@ def test_check_compares_tokens_and_entries(opponent: Opponent):
     assert "ours keeps 10.0" in describe("snapkv", found)
     assert "ours_kept" not in check(FakeSide(), opponent, Workload(2, 8, 2), None, 1.0)
     assert "answered no request" in describe("snapkv", {"requests": 0})
+
+
+SAME = {
+    "requests": 8,
+    "same_first": 1.0,
+    "likely_first": 1.0,
+    "kvpress_attends": 409.0,
+    "kvpress_stores": 409.0,
+}
+
+
+@pytest.mark.parametrize("wrong", [{"likely_first": 0.5}, {"ours_kept": 500.0}, {"kvpress_attends": 300.0}])
+def test_what_does_not_compute_the_same_is_not_compared(wrong):
+    kept = SAME | {"ours_kept": 409.4}
+    require_same({"no eviction": SAME, "snapkv": kept, "ada-snapkv": {"requests": 0}})
+    with pytest.raises(RuntimeError, match="snapkv: 8 requests"):
+        require_same({"no eviction": SAME, "snapkv": kept | wrong})
 
 
 def test_leading_tokens():

@@ -1,0 +1,38 @@
+"""Measure as on a processor that has AVX2 and not AVX-512: the other side, too, must do without.
+
+``VLLM_KVEVICT_CPU_LEVEL`` limits this project's kernels alone. A comparison under it would not be one.
+"""
+
+import os
+import runpy
+from collections.abc import MutableMapping
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "as_avx2"
+"""Where the module lies that limits vLLM's choice of its library."""
+LIMITS = {
+    "ATEN_CPU_CAPABILITY": "avx2",  # torch's operators, and what its compiler makes
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""What torch and its libraries for matrix products read."""
+
+
+def limited(environment: MutableMapping[str, str]) -> bool:
+    """Whether this environment asks for measurements with AVX2."""
+    return environment.get("VLLM_KVEVICT_CPU_LEVEL") == "avx2"
+
+
+def limit(environment: MutableMapping[str, str]) -> None:
+    """Limit all that processes with this environment compute with to AVX2."""
+    environment.update(LIMITS)
+    path = environment.get("PYTHONPATH", "")
+    if str(FOLDER) not in path.split(os.pathsep):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), path]))
+
+
+def limit_all() -> None:
+    """Limit this process and those that it starts, if the environment asks for it; before anything is computed."""
+    if limited(os.environ):
+        limit(os.environ)
+        runpy.run_path(str(FOLDER / "sitecustomize.py"))
