@@ -58,7 +58,7 @@ LONG_FILES = ["benchmarks/hostile.py"]
 SET_FROM_OUTSIDE = {
     "engine.scheduler.answers": "request.max_tokens",
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
-    "engine.scheduler.scheduler": "output.total_num_scheduled_tokens self.kv_cache_manager.ends",
+    "engine.scheduler.scheduler": "output.total_num_scheduled_tokens request.priority self.kv_cache_manager.ends",
     "engine.scheduler.shared.compressed": "prefix.held prefix.is_forgotten",
     "engine.scheduler.shared.segments": "segment.is_forgotten segment.lasting segment.parent.children segment.users",
     "engine.scheduler.shared.store": "producer.priority",

@@ -95,6 +95,6 @@ def checked(entries: Sequence[str], known: Sequence[str]) -> list[Entry]:
 def _value(text: str) -> Any:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter from brackets in brackets in brackets
         return text
     return value if isinstance(value, bool | int | float) else text

@@ -62,7 +62,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     ),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
-        "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state",
+        "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state policy",
         "the ledger cannot be installed",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (

@@ -106,6 +106,7 @@ NAMES = {
     "vllm.v1.core.sched.output:CachedRequestData": "workers cannot read a step",
     "vllm.v1.core.sched.output:NewRequestData": "take cannot send its probe",
     "vllm.v1.core.sched.output:SchedulerOutput": "workers cannot read a step",
+    "vllm.v1.core.sched.request_queue:SchedulingPolicy": "priorities count where vLLM does not look at them",
     "vllm.v1.core.sched.scheduler:Scheduler": "there is no scheduler to build on",
     "vllm.v1.engine.async_llm:AsyncLLM": "streams with bad fields begin with status 200",
     "vllm.v1.engine.exceptions:EngineDeadError": "who waits when a server is stopped is told nothing",

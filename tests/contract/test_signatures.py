@@ -17,6 +17,7 @@ WORKERS = ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Wor
 OVERRIDDEN: dict[str, tuple[str, str]] = {
     # What vLLM passes must be what ours accepts: the parameters are compared one by one.
     f"{SCHEDULER}.schedule": ("throttle_prefills", "take sends no probe"),
+    f"{SCHEDULER}.add_request": ("request", "priorities count where vLLM does not look at them"),
     f"{SCHEDULER}.update_from_output": (
         "scheduler_output model_runner_output",
         "clients of requests that the scheduler ended wait for ever",

@@ -128,6 +128,15 @@ def test_one_chunk_without_warmup_is_one_decision() -> None:
         assert all(len(head) == 21 for head in kept)
 
 
+def test_a_small_ratio_shrinks_the_probe() -> None:
+    """Ten entries of 100 have room for a probe of five rows; as one decision shrinks it."""
+    cfg = EvictionConfig("take", keep_ratio=0.1, take_warmup_layers=0)
+    x = LayerInputs(torch.randn(4, 32, 8), torch.randn(2, 100, 8))
+    kept = take.select(cfg, x.q_window, x.keys, 0, 1, last=True)
+    assert all(len(head) == 10 and head[-5:].tolist() == list(range(95, 100)) for head in kept)
+    assert [head.tolist() for head in kept] == [head.tolist() for head in decide(cfg, [x])[0]]
+
+
 def test_warmup_layers_follow_the_last_of_them() -> None:
     layers = [LayerInputs(torch.randn(4, 6, 8), torch.randn(2, 70, 8)) for _ in range(4)]
     cfg = EvictionConfig("take", budget=20, take_probe=6, take_warmup_layers=3)

@@ -16,6 +16,9 @@ from vllm_kvevict.policies.registry import decoding_policies
 ALL, UNRESERVED = "all", "unreserved"
 """What may stand for policies in a list of them: every one, and those that need no reserve."""
 
+MOST_TOKENS = 1 << 40
+"""No text has as many; sums of a few such numbers still fit whatever counts tokens."""
+
 
 def budget(value: Any, name: str = "--kv-budget") -> float:
     """Check a budget: ``0 < X <= 1`` is a ratio of the prompt, an integral ``X > 1`` is tokens per KV head.
@@ -92,10 +95,12 @@ def whole_or_none(flag: str, value: Any) -> int | None:
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """A whole number; JSON may say 3000.0."""
+    """A whole number, of tokens or less; JSON may say 3000.0."""
     number = to_int(value)
     if number is None or number < least:
         raise KVEvictionError(f"{name} must be a whole number of at least {least}, got {value!r}", name)
+    if number > MOST_TOKENS:
+        raise KVEvictionError(f"{name} must be at most {MOST_TOKENS}, got {value!r}", name)
     return number
 
 

@@ -111,7 +111,8 @@ def select(
     """What each KV head of a layer keeps at the end of a chunk.
 
     Args:
-        q_acc: [Hq, p, d], the probe's averaged queries (see `ema`).
+        q_acc: [Hq, p, d], the probe's averaged queries (see `ema`). Where the budget is a ratio so small that the probe
+            shrinks (`EvictionConfig.window_for`), the last rows count.
         keys_stored: [Hkv, c, d], all entries of the layer without the probe rows' own, in stored order. In the
             last chunk the p final ones are the probe's tokens.
         layer, num_layers: of the whole model. Layers below W-1 are not asked: they take layer W-1's answer.
@@ -129,12 +130,14 @@ def select(
     inputs = LayerInputs(q_acc, keys_stored, scale=scale, logit_softcap=logit_softcap)
     inputs.check()
     stored = inputs.num_tokens
-    keep = chunk_budget(cfg, stored if n is None else n, layer, num_layers, last)
+    total = stored if n is None else n
+    keep = chunk_budget(cfg, total, layer, num_layers, last)
     if stored <= keep:
         return list(torch.arange(stored, device=keys_stored.device).repeat(inputs.num_kv_heads, 1).unbind(0))
-    probe = q_acc.shape[1] if last else 0
+    rows = min(q_acc.shape[1], cfg.window_for(total))  # a small ratio shrinks the probe
+    probe = rows if last else 0
     with torch.no_grad():
-        scores = _scores(cfg, inputs, q_acc.shape[1], stored - probe, comm)
+        scores = _scores(cfg, inputs, rows, stored - probe, comm)
         best = best_positions(order_keys(scores), [keep - probe] * len(scores))
     return with_window(best, stored, probe)
 

@@ -22,6 +22,11 @@ FLAG = "--kv-eviction-config"
         ({"policy": "snapkv", "decode_budget": "much"}, ["--kv-decode-budget", "'much'"]),
         ({"policy": "snapkv", "decode_budget": 3}, ["--kv-decode-budget", "at least 4", "3"]),
         ({"policy": "snapkv", "decode_budget": 16}, ["--kv-decode-budget", "window", "16"]),
+        (
+            {"policy": "snapkv", "decode_budget": 1e19},
+            ["--kv-decode-budget", "at most 1099511627776", "1e+19"],
+        ),
+        ({**ON, "decode_interval": 2**63}, [f"{FLAG}.decode_interval", "at most", str(2**63)]),
         ({**ON, "decode_window": 40}, ["--kv-decode-budget", "window=40"]),
         ({**ON, "decode_window": -1}, [f"{FLAG}.decode_window", "-1"]),
         ({**ON, "decode_window": "wide"}, [f"{FLAG}.decode_window", "'wide'"]),
@@ -70,6 +75,17 @@ def test_a_request_needs_a_server_that_evicts_answers() -> None:
     answer = on.plan(100, {"kv_decode_budget": 2048, "kv_answer_from": 60}).answer
     assert answer is not None and (answer.begins, answer.positions[0]) == (60, 60 + 2048 + 256)
     assert on.plan(100, {"kv_answer_from": 60}).prompt == on.plan(60).prompt
+
+
+@pytest.mark.parametrize("budget", [2**40 + 1, 9 * 10**18, 2**63 - 200, 2**64 - 1, 1e19, 1e300])
+def test_a_budget_that_no_answer_needs_is_refused(budget: float) -> None:
+    """Its first eviction would come after more tokens than anything counts."""
+    on = Options.parse(ON)
+    with pytest.raises(KVEvictionError, match="kv_decode_budget must be at most 1099511627776") as error:
+        on.plan(100, {"kv_decode_budget": budget})
+    assert error.value.field_name == "kv_decode_budget"
+    largest = on.plan(100, {"kv_decode_budget": 2**40}).answer
+    assert largest is not None and largest.end > largest.positions[0] > 2**40 and largest.interval > 0
 
 
 def test_the_flag_says_what_it_does(capsys) -> None:

@@ -310,6 +310,12 @@ FIELDS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
             st.integers(-(2**63), 0), st.integers(PROMPT + 1, 2**63), FRACTIONS, st.booleans(), st.text()
         ),
     ),
+    "kv_decode_budget": (
+        st.just(0) | st.integers(301, 2**40) | TOKENS.map(float),
+        st.one_of(
+            st.integers(-(2**63), -1), st.integers(2**40 + 1, 2**64), FRACTIONS, st.booleans(), st.text()
+        ),
+    ),
 }
 KNOWN = (*REQUEST_FIELDS, *OTHERS_FIELDS)
 
@@ -357,7 +363,11 @@ def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
 def processor(models) -> InputProcessor:
     config = {"min_prompt": 0}
     args = EngineArgs(
-        str(models("llama")), kv_eviction="ada-snapkv", kv_eviction_config=config, dtype="float32"
+        str(models("llama")),
+        kv_eviction="ada-snapkv",
+        kv_decode_budget=64,
+        kv_eviction_config=config,
+        dtype="float32",
     )
     return InputProcessor(args.create_engine_config())
 
@@ -394,6 +404,9 @@ XARGS = {
             "anyOf": [{"enum": ["kernel=3", "kernel=31,alpha=0.2", "window=16"]}, {"type": "string"}]
         },
         "kv_prefix_len": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
+        "kv_decode_budget": {"anyOf": [{"enum": [0, 64, 2**40, 2**63, 1e19]}, {"type": "number"}]},
+        "kv_answer_from": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
+        "kv_turns": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]},
     },
     "additionalProperties": {"type": "number"},
 }
@@ -404,7 +417,7 @@ LIMITS = {"n": 4, "max_tokens": 64, "max_completion_tokens": 64}
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     flags = ["--kv-eviction", "ada-snapkv", "--kv-eviction-config.min_prompt", "0", "--dtype", "float32"]
-    flags += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16"]
+    flags += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16", "--kv-decode-budget", "32"]
     log = tmp_path_factory.mktemp("server") / "log"
     with ForkedServer(models("llama"), log, *flags, env={"VLLM_KVEVICT_CHECK": "1"}) as server:
         yield server

@@ -272,6 +272,10 @@ def test_parameters_of_a_policy_come_before_the_papers_defaults(monkeypatch):
         assert (config.params["kernel"], config.params["rows"]) == (15, rows)
 
 
+def test_brackets_in_brackets_are_a_bad_value_like_others():
+    refused(SERVER, "kernel must be", params="kernel=" + "[" * 100_000)
+
+
 @pytest.mark.parametrize(
     "raw, most",
     [

@@ -89,3 +89,22 @@ def test_room_for_answers_of_the_less_urgent_is_no_reason_to_wait(ours: bool) ->
     assert first_token(simulation, "urgent", 5) <= 2
     simulation.run(3000)
     assert simulation.outputs == {"patient": 300, "urgent": 20}
+
+
+@pytest.mark.parametrize("priorities", [False, True])
+def test_priorities_count_only_where_vllm_looks_at_them(priorities: bool) -> None:
+    """First come, first served: whoever asks to be urgent waits for the memory of the answer before it like anybody."""
+    setup = replace(server(ROWS * (2 * 640 + 200) // PAGE, 1024), priority=priorities)
+    waited = []
+    for priority in (0, -9):
+        simulation = Simulation(setup)
+        plain = {"kv_eviction": "full"}
+        simulation.add(make_request("first", 600, 300, plain))
+        simulation.step()
+        simulation.add(make_request("second", 600, 20, plain, priority))
+        waited.append(first_token(simulation, "second", 1000))
+        simulation.run(3000)
+        assert simulation.outputs == {"first": 300, "second": 20}
+    alike, urgent = waited
+    assert alike > 10
+    assert urgent <= 3 if priorities else urgent == alike

@@ -15,6 +15,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -116,6 +117,11 @@ class EvictionScheduler(Scheduler):
             tokens_left=lambda: self._step.tokens_left,
         )
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)
+
+    def add_request(self, request: Request) -> None:
+        if self.policy is not SchedulingPolicy.PRIORITY:
+            request.priority = 0  # vLLM does not look at it then, so who is admitted must not depend on it
+        super().add_request(request)
 
     @property
     def _free_seats(self) -> int:
