@@ -26,7 +26,7 @@ from benchmarks.harness.documents import Answer, ask, http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model, show_targets
-from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
 from benchmarks.harness.simulated_chats import found_shares
 
 
@@ -171,7 +171,8 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]
             runs = {}
             for side in scenario.sides[first:] + scenario.sides[:first]:
                 bench.say(f"{name}, round {number + 1}, {side}")
-                runs[side] = await drive(servers[side], scenario, number, side.endswith(TURNS))
+                with alone(servers[side], servers.values()):
+                    runs[side] = await drive(servers[side], scenario, number, side.endswith(TURNS))
                 bench.bar.advance(bench.task)
             rounds.append(runs)
     return rounds

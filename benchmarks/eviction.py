@@ -15,9 +15,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measure import USUAL, estimate, kind, paired_ratio, record, record_name, save
+from benchmarks.harness.measure import (
+    USUAL,
+    Estimate,
+    estimate,
+    kind,
+    paired_ratio,
+    record,
+    record_name,
+    save,
+)
 from benchmarks.harness.options import add_dtype
-from benchmarks.harness.scenarios import model, token_bytes
+from benchmarks.harness.scenarios import Target, model, token_bytes
 from benchmarks.harness.sides import Outcome, Side, Workload, running
 from vllm_kvevict.policies import available
 
@@ -84,13 +93,21 @@ def main() -> None:
     target = TARGETS.get(kind(args.dtype))
     wanted = "none" if target is None else f"at most {target:.0%}"
     print(f"share: of the prefill; target at {TARGET_LENGTH} tokens: {wanted}")
-    content = {"settings": vars(args), "lengths": lengths}
+    judged = [found["target"] for found in lengths.get(TARGET_LENGTH, {}).values() if "target" in found]
+    content = {"settings": vars(args), "lengths": lengths, "targets": judged}
     print(f"written to {save(record_name('eviction', args.dtype), record('eviction', content))}")
+
+
+def target_of(policy: str, length: int, share: Estimate, dtype: str) -> Target | None:
+    """What the share should be at most, and is; None if nothing is asked of it."""
+    bound = TARGETS.get(kind(dtype))
+    if bound is None or length != TARGET_LENGTH or policy in COSTLY:
+        return None
+    return Target(f"{policy}, {length} tokens: share of the prefill", share, bound, at_most=True)
 
 
 def report(args: argparse.Namespace, length: int, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
     """Print the table of one length and return its figures; ``full`` is among the policies."""
-    target = TARGETS.get(kind(args.dtype))
     table = Table(title=f"eviction of a prompt of {length} tokens in {args.dtype}, budget {args.budget:g}")
     for column in (
         "policy",
@@ -111,9 +128,8 @@ def report(args: argparse.Namespace, length: int, outcomes: dict[str, list[Outco
         share = estimate([sum(run.evictions[0]) / run.prefill_seconds for run in runs])
         ratio = paired_ratio([run.prefill_seconds for run in runs], [run.prefill_seconds for run in whole])
         cpu = paired_ratio([run.cpu for run in runs], [run.cpu for run in whole])
-        verdict = "-"
-        if target is not None and length == TARGET_LENGTH and policy not in COSTLY:
-            verdict = "met" if share.high <= target else "MISSED"
+        target = target_of(policy, length, share, args.dtype)
+        verdict = "-" if target is None else "met" if target.met else "MISSED"
         table.add_row(
             policy, f"{chosen.median:.1f}", f"{moved.median:.1f}", str(share), str(ratio), str(cpu), verdict
         )
@@ -123,6 +139,7 @@ def report(args: argparse.Namespace, length: int, outcomes: dict[str, list[Outco
             "cpu_ratio": asdict(cpu),
             "choosing_ms": asdict(chosen),
             "moving_ms": asdict(moved),
+            **({} if target is None else {"target": asdict(target) | {"met": target.met}}),
             "runs": [run.summary() for run in runs],
         }
     Console(width=120).print(table)

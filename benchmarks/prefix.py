@@ -26,7 +26,7 @@ from benchmarks.harness.load import PAGE, SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.questions import SCENARIOS, STOCK_WITHOUT, WITH, WITHOUT, Scenario
 from benchmarks.harness.scenarios import KV_HEADS, LAYERS, SCRATCH, STOCK, Target, model, show_targets
-from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
 
 LONGEST_FIRST = 8192
 """Tokens of a document with which a server is tried before it is measured."""
@@ -130,7 +130,8 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[s
             for phase, sides in phases(name, scenario).items():
                 for side in sides[number % 2 :] + sides[: number % 2]:
                     bench.say(f"{name}, round {number + 1}, {phase}, {side}")
-                    round_[phase][side] = await drive(servers[side], scenario, prompts)
+                    with alone(servers[side], servers.values()):
+                        round_[phase][side] = await drive(servers[side], scenario, prompts)
                     bench.bar.advance(bench.task)
             rounds.append(round_)
     return rounds

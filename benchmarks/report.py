@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.harness import payoff
 from benchmarks.harness.cells import SWEEP, Cell, cells, dtype, scenarios, sweeps
 from benchmarks.harness.measure import RESULTS, Estimate
+from benchmarks.harness.options import placement_name
 from benchmarks.harness.scenarios import PER_CPU, SPEED, STOCK
 from vllm_kvevict.quality.tables import picture, table
 
@@ -39,8 +40,9 @@ PICTURES = {
 }
 """Plots that a benchmark draws itself; names may go on with a level and a dtype."""
 ABOUT = (
-    "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets. A target is met if the whole "
-    "interval meets it."
+    "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets: of three rounds that is the "
+    "least and the most of them, of one round nothing. A target is met if the whole interval meets it. Threads on two "
+    "cores that are vLLM's own are one for stock vLLM and two with eviction."
 )
 BURSTS = "A busy server hands several tokens over at a time, so half of the times between tokens (itl) can be zero."
 
@@ -83,9 +85,13 @@ def sources(records: dict[str, dict[str, Any]]) -> list[str]:
         threads = _threads(content["results"])
         command, date = f"`{content['command']}`", content["date"][:10]
         level = content.get("level", "not recorded")
-        rows.append((_link(name), command, date, content["cpu"], level, versions, threads))
-    header = ("file", "command", "date", "CPU", "level", "versions", "threads")
-    return ["## Where the figures come from", "", *table(header, rows, left=7)]
+        load = content["results"].get("load_average_at_start")
+        busy = "-" if load is None else f"{load:.1f}"
+        machine = content.get("card", content["cpu"])
+        rows.append((_link(name), command, date, machine, level, versions, threads, busy))
+    header = ("file", "command", "date", "processor", "level", "versions", "threads", "load at start")
+    about = "Load at start: the load average then. Above half the cores others worked there, or a run had just ended."
+    return ["## Where the figures come from", "", about, "", *table(header, rows, left=7)]
 
 
 def _link(name: str) -> str:
@@ -102,6 +108,8 @@ def _threads(results: dict[str, Any]) -> str:
 def _targets(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A record's targets, and those of the scenarios in it, which then name them."""
     yield from results.get("targets", [])
+    for target in results.get("bound", {}).get("targets", []):
+        yield {**target, "name": f"{target['name']}, {placement_name(1)}"}
     for name, scenario in results.get("scenarios", {}).items():
         for target in scenario.get("targets", []):
             yield {**target, "name": f"{name}: {target['name']}"}
@@ -233,7 +241,11 @@ def kvpress_part(name: str, results: dict[str, Any]) -> list[str]:
 
 
 def no_gain(found: Sequence[Cell]) -> list[str]:
-    """The loads on which a side with eviction is not faster than stock vLLM, slowest first."""
+    """The loads on which a side with eviction is not faster than stock vLLM, slowest first.
+
+    One round says nothing about how sure it is, so it is no comparison.
+    """
+    found = [cell for cell in found if len(cell.rounds) > 1]
     losing = sorted(
         (cell for cell in found if cell.ratios[SPEED].low <= 1), key=lambda cell: cell.ratios[SPEED].median
     )
@@ -253,7 +265,8 @@ def no_gain(found: Sequence[Cell]) -> list[str]:
     return [
         "## Where eviction does not pay",
         "",
-        f"{len(losing)} of {len(found)} comparisons, slowest first; memory may be saved nevertheless.",
+        f"{len(losing)} of {len(found)} comparisons of several rounds, slowest first; memory may be saved "
+        "nevertheless.",
         "",
         *table(("measured", "load", "side", SPEED, PER_CPU, ""), rows, 3),
     ]
@@ -316,18 +329,24 @@ def plot_sweep(what: str, found: Sequence[Cell], path: Path) -> Path:
     return path
 
 
+def on_gpus(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of GPUs, in a folder of their own; their names say so."""
+    inside = folder / "gpu"
+    return {f"gpu/{name}": content for name, content in read(inside).items()} if inside.is_dir() else {}
+
+
 def write(folder: Path) -> Path:
     """Write README.md and the sweeps' plots into the folder; returns the text's path.
 
     Raises:
         ValueError: see read.
     """
-    records = read(folder)
+    records, gpus = read(folder), on_gpus(folder)
     swept = sweeps(records)
     loads = scenarios(records)
     parts = [
         ["# Benchmark results", "", "Written by `python -m benchmarks.report`. " + ABOUT],
-        target_section(records),
+        target_section(records | gpus),
     ]
     parts.append(throughput_section(loads))
     for name, found in swept.items():
@@ -343,7 +362,7 @@ def write(folder: Path) -> Path:
         latency_section(records),
         kvpress_section(records),
         pictures(records, folder),
-        sources(records),
+        sources(records | gpus),
     ]
     of_loads = {name: found for name, found in swept.items() if records[name]["results"]["sweep"] == "load"}
     if of_loads:

@@ -27,7 +27,7 @@ from benchmarks.harness.load import Load, Run, drive
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.models import make_variant
 from benchmarks.harness.scenarios import BLOCK, SCRATCH, STOCK, Target, model, show_targets, token_bytes
-from benchmarks.harness.server import Server, cpu_environment, run_benchmark
+from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 POLICY = "ada-snapkv"
@@ -192,7 +192,8 @@ async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]
             done = {}
             for side in scenario.sides[first:] + scenario.sides[:first]:
                 bench.say(f"{name}, round {number + 1}, {side}")
-                done[side] = await run_once(servers[side], scenario, number + 1)
+                with alone(servers[side], servers.values()):
+                    done[side] = await run_once(servers[side], scenario, number + 1)
                 bench.bar.advance(bench.task)
             rounds.append(done)
     return rounds

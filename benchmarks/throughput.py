@@ -170,9 +170,8 @@ async def run_scenario(scenario: Scenario, threads: int | None) -> list[Round]:
 async def measure_bound(console: Console, name: str, scenario: Scenario) -> dict[str, Any]:
     """The same with one bound thread, which vLLM's placement may give one side and not the other."""
     rounds = await run_scenario(scenario, threads=1)
-    console.print(runs_table(f"{name}, {placement_name(1)}", rounds))
-    show_ratios(console, scenario, rounds)
-    return {"threads": 1, **as_record(scenario, rounds)}
+    console.print(placement_name(1))
+    return {"threads": 1, **show_scenario(console, name, scenario, rounds)}
 
 
 async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:

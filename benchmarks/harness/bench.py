@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from benchmarks.harness.load import drive
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.scenarios import Round, Scenario, make_server, ratios
-from benchmarks.harness.server import Server, paused
+from benchmarks.harness.server import Server, alone
 
 LEAST_ROUNDS = 3
 """Fewer give no interval that a target could be held against."""
@@ -58,7 +58,7 @@ class Bench:
             self.say(f"{prefix}round {number}, {turn.name}")
             load = scenario.load(turn.input_len, turn.output_len, seed=number)
             server = servers[turn.side]
-            with paused(other for other in servers.values() if other is not server):
+            with alone(server, servers.values()):
                 runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
             self.bar.advance(self.task)
         return runs

@@ -79,7 +79,11 @@ def warn_if_busy(console: Console) -> float:
 
 def record(module: str, results: Any) -> dict[str, Any]:
     """The results with the command, machine, versions and date that made them."""
-    return machine.record(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]], results)
+    command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
+    content = machine.record(command, results)
+    if forced := os.environ.get(processor.ENVIRONMENT):
+        content["command"] = f"{processor.ENVIRONMENT}={forced} {content['command']}"
+    return content
 
 
 def kind(dtype: str) -> Kind:
@@ -94,13 +98,15 @@ def kind(dtype: str) -> Kind:
 
 
 def full_name(name: str, dtype: str) -> str:
-    """A record's name with its kind."""
-    return "-".join((name, *kind(dtype)))
+    """A record's name with its kind; other files are those of a processor whose level is a lower one than its own."""
+    level, of = kind(dtype)
+    return "-".join((name, level, *(["forced"] if os.environ.get(processor.ENVIRONMENT) else []), of))
 
 
 def record_name(name: str, dtype: str) -> str:
     """A record's name: plain for the usual kind, so that records of other kinds lie beside it."""
-    return name if kind(dtype) == USUAL else full_name(name, dtype)
+    usual = kind(dtype) == USUAL and not os.environ.get(processor.ENVIRONMENT)
+    return name if usual else full_name(name, dtype)
 
 
 def save(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.harness.cells import Cell
 from benchmarks.harness.options import placement_name
-from benchmarks.harness.scenarios import SPEED
+from benchmarks.harness.scenarios import PER_CPU, SPEED
 from vllm_kvevict.quality.tables import picture, table
 
 PAGE = "WHEN-IT-PAYS.md"
@@ -15,7 +15,7 @@ ABOUT = (
     "Written by `python -m benchmarks.report` from `python -m benchmarks.throughput --sweep load`. The tables have "
     f"{SPEED}: where a figure is above 1, eviction pays. All requests come at once. Memory is counted in requests "
     "whose prompt and answer it holds without eviction; with as many as there are requests, everything fits. A figure "
-    "without an interval is of one run of each side."
+    "without an interval is of one run of each side. In parentheses: the same per CPU second."
 )
 
 Grid = dict[tuple[int, int], Cell]
@@ -45,16 +45,18 @@ def _threads_in_words(threads: int | None) -> str:
     """How many threads the sides had, and what that means for the figures."""
     if threads is None:
         own = "Threads are [where vLLM places them](../../docs/BENCHMARKS.md#threads)"
-        return f"{own}: on two cores one for stock vLLM and two with eviction, which is a part of what is gained."
+        return (
+            f"{own}: on two cores one for stock vLLM and two with eviction. What that brings is not in the figures per "
+            "CPU second."
+        )
     return f"Both sides have {placement_name(threads)}."
 
 
 def in_words(found: Sequence[Cell]) -> str:
-    """How many loads gain, and where most and least is gained."""
+    """How many loads were measured, and where most and least is gained."""
     by_speed = sorted(found, key=_speed)
-    gains = sum(_speed(cell) > 1 for cell in found)
     slowest, fastest = _in_words(by_speed[0]), _in_words(by_speed[-1])
-    return f"Eviction is faster under {gains} of {len(found)} loads: from {slowest}, to {fastest}."
+    return f"{len(found)} loads were measured: from {slowest}, to {fastest}."
 
 
 def _speed(cell: Cell) -> float:
@@ -87,10 +89,11 @@ def grid_table(grid: Grid) -> list[str]:
 
 
 def _shown(cell: Cell | None) -> str:
-    """A load's speed over stock's, with an interval if there were several rounds."""
+    """A load's speed over stock's, with an interval if there were several rounds, and the same per CPU second."""
     if cell is None:
         return "-"
-    return str(cell.ratios[SPEED]) if len(cell.rounds) > 1 else f"{_speed(cell):.2f}"
+    speed = str(cell.ratios[SPEED]) if len(cell.rounds) > 1 else f"{_speed(cell):.2f}"
+    return f"{speed} ({cell.ratios[PER_CPU].median:.2f})"
 
 
 def plot(found: Sequence[Cell], path: Path) -> Path:

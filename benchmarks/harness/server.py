@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,11 @@ def paused(servers: Iterable[Server]) -> Iterator[None]:
     finally:
         for server in stopped:
             server.signal(signal.SIGCONT)
+
+
+def alone(server: Server, servers: Iterable[Server]) -> AbstractContextManager[None]:
+    """Pause all these servers but one."""
+    return paused(other for other in servers if other is not server)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.demo import pool_bytes
 from benchmarks.harness import measure, server
 from benchmarks.harness.load import NUMBER_BYTES, entry_bytes, page_bytes
-from benchmarks.harness.measure import full_name, record_name
+from benchmarks.harness.measure import full_name, record, record_name
 from benchmarks.harness.scenarios import LAYERS, SCENARIOS, token_bytes
 
 FOLDER = measure.RESULTS.parent
@@ -74,6 +74,15 @@ def test_names_of_records_keep_kinds_apart(at_level):
     assert record_name("decode", "float32") == "decode-avx512-float32"
     at_level("avx2")
     assert record_name("decode", "bfloat16") == full_name("decode", "bfloat16") == "decode-avx2-bfloat16"
+
+
+def test_records_of_a_level_that_is_forced_say_so(at_level, monkeypatch):
+    at_level("avx2")
+    monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx2")
+    assert record_name("decode", "float32") == full_name("decode", "float32") == "decode-avx2-forced-float32"
+    assert record("decode", {})["command"].startswith(
+        "VLLM_KVEVICT_CPU_LEVEL=avx2 python -m benchmarks.decode"
+    )
 
 
 def test_a_scenario_changes_with_the_option():

@@ -96,6 +96,37 @@ def test_gains_only_make_no_such_section():
     assert report.no_gain(list(cells("pool-bound", content))) == []
 
 
+def test_one_round_is_no_comparison():
+    scenario = SCENARIOS["overhead"]
+    several = as_record(scenario, rounds_of(scenario, 3.0))
+    one = json.loads(json.dumps(as_record(scenario, rounds_of(scenario, 3.0)[:1])))
+    assert report.no_gain(list(cells("overhead", one))) == []
+    both = [*cells("overhead", json.loads(json.dumps(several))), *cells("overhead", one)]
+    assert "1 of 1 comparisons" in "\n".join(report.no_gain(both))
+
+
+def test_one_bound_thread_is_judged_as_well(folder):
+    name = "throughput-overhead"
+    content = json.loads((folder / f"{name}.json").read_text())
+    (target,) = content["results"]["targets"]
+    content["results"]["bound"] = {"targets": [target | {"met": True}], "ratios": {}}
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    rows = [line for line in report.write(folder).read_text().splitlines() if line.startswith(f"| [{name}]")]
+    assert "**missed**" in rows[0] and "one bound thread" not in rows[0].replace("1 bound thread", "")
+    assert "1 bound thread" in rows[1] and "| met |" in rows[1]
+
+
+def test_gpus_are_judged_in_the_same_table(folder):
+    content = json.loads((folder / "throughput-overhead.json").read_text())
+    target = {"name": "copy", "value": 2.0, "bound": 1.3, "at_most": True, "met": False}
+    content |= {"card": "a card", "results": {"targets": [target]}}
+    (folder / "gpu").mkdir()
+    (folder / "gpu" / "kernels.json").write_text(json.dumps(content))
+    text = report.write(folder).read_text()
+    assert "| [gpu/kernels](gpu/kernels.json) | copy | 2 | at most 1.3 | **missed** |" in text
+    assert "| a card |" in text.split("## Where the figures come from")[1]
+
+
 def test_the_level_of_every_file_is_shown(folder):
     old = folder / "throughput-overhead.json"
     content = json.loads(old.read_text())
@@ -152,11 +183,13 @@ def test_where_loads_were_swept_a_page_says_when_eviction_pays(folder):
     assert (folder / "throughput-sweep-load.png").exists() and "](throughput-sweep-load.png)" in text
     slowest = "0.80x at 2048 in and 32 out, budget 0.2, memory for 12"
     fastest = "2.00x at 2048 in and 256 out, budget 0.2, memory for 3"
-    assert f"Eviction is faster under 2 of 4 loads: from {slowest}, to {fastest}." in text
+    assert f"4 loads were measured: from {slowest}, to {fastest}." in text
     short, enough = text.split("### budget 0.2, memory for ")[1:]
     assert short.startswith("3 of 12 requests") and enough.startswith("12 of 12 requests")
-    assert "| 512 in | 1.25 [1.25, 1.25] | - |" in short and "| 2048 in | - | 2 [2, 2] |" in short
-    assert "| 2048 in | 0.8 [0.8, 0.8] | 1 [1, 1] |" in enough and "512" not in enough
+    assert (
+        "| 512 in | 1.25 [1.25, 1.25] (1.00) | - |" in short and "| 2048 in | - | 2 [2, 2] (1.00) |" in short
+    )
+    assert "| 2048 in | 0.8 [0.8, 0.8] (1.00) | 1 [1, 1] (1.00) |" in enough and "512" not in enough
 
 
 def test_each_budget_has_tables_of_its_own(tmp_path):
@@ -182,6 +215,7 @@ def test_kvpress_of_every_kind_has_a_section():
 
 
 def test_the_page_in_the_repository_is_made_of_the_files_beside_it(tmp_path):
+    (tmp_path / "gpu").symlink_to(report.RESULTS / "gpu")
     pictures = (path for name in report.PICTURES for path in report.RESULTS.glob(f"{name}*.png"))
     for path in (*report.RESULTS.glob("*.json"), *pictures):
         (tmp_path / path.name).symlink_to(path)
