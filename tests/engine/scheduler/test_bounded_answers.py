@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support.servers import PAGE, Setup, make_request
+from tests.engine.scheduler.test_prefixes import document
+from tests.engine.support.servers import PAGE, TOKEN, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.scheduler.account import Account
@@ -226,3 +227,28 @@ def test_a_prompt_of_one_token_with_drafts_up_to_its_first_eviction(beyond: int)
         run(simulation)
         assert simulation.outputs == {"long": 60, "short": 30}
         assert ("short", 1, 1 + LEAST_BUDGET + 1) in simulation.workers.evictions
+
+
+@pytest.mark.parametrize("way", ["in step", "ahead", "three ahead"])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["between steps", "while a step runs"])
+def test_an_answer_that_ends_while_it_is_evicted_leaves_what_was_not(way: str, in_flight: bool) -> None:
+    """Steps that were dispatched before its end have evicted it; the next turn goes on behind the prompt alone."""
+    for steps in range(28, 40):
+        setup = dataclasses.replace(server(200, way, decode_interval=24), prefix_caching=True)
+        simulation = Simulation(setup)
+        asked = document(0, 40)
+        simulation.add(make_request("first", asked, 60))
+        for _ in range(steps):
+            simulation.step()
+        if in_flight:
+            simulation.dispatch()
+        simulation.abort("first")
+        run_to_the_end(simulation)
+        simulation.add(make_request("next", [*asked, *[TOKEN] * 50, 7], 4))
+        run_to_the_end(simulation)
+
+
+def run_to_the_end(simulation: Simulation) -> None:
+    """Until nothing runs; what is cached stays."""
+    simulation.run(2000)
+    assert not simulation.ledger.accounts

@@ -25,6 +25,7 @@ from vllm_kvevict.engine.messages import Holdings, RankMessage, Store, WorkerMes
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
+from vllm_kvevict.policies.kvzip import MOST_SINKS
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
 from vllm_kvevict.schedules.reports import (
@@ -121,6 +122,14 @@ class Resident:
     def is_at_end(self) -> bool:
         """Whether it has as many tokens as its prompt, or a part of it, when that is evicted for the last time."""
         return any(self.tokens == part.end for part in self.plan.parts)
+
+
+def _seen_before(resident: Resident, chunk: ExtraTokens, rows: np.ndarray) -> int:
+    """Entries of a rank's rows that a repeat copies before a chunk's: sinks, or what is left of earlier parts."""
+    sinks: int = resident.plan.config.params["sinks"]
+    if not resident.part.begins:
+        return min(sinks, chunk.start)
+    return min(sinks, MOST_SINKS, int(rows.min()) - resident.part.n)
 
 
 def extra_tokens(resident: Resident, position: int) -> int:
@@ -656,8 +665,11 @@ class Workers:
         params = resident.plan.config.params
         if params["kvzip_sees"] == "all":
             return [self.pages(rows + count) - self.pages(rows) for rows in resident.kv_len]
-        copies = min(params["sinks"], extra.start) + extra.stop - extra.start
-        return [self.pages(np.full_like(rows, copies + count)) for rows in resident.kv_len]
+        stored = extra.stop - extra.start + count
+        return [
+            self.pages(np.full_like(rows, _seen_before(resident, extra, rows) + stored))
+            for rows in resident.kv_len
+        ]
 
     def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
         """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
@@ -888,6 +900,13 @@ class Simulation:
 
     def step(self) -> SchedulerOutput:
         """Dispatch one step; take the oldest one's output once ``depth`` are in flight or nothing can be scheduled."""
+        output = self.dispatch()
+        if len(self.in_flight) >= self.setup.depth or not output.total_num_scheduled_tokens:
+            self.deliver()
+        return output
+
+    def dispatch(self) -> SchedulerOutput:
+        """Dispatch one step, whose output stays in flight."""
         self.steps += 1
         output = self.scheduler.schedule()
         for name in output.preempted_req_ids or ():
@@ -904,8 +923,6 @@ class Simulation:
             unfinished = self.scheduler.get_num_unfinished_requests()
             assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
         self.in_flight.append((output, self._execute(output)))
-        if len(self.in_flight) >= self.setup.depth or not output.total_num_scheduled_tokens:
-            self.deliver()
         return output
 
     def deliver(self) -> None:

@@ -316,9 +316,9 @@ class UncompressedPrefixes:
         if untold.segments:
             account.follow(self.segments.cancel(untold.segments))
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
-            # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
-            stored = min(account.tokens, request.num_tokens - 1)
-            self._freeze(request, account, account.plan.leaves_at_end(stored))
+            # Steps in flight may have gone on beyond the answer's last token, which is not stored, and have evicted it.
+            left = account.plan.leaves_at_end(account.tokens)
+            self._freeze(request, account, min(left, request.num_tokens - 1))
         self._give_back(account)
 
     def end_copying(self, account: Account) -> None:
