@@ -54,7 +54,8 @@ REPEAT_ROWS = "kv_repeat_rows"
 KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS, LASTING, WHOLE)
 """Fields of ours that requests come with; the last three if they were rendered before."""
 
-OTHERS_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
+TRANSFER = "kv_transfer_params"
+OTHERS_FIELDS = (TRANSFER, "kv_cache_report_mode")
 """Fields that begin like ours and are vLLM's."""
 
 

@@ -10,6 +10,7 @@ from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.engine.parameters import known_config
 from vllm_kvevict.policies import EvictionConfig, parameters
 from vllm_kvevict.policies.answers import default_window
+from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Phase, answer_phase
 
 BUDGET, ANSWER_FROM = "kv_decode_budget", "kv_answer_from"
@@ -103,6 +104,12 @@ class DecodeOptions:
         if budget and not self.budget:
             raise KVEvictionError(
                 f"{BUDGET} needs a server that was started with --kv-decode-budget, which sets memory aside for it",
+                BUDGET,
+            )
+        if budget > self.budget and lookup(self.policy).compares_entries:
+            raise KVEvictionError(
+                f"{BUDGET} must be at most {self.budget}, the server's --kv-decode-budget: its policy {self.policy} "
+                f"compares every entry with every other, got {budget}",
                 BUDGET,
             )
         return budget

@@ -162,6 +162,8 @@ def check_fits(
         return
     if not bounds.fits(plan, prompt_len, in_one_step):
         raise KVEvictionError(_too_long(bounds, options, plan, prompt_len, longest, in_one_step), "prompt")
+    if not min_tokens:
+        return  # what follows takes long for a prompt of many parts
     # The last token of an answer is not stored.
     most = 1 + bounds.most_tokens(plan, prompt_len, longest) - prompt_len
     if min_tokens > most:

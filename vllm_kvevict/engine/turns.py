@@ -12,6 +12,9 @@ from vllm_kvevict.policies.registry import lookup, policies_for_parts
 TURNS = "kv_turns"
 """The field of ``vllm_xargs``: a list of token counts, ascending."""
 
+MOST_TURNS = 8192
+"""Of a request: work and memory grow with them, and no chat has as many (what the front-end finds is below 6400)."""
+
 LASTING = "kv_turns_lasting"
 """What the front-end adds where some of a chat's turns change with the next question: tokens of those that do not."""
 
@@ -38,6 +41,8 @@ def turns_of(fields: Mapping[str, Any], prompt_len: int, config: EvictionConfig)
     given = fields[TURNS]
     if not isinstance(given, list) or not given:
         raise _refusal(f"must be a list of token counts, got {given!r}")
+    if len(given) > MOST_TURNS:
+        raise _refusal(f"must have at most {MOST_TURNS} entries, got {len(given)}")
     ends = tuple(read.whole(TURNS, end) for end in given)
     if any(later <= earlier for earlier, later in pairwise(ends)):
         raise _refusal(f"must be strictly ascending, got {given!r}")

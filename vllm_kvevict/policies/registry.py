@@ -70,6 +70,8 @@ class Policy(Generic[Config]):
     scores_rows: bool = False
     """Whether its `score` takes rows of different lengths in one call, as `window_scores` does; if not it is called for
     one row after another."""
+    compares_entries: bool = False
+    """Whether it compares every entry with every other, so that its work grows with the square of the budget."""
     prompts: bool = True
     """Whether it can evict prompts; False: made for answers alone."""
     parts: bool = True

@@ -114,6 +114,7 @@ register(
         needs=(Q_WINDOW,),
         always_kept=("window",),
         decodes=True,
+        compares_entries=True,
         prompts=False,
         url="https://arxiv.org/abs/2505.24133",
     )

@@ -77,6 +77,18 @@ def test_a_request_needs_a_server_that_evicts_answers() -> None:
     assert on.plan(100, {"kv_answer_from": 60}).prompt == on.plan(60).prompt
 
 
+def test_a_policy_that_compares_all_entries_has_no_larger_budget_than_the_servers() -> None:
+    """Its work grows with the square: one request could keep everybody waiting for minutes."""
+    quadratic = Options.parse({**ON, "decode_policy": "rkv"})
+    with pytest.raises(
+        KVEvictionError, match=r"at most 40, the server's --kv-decode-budget.* got 41"
+    ) as error:
+        quadratic.plan(100, {"kv_decode_budget": 41})
+    assert error.value.field_name == "kv_decode_budget"
+    assert quadratic.plan(100, {"kv_decode_budget": 30}).answer is not None
+    assert Options.parse(ON).plan(100, {"kv_decode_budget": 41}).answer is not None
+
+
 @pytest.mark.parametrize("budget", [2**40 + 1, 9 * 10**18, 2**63 - 200, 2**64 - 1, 1e19, 1e300])
 def test_a_budget_that_no_answer_needs_is_refused(budget: float) -> None:
     """Its first eviction would come after more tokens than anything counts."""

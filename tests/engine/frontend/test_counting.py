@@ -79,6 +79,25 @@ def test_no_more_is_tokenised_than_the_prompt(count):
     assert count(one, len(one)) is not None and count(one, len(one), len(one) - 5) is None
 
 
+def test_nothing_is_copied_where_that_would_be_more_than_the_prompt(renderer):
+    """Many places behind one added token: their stretches would take the square of the text's length."""
+
+    class Text(str):
+        copied = 0
+
+        def __getitem__(self, key):
+            Text.copied += 1
+            return super().__getitem__(key)
+
+    text = Text(f"{START}{DOCUMENT}")
+    ids = tokenised(renderer, str(text))
+    few = tokens_before(renderer, renderer.default_chat_tok_params, text, ids, [len(text)])
+    assert few is not None and Text.copied == 1
+    many = range(len(text) // 2, len(text))
+    assert tokens_before(renderer, renderer.default_chat_tok_params, text, ids, many) is None
+    assert Text.copied == 1
+
+
 def test_tokens_of_another_text_do_not_count(renderer, count):
     ids = tokenised(renderer, CHAT)
     start, end = (SPECIAL.index(token) for token in (START, END))

@@ -646,6 +646,8 @@ def test_requests_pass(on):
         ({"kv_budget": 2.5}, "kv_budget"),
         ({"kv_prefix_len": 101}, "kv_prefix_len"),
         ({"kv_evictions": "snapkv"}, "kv_evictions"),
+        ({"kv_transfer_params": "x"}, "kv_transfer_params"),
+        ({"kv_transfer_params": [1]}, "kv_transfer_params"),
     ],
 )
 def test_bad_fields_are_the_callers_fault(fields, named, on, off):

@@ -22,6 +22,7 @@ SERVER = Options.parse(
         ({"kv_turns": [40, 1.5]}, ["1.5"]),
         ({"kv_turns": [True]}, ["True"]),
         ({"kv_turns": [40, 40]}, ["strictly ascending", "[40, 40]"]),
+        ({"kv_turns": list(range(1, 8194))}, ["at most 8192 entries", "got 8193"]),
         ({"kv_turns": [60, 40]}, ["strictly ascending"]),
         ({"kv_turns": [40, 101]}, ["length of the prompt", "100", "101"]),
         ({"kv_turns": [40], "kv_prefix_len": 50}, ["together with kv_prefix_len"]),

@@ -49,14 +49,14 @@ def tokens_before(
     numbers = [bisect.bisect_right(dividers, (place, len(text) + 1)) - 1 for place in places]
     if min(numbers, default=0) < 0:
         return None
-    stretches = [text[dividers[number].begin : place] for number, place in zip(numbers, places, strict=True)]
-    distinct = dict.fromkeys(stretches)
-    if sum(map(len, distinct)) > len(text):
+    spans = [(dividers[number].begin, place) for number, place in zip(numbers, places, strict=True)]
+    if sum(place - begin for begin, place in set(spans)) > len(text):
         return None
+    stretches = [text[begin:place] for begin, place in spans]
     params = dataclasses.replace(tok_params, add_special_tokens=False)
     tokenised = {
         stretch: renderer.tokenize_prompt({"prompt": stretch}, params)["prompt_token_ids"][:-1]
-        for stretch in distinct
+        for stretch in dict.fromkeys(stretches)
     }
     counts = []
     for number, stretch in zip(numbers, stretches, strict=True):

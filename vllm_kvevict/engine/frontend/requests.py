@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import (
     REPEAT_ROWS,
+    TRANSFER,
     KVEvictionError,
     Options,
     check_names,
@@ -254,6 +255,17 @@ def check_length(plan: Plan, longest: int) -> None:
             raise KVEvictionError(f"kv_eviction {plan.config.policy} {conflict}", "prompt")
 
 
+def _check_others(fields: Mapping[str, Any]) -> None:
+    """Refuse a value of vLLM's own field by which vLLM would fail while it answers.
+
+    Raises:
+        KVEvictionError: one sentence naming the field.
+    """
+    given = fields.get(TRANSFER)
+    if given is not None and not isinstance(given, dict):
+        raise KVEvictionError(f"{TRANSFER} must be an object, got {given!r}", TRANSFER)
+
+
 def _checked_fields(
     vllm_config: Any, prompt: Any, params: SamplingParams, token_ids: Any, embeds: Any, with_media: bool
 ) -> dict[str, Any] | None:
@@ -262,6 +274,7 @@ def _checked_fields(
     length = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     with _refusing(params):
         check_names(params.extra_args or ())
+        _check_others(params.extra_args or {})
         check_rows(params.extra_args or {}, vllm_config.model_config.get_vocab_size())
         config, _ = options.request_config(params.extra_args)
         check_policy(vllm_config, config, "kv_eviction")
