@@ -26,11 +26,27 @@ from .attention import reduce_group, window_attention, window_scores
 from .config import EvictionConfig
 from .inputs import Q_WINDOW, REPEATED
 from .layer import Comm, LayerInputs, LayerScores
-from .params import KERNEL, POOLING, SINKS, check_some_stay, choice, integer, measured, server_only, unless
+from .params import (
+    KERNEL,
+    POOLING,
+    SINKS,
+    check_some_stay,
+    choice,
+    integer,
+    limited,
+    measured,
+    server_only,
+    unless,
+)
 from .registry import Policy, register
 
 MIN_CHUNK = 64
 """Tokens of a chunk at least, unless the prompt is shorter: scores of tokens of tiny chunks say little."""
+
+MOST_SINKS = 64
+"""Sinks of a request at most, and of what is left of earlier parts of its prompt, the entries that stand in for them.
+Each repeat with kvzip_sees=chunk reads a copy of them, whose pages must be counted before anything is known of the
+parts. Models have a handful of sinks."""
 
 
 def repeat_attention(
@@ -84,7 +100,7 @@ register(
         (
             server_only(integer("kvzip_chunk", 512, MIN_CHUNK)),
             server_only(choice("kvzip_sees", "all", "chunk")),
-            SINKS,
+            limited(SINKS, MOST_SINKS),
             integer("window", 0, 0),
             unless(KERNEL, window=0),
             unless(measured(POOLING, "decay"), window=0),

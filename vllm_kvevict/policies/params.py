@@ -209,7 +209,7 @@ MEANINGS = {
     "their maximum, or `recent`: the maximum, where a query counts half as much for each 12 tokens that it lies "
     "further back",
     "gqa": "how the scores of the query heads that share a KV head are combined",
-    "sinks": "number of first tokens that always stay",
+    "sinks": "number of first tokens that always stay (up to 64 per request with kvzip)",
     "beta": "how steeply budgets fall: the top layer gets 1/beta of the average; 1 is uniform",
     "pyramid_rounding": "`official` rounds like the authors' code, which exceeds the total",
     "alpha": "share of a head's budget that is fixed; with 0 heads compete for all of it, 1 is uniform",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvevict.policies.inputs import REPEATED
-from vllm_kvevict.policies.kvzip import MIN_CHUNK, repeat_attention
+from vllm_kvevict.policies.kvzip import MIN_CHUNK, MOST_SINKS, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
 from vllm_kvevict.schedules.inputs import LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Phase
@@ -85,7 +85,9 @@ class EvictionByRepeat(EvictionByScore):
         Where earlier parts were evicted these are what is left of them at the front, attention sinks first.
         """
         sinks: int = self.resident.plan.config.params["sinks"]
-        return min(sinks, chunk.start if self.pinned is None else int(self.pinned.min()))
+        if self.pinned is None:
+            return min(sinks, chunk.start)
+        return min(sinks, MOST_SINKS, int(self.pinned.min()))
 
     def _seen_keys(self, tokens: LayerTokens, first: int, chunk: slice, count: int) -> Tensor:
         """The keys over which a chunk's scores are taken, [Hkv, N, d]: the first ones, the chunk's, the repeat's."""
@@ -127,8 +129,10 @@ class ByRepeat(ByScore):
         rows = chunk + MOST_EXTRA_ROWS
         if params["kvzip_sees"] == "all":
             return rows
-        # Copies of what the rows see come before them, in pages of their own.
-        return page_size * pages_for(params["sinks"] + chunk + rows, page_size)
+        # Copies of what the rows see come before them, in pages of their own. A later part has no sinks itself; how
+        # many stand in for them, its configuration does not say.
+        sinks = MOST_SINKS if phase.begins else params["sinks"]
+        return page_size * pages_for(sinks + chunk + rows, page_size)
 
     def peak(self, phase: Phase, rank: RankCapacity, page_size: int, by_layer: bool) -> int:
         return rank.rows * pages_for(phase.end + self.extra_entries(phase, page_size), page_size)

@@ -122,13 +122,13 @@ def test_prompts_that_fit_and_those_that_do_not(models, stages: int) -> None:
         check(vllm_config, 60_000, kv_budget=6000)
 
 
-def test_the_longest_prompt_is_that_of_the_requests_own_parameters(models) -> None:
+def test_the_longest_prompt_is_that_of_its_policys_own_parameters(models) -> None:
     """With copies of its sinks beside it, which the server's parameters ask for."""
-    config = {"policies": "all", "policy_params": {"kvzip": {"kvzip_sees": "chunk"}}}
-    vllm_config = configure(models, blocks=48, kv_eviction="snapkv", kv_eviction_config=config)
+    fields = {"kv_eviction": "kvzip", "kv_budget": 0.5}
     longest = {}
     for sinks in (4, 1000, 2000):
-        fields = {"kv_eviction": "kvzip", "kv_budget": 0.5, "kv_params": f"sinks={sinks}"}
+        config = {"policies": "all", "policy_params": {"kvzip": {"kvzip_sees": "chunk", "sinks": sinks}}}
+        vllm_config = configure(models, blocks=48, kv_eviction="snapkv", kv_eviction_config=config)
         with pytest.raises(KVEvictionError) as error:
             check(vllm_config, 7000, **fields)
         longest[sinks] = int(re.search(r"kvzip has (\d+) tokens", str(error.value))[1])

@@ -80,6 +80,14 @@ def test_every_parameter_can_be_set_or_is_the_servers_alone(policy):
             assert config_of(**budget, params=f"{name}={value}").params[name] == value
 
 
+def test_only_the_server_gives_kvzip_many_sinks():
+    """Each repeat may copy them."""
+    assert config_of(eviction="kvzip", params="sinks=64").params["sinks"] == 64
+    refused(SERVER, "sinks must be at most 64 in a request, not 65", eviction="kvzip", params="sinks=65")
+    server = Options.parse({"policy": "full", "policies": "all", "policy_params": {"kvzip": {"sinks": 65}}})
+    assert config_of(server, eviction="kvzip").params["sinks"] == 65
+
+
 def test_what_is_the_servers_alone():
     marked = {p.name for name in available() for p in lookup(name).parameters if not p.by_request}
     assert marked == SERVERS_ALONE
@@ -208,8 +216,10 @@ def test_no_value_that_a_request_can_give_keeps_a_policy_from_deciding(policy):
     torch.manual_seed(0)
     keys, values, queries = (torch.randn(layers, h, n, size) for h in (heads, heads, heads * group))
     angles = torch.outer(torch.arange(n).float(), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    most = {p.name: p.most_by_request for p in lookup(policy).parameters}
     for name, extremes in EXTREMES.items():
-        for value in extremes if name in parameters(policy) else ():
+        for extreme in extremes if name in most else ():
+            value = extreme if most[name] is None else min(extreme, most[name])
             config = config_of(server, eviction=policy, budget=0.3, params=f"{name}={value}")
             inputs = [
                 LayerInputs(

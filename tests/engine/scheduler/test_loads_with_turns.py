@@ -7,10 +7,12 @@ import pytest
 
 from tests.engine.scheduler.test_scheduler import check_end, tens, with_room_for_repeats
 from tests.engine.support.loads import Ask, Load, mixed, play, staged, tight, with_turns
-from tests.engine.support.servers import PAGE, Setup
+from tests.engine.support.servers import PAGE, TOKEN, Setup
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.schedules import bounds
+from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
 
 LOADS = {"mixed": mixed, "staged": staged, "tight": tight}
 
@@ -84,6 +86,40 @@ def equal_parts() -> Load:
     setup = Setup([(2, 2)], [4 * -(-1300 // PAGE)], 1300, 256, 8, depth=3, asynchronous=True, options=options)
     turns = {"kv_turns": list(range(100, 1300, 100))}
     return Load(setup, [Ask(0, f"r{index}", 1200, 8, turns, 0) for index in range(6)])
+
+
+def repeated_behind_sinks() -> Load:
+    """The same prompts, repeated in as many rows as may be, on a server whose first tokens are as many as a part's."""
+    load = equal_parts()
+    rows = {REPEAT_ROWS: RepeatPrompts(before=(TOKEN,) * (MOST_EXTRA_ROWS - HINT)).to_lists()}
+    asks = [dataclasses.replace(ask, extra_args={**ask.extra_args, **rows}) for ask in load.asks]
+    # A page behind the longest prompt for each chunk, its rows and what they see.
+    setup = dataclasses.replace(load.setup, max_model_len=1600, pages=[4 * -(-2200 // PAGE)])
+    params = {"kvzip_sees": "chunk", "kvzip_chunk": 64, "sinks": 200, "budget": 0.7}
+    return with_policy(dataclasses.replace(load, setup=setup, asks=asks), "kvzip", **params)
+
+
+def as_if_later_parts_saw_nothing_before_them(monkeypatch) -> None:
+    monkeypatch.setattr("vllm_kvevict.schedules.repeat.MOST_SINKS", 0)
+
+
+def as_if_they_saw_all_sinks(monkeypatch) -> None:
+    monkeypatch.setattr("tests.engine.support.simulation.MOST_SINKS", 200)
+
+
+def test_what_repeats_of_later_parts_see_is_counted() -> None:
+    load = repeated_behind_sinks()
+    simulation = play(load, 1, repeats=True)
+    check_end(load, simulation)
+    assert evicted_in_parts(load, simulation) == len(load.asks)
+
+
+@pytest.mark.parametrize("mutate", [as_if_later_parts_saw_nothing_before_them, as_if_they_saw_all_sinks])
+def test_repeats_that_see_more_than_was_counted_are_noticed(mutate, monkeypatch) -> None:
+    """The controls."""
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=r"would hold .* pages, the ledger allows"):
+        play(repeated_behind_sinks(), 1, repeats=True)
 
 
 def as_if_nothing_was_kept(monkeypatch) -> None:

@@ -158,6 +158,18 @@ def repeated(
 
 
 @pytest.mark.engine
+def test_repeats_of_later_parts_hold_what_was_counted(models) -> None:
+    """With more sinks at the front than such repeats may see: check mode compares pages while they run."""
+    seen = {"kvzip_sees": "chunk", "kvzip_chunk": 64, "sinks": 250}
+    options = {**OPTIONS, "policy_params": {"kvzip": seen}}
+    model, ask = models("llama", heads=4, kv_heads=2), Ask(620, "kvzip", 0.9, turns=(400, 500, 600))
+    with evicting_engine(model, eviction=options, max_model_len=1024) as llm:
+        (answer,) = run(llm, [ask])
+    stored = [sum(len(row) for heads in kept.values() for row in heads) for kept in answer.kept]
+    assert stored == [8 * 360, 8 * 450, 8 * 540]
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip", "lava", "h2o"])
 def test_steps_and_preemptions_change_nothing(models, policy: str) -> None:
     """Parts that several steps read, other requests beside them, and a preemption before any of six steps."""
