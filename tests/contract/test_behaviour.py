@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 
 import pytest
 
@@ -61,6 +62,11 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "_get_local_prefix_cache_hit get_num_new_matched_tokens skip_request _reserve_prefill_lookahead "
         "allocate_slots record_prefix_cache_stats",
         "no request begins with a cached prefix, or waits for one",
+    ),
+    "who-waits-is-passed-over": (
+        f"{SCHEDULER}.schedule",
+        "_handle_blocked_waiting_request skip_request _get_local_prefix_cache_hit",
+        "nobody begins behind a request with prompt_logprobs that waits for the reserve",
     ),
     "step-starts": (
         f"{SCHEDULER}.schedule",
@@ -484,6 +490,43 @@ def test_no_renderer_renders_chats_by_itself() -> None:
                     source.broken(
                         f"{node.name} renders chats by itself", "scope=prefix finds no question there"
                     )
+
+
+ONLY_WHERE_IT_IS_USED = {
+    "AfmoeAttention", "CohereCompassAttention", "FalconAttention", "GraniteAttention", "GraniteMoeAttention",
+    "GraniteMoeHybridAttention", "Llama4Attention", "MuseGlimmerAttention", "OlmoHybridAttention", "Zamba2Attention",
+}  # fmt: skip
+"""Classes that make their rotary embedding in no other layers."""
+USED_EITHER_WAY = {"Gemma3nAttention", "Gemma4Attention", "HYV3Attention", "LoopCoderAttention"}
+"""Classes that turn queries and keys under another condition, and under its contrary."""
+
+
+def turned_if(node: ast.ClassDef) -> set[str]:
+    """The attributes by which a class turns some layers' queries and keys and not others'."""
+    return {
+        name.attr
+        for choice in ast.walk(node)
+        if isinstance(choice, ast.If) and any("self.rotary_emb(" in ast.unparse(x) for x in choice.body)
+        for name in ast.walk(choice.test)
+        if isinstance(name, ast.Attribute) and ast.unparse(name.value) == "self"
+    }
+
+
+def test_layers_that_hold_a_rotary_embedding_and_do_not_use_it_are_known() -> None:
+    from vllm_kvevict.engine.worker.rotary import TURNS_IF
+
+    for path in sorted((source.root() / "model_executor" / "models").glob("*.py")):
+        file = source.module_file(f"vllm.model_executor.models.{path.stem}")
+        text = file.read_text(encoding="utf-8") if file else ""
+        for node in ast.parse(text).body if re.search(r"^ {9,}.*self\.rotary_emb\(", text, re.M) else ():
+            if not isinstance(node, ast.ClassDef) or node.name in ONLY_WHERE_IT_IS_USED | USED_EITHER_WAY:
+                continue
+            found = turned_if(node)
+            if found != set(TURNS_IF.get(node.name, ())) and (found or node.name in TURNS_IF):
+                source.broken(
+                    f"{node.name} turns queries and keys by {sorted(found)}",
+                    "compactor and expected-attention undo what was not done",
+                )
 
 
 def test_eager_cpu_workers_lack_a_buffer() -> None:

@@ -93,6 +93,14 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] =
         ["one-allocation"],
         "has no longer `assert len.sizes. == 1`: the pool is no longer one piece",
     ),
+    "rotary-embedding-left-out": (
+        "vllm.model_executor.models.exaone4",
+        "if self.sliding_window or self.apply_rope_all_layers:",
+        "if self.sliding_window or self.rope_everywhere:",
+        test_behaviour.test_layers_that_hold_a_rotary_embedding_and_do_not_use_it_are_known,
+        [],
+        r"Exaone4Attention turns queries and keys by \['rope_everywhere', 'sliding_window'\]: compactor",
+    ),
     "environment": (
         "vllm.envs",
         '"VLLM_CPU_ATTN_SPLIT_KV"',

@@ -1,5 +1,6 @@
 """Rotary embeddings are undone as the model's own module makes them; what cannot be undone is told from what can."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,10 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
+from benchmarks.harness.models import make_model
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError
-from vllm_kvevict.engine.worker.rotary import ModelRotary
+from vllm_kvevict.engine.worker.rotary import TURNS_IF, ModelRotary
 
 SIZE, LONGEST = 16, 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -103,6 +105,39 @@ def test_what_cannot_be_undone_is_not_available() -> None:
     assert found(Layer(plain), Layer(plain)).available
     assert not found(Layer(plain), positions=LONGEST + 1).available
     assert not found(Layer(plain), head_size=SIZE - 1).available
+
+
+@pytest.mark.parametrize("name", TURNS_IF)
+def test_layers_that_hold_one_and_do_not_use_it(name: str) -> None:
+    """One of them is enough; subclasses are told from others as well."""
+    module, unused = rope(), dict.fromkeys(TURNS_IF[name], None)
+    kind = type(name, (Layer,), {})
+    for made in (kind, type("Changed", (kind,), {})):
+        for condition in TURNS_IF[name]:
+            layers = [made(module), made(module)]
+            for layer in layers:
+                vars(layer).update(unused | {condition: 64})
+            assert found(*layers).available
+            vars(layers[1]).update(unused)
+            assert not found(*layers).available
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["cohere2", "exaone4"])
+def test_models_that_use_it_in_windows_alone(models, name: str) -> None:
+    """Their other layers are evicted, by scores of keys as they are."""
+    refused = evicting_engine(models(name), eviction={"policy": "compactor", "budget": 0.5})
+    with pytest.raises(KVEvictionError, match="compactor needs a rotary embedding"), refused:
+        pass
+
+
+@pytest.mark.engine
+def test_the_same_without_windows(tmp_path: Path) -> None:
+    """The control: it is used in all layers then."""
+    model = make_model(tmp_path, "exaone4", layer_types=["full_attention"] * 4, sliding_window=None)
+    with evicting_engine(model, eviction={"policy": "compactor", "budget": 0.5}) as llm:
+        (answer,) = run(llm, [Ask(300, "compactor", 0.3, max_tokens=2)])
+    assert len(answer.kept) == 1
 
 
 @pytest.mark.engine

@@ -57,9 +57,13 @@ def _projections(model: nn.Module, attentions: Sequence[nn.Module]) -> list[RowP
 
 def beside(model: nn.Module, attentions: Sequence[nn.Module], kind: type[Module]) -> list[list[Module]]:
     """The modules of a kind that the holder of each attention layer holds, too."""
-    held = {
-        id(child): [x for x in parent.children() if isinstance(x, kind)]
-        for parent in model.modules()
-        for child in parent.children()
-    }
-    return [held.get(id(attention), []) for attention in attentions]
+    return [
+        [] if holder is None else [x for x in holder.children() if isinstance(x, kind)]
+        for holder in holders(model, attentions)
+    ]
+
+
+def holders(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module | None]:
+    """The module that holds each attention layer, None where there is none."""
+    found = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return [found.get(id(attention)) for attention in attentions]

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
-from vllm_kvevict.engine.worker.projection import beside
+from vllm_kvevict.engine.worker.projection import beside, holders
 from vllm_kvevict.policies import Rotary
 
 KNOWN = (
@@ -26,6 +26,16 @@ KNOWN = (
     YaRNScalingRotaryEmbedding,
 )
 """Those that turn by angles in proportion to a token's position, whatever the request's length."""
+
+TURNS_IF = {
+    "CohereAttention": ("v1", "sliding_window"),
+    "Cohere2MoeAttention": ("force_rope", "sliding_window"),
+    "Exaone4Attention": ("apply_rope_all_layers", "sliding_window"),
+    "ExaoneMoeAttention": ("use_rope",),
+    "Step3p5Attention": ("use_rope",),
+}
+"""vLLM's classes that hold a rotary embedding in every layer, and use it only in those where one of these attributes is
+true: by name, since importing all these models would take seconds."""
 
 
 class ModelRotary:
@@ -43,11 +53,12 @@ class ModelRotary:
         # vLLM reads on behind a table that is too short.
         long_enough = found is not None and len(found.cos_sin_cache) >= positions
         as_configured = all(attention.head_size == head_size for attention in attentions)
-        self._found = found if long_enough and as_configured else None
+        is_used = all(_turns(holder) for holder in holders(model, attentions))
+        self._found = found if long_enough and as_configured and is_used else None
 
     @property
     def available(self) -> bool:
-        """Whether there is one, the same in every layer, and of a kind that can be undone."""
+        """Whether there is one, the same in every layer and used there, and of a kind that can be undone."""
         return self._found is not None
 
     def read(self) -> Rotary:
@@ -65,6 +76,12 @@ def _shared(model: nn.Module, attentions: Sequence[nn.Module]) -> RotaryEmbeddin
         return None
     (rotary,) = distinct.values()
     return rotary if _is_known(rotary) else None
+
+
+def _turns(holder: nn.Module | None) -> bool:
+    """Whether the holder of an attention layer uses the rotary embedding that it holds."""
+    known = [TURNS_IF[kind.__name__] for kind in type(holder).__mro__ if kind.__name__ in TURNS_IF]
+    return not known or any(getattr(holder, name, False) for name in known[0])
 
 
 def _is_known(rotary: nn.Module) -> bool:
