@@ -1,5 +1,7 @@
 """Shared entries: what requests begin with, lent to each of them, while they go on writing behind it."""
 
+import random
+
 import pytest
 import torch
 
@@ -501,6 +503,57 @@ def test_what_columns_cannot_be_frozen_begun_with_or_dropped(cache):
     cache.loans.drop(1)
     cache.verify()
     assert cache.num_free == 80
+
+
+# Who borrows of an entry.
+
+
+def check_borrowers(loans):
+    """Whoever asks for an entry's borrowers hears what a look at all loans says."""
+    for number in loans:
+        slots = [slot for slot, parts in loans._loans.items() if any(part[0] == number for part in parts)]
+        assert loans.borrowers(number) == sorted(slots)
+
+
+def chosen(cache, rng, slots):
+    """Something that may be done to requests and entries: to do it, the request that it opens if any."""
+    loans, numbers, slot = cache.loans, list(cache.loans), rng.choice(slots) if slots else None
+    new = max(numbers, default=0) + 1
+    acts = [lambda: loans.drop(rng.choice(numbers))] * bool(numbers)
+    if len(slots) < 6:
+        acts.append(lambda: slots.append(read(cache, rng.randint(40, 150))))
+        acts += [lambda: slots.append(cache.open([(rng.choice(numbers), None)]))] * 2 * bool(numbers)
+    if slots:
+        acts.append(lambda: loans.freeze(new, slot, rng.choice([None, 1, 2])))
+        acts.append(lambda: cache.close([slots.pop(slots.index(slot))]))
+        acts.append(lambda: append(cache, slot, rng.randint(1, 70)))
+        acts.append(lambda: cache.compact(slot, rng.randrange(L), [torch.arange(rng.randint(1, 30))] * H))
+    return rng.choice(acts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_entry_knows_its_borrowers(cache, seed):
+    """Whatever was done, and refused."""
+    rng, slots, refused, borrowed = random.Random(seed), [], 0, 0
+    for _ in range(250):
+        try:
+            chosen(cache, rng, slots)()
+        except (ValueError, RuntimeError):
+            refused += 1
+        check_borrowers(cache.loans)
+        borrowed += any(map(cache.loans.borrowers, cache.loans))
+    cache.verify()
+    assert refused < 200 and borrowed > 50
+
+
+def test_verify_sees_an_entry_that_does_not_know_its_borrowers(cache):
+    donor = read(cache, 100)
+    cache.loans.freeze(7, donor, 2)
+    cache.verify()
+    for slots in (set(), {donor, donor + 1}):
+        cache.loans._slots[7] = slots
+        with pytest.raises(RuntimeError, match="does not know the request slots"):
+            cache.verify()
 
 
 def test_verify_sees_who_points_elsewhere_and_pages_with_two_owners_or_none(cache):

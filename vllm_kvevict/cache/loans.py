@@ -78,6 +78,8 @@ class Loans:
         self._entries: dict[int, SharedEntry] = {}
         self._loans: dict[int, list[Loan]] = {}
         """By request slot, in the order of its columns."""
+        self._slots: dict[int, set[int]] = {}
+        """Request slots that have a loan of each entry, since entries may go by the hundred."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._entries)
@@ -90,7 +92,7 @@ class Loans:
 
     def borrowers(self, number: int) -> list[int]:
         """Request slots that borrow pages of a shared entry."""
-        return [slot for slot, parts in self._loans.items() if any(part[0] == number for part in parts)]
+        return sorted(self._slots.get(number, ()))
 
     def freeze(
         self, number: int, request_slot: int, columns: int | None = None, completes: int | None = None
@@ -125,7 +127,8 @@ class Loans:
         first, full = first + completed, full - completed
         table = self._behind(request_slot, first, int((full + (rest > 0)).max()))
         self._copy_partial(table, full, rest)
-        self._entries[number] = entry = SharedEntry(table, first, full, rest, columns is None)
+        entry = SharedEntry(table, first, full, rest, columns is None)
+        self._entries[number], self._slots[number] = entry, set()
         self.pages[entry.is_compressed] += len(entry.pages)
         before = [] if completes is None else [(completes, None)]
         self._lend(request_slot, [*before, (number, columns)], first + full)
@@ -169,7 +172,7 @@ class Loans:
         entry = self._all_behind(request_slot, first, lengths)
         if not len(entry.pages):
             raise ValueError(f"request slot {request_slot} holds no pages of its own that could stay")
-        self._entries[number] = entry
+        self._entries[number], self._slots[number] = entry, set()
         self.pages[False] += len(entry.pages)
         self._set_lengths(request_slot, first * self.rows.page_size)
 
@@ -270,7 +273,7 @@ class Loans:
         self._set_table(request_slot, [*parts, (tail, None)], lengths)
         self._lend(request_slot, parts, full)
         self.pages[False] -= len(entry.pages)
-        del self._entries[tail]
+        del self._entries[tail], self._slots[tail]
 
     def _set_table(self, request_slot: int, parts: Sequence[Loan], lengths: IntArray) -> torch.Tensor:
         """Give an empty request the pages of shared entries; its page table, int32 [rows, columns]."""
@@ -288,15 +291,16 @@ class Loans:
     def shorten(self, request_slot: int, rows: slice, columns: IntArray) -> None:
         """Some rows of a request borrow fewer pages, columns[r] each: it has copies of all else that they keep."""
         self.columns[request_slot, rows] = columns
-        parts = self._loans.pop(request_slot, [])
         # Of its loans only those remain that some row goes on with, and as much of them.
-        kept = []
-        for number, count in parts:
-            left = self._left(request_slot, number)
-            if left:
-                kept.append((number, count and min(count, left)))
-        if kept:
-            self._loans[request_slot] = kept
+        for number, count in self._loans.pop(request_slot, ()):
+            self._slots[number].remove(request_slot)
+            if left := self._left(request_slot, number):
+                self._add(request_slot, number, count and min(count, left))
+
+    def _add(self, request_slot: int, number: int, columns: int | None) -> None:
+        """A request has a loan more, behind its others."""
+        self._loans.setdefault(request_slot, []).append((number, columns))
+        self._slots[number].add(request_slot)
 
     def _left(self, request_slot: int, number: int) -> int:
         """The most columns that some row of a request borrows from the first of an entry on."""
@@ -321,7 +325,7 @@ class Loans:
             self.shorten(request_slot, slice(None), entry.first)
         if not borrowers:
             self.rows.pool.give(entry.pages)
-        del self._entries[number]
+        del self._entries[number], self._slots[number]
 
     def checksum(self, number: int) -> int:
         """A number that changes when anything in a shared entry's pages does (waits for the device)."""
@@ -334,10 +338,9 @@ class Loans:
 
     def owned_pages(self, request_slot: int, rows: slice = slice(None)) -> torch.Tensor:
         """Pages of a request's rows that it does not borrow, row by row, int32."""
+        first = self.columns[request_slot, rows]
         stop = self.rows.pages_for(self.rows.lengths.of(request_slot).ravel()[rows])
-        return pages_between(
-            self.rows.tables.region(request_slot)[rows], self.columns[request_slot, rows], stop
-        )
+        return pages_between(self.rows.tables.region(request_slot)[rows], first, stop)
 
     def owners(self) -> torch.Tensor:
         """How many rows own each page, those of requests and of shared entries, int64 [num_pages] (waits)."""
@@ -350,17 +353,18 @@ class Loans:
         return torch.bincount(torch.cat([owned, *shared]), minlength=len(self.rows.storage))
 
     def verify(self) -> None:
-        """Raise RuntimeError unless the tables of borrowers begin with the pages of shared entries (waits)."""
-        for request_slot in np.flatnonzero(self.columns.any(1)).tolist():
-            pages = self._joined(self._loans.get(request_slot, ()))
-            most = int(self.columns[request_slot].max())
-            table = self.rows.tables.region(request_slot)[:, :most]
+        """Raise RuntimeError unless borrowers' tables begin with pages of shared entries, which know them (waits)."""
+        loans = {(number, slot) for slot, parts in self._loans.items() for number, _ in parts}
+        if loans != {(number, slot) for number, slots in self._slots.items() for slot in slots}:
+            raise RuntimeError("a shared entry does not know the request slots that have loans of it")
+        for slot in np.flatnonzero(self.columns.any(1)).tolist():
+            pages = self._joined(self._loans.get(slot, ()))
+            most = int(self.columns[slot].max())
+            table = self.rows.tables.region(slot)[:, :most]
             column = torch.arange(most, device=table.device)
-            borrowed = column < to_device(self.columns[request_slot], table.device)[:, None]
+            borrowed = column < to_device(self.columns[slot], table.device)[:, None]
             if most > pages.shape[1] or ((table != pages[:, :most]) & borrowed).any():
-                raise RuntimeError(
-                    f"request slot {request_slot} borrows pages that no shared entry of it owns"
-                )
+                raise RuntimeError(f"request slot {slot} borrows pages that no shared entry of it owns")
 
     def _joined(self, parts: Sequence[Loan]) -> torch.Tensor:
         """Page tables of shared entries one after the other, int32 [rows, columns]."""
@@ -377,11 +381,10 @@ class Loans:
     def _lend(self, request_slot: int, parts: Sequence[Loan], columns: IntArray) -> None:
         """Let a request borrow the first columns[r] pages of each row, of those entries that reach so far."""
         self.columns[request_slot] = columns
-        loans = self._loans.get(request_slot, [])
-        known = {number for number, _ in loans}
-        lent = [part for part in parts if part[0] not in known and self._left(request_slot, part[0])]
-        if lent:
-            self._loans[request_slot] = [*loans, *lent]
+        known = {number for number, _ in self._loans.get(request_slot, ())}
+        for number, count in parts:
+            if number not in known and self._left(request_slot, number):
+                self._add(request_slot, number, count)
 
     def _copy_partial(self, table: torch.Tensor, full: IntArray, rest: IntArray) -> None:
         """Replace the partial page of each row in a page table by a copy, zero behind its entries."""
