@@ -31,6 +31,10 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
         "reset_running_requests reset_connector",
         "what requests kept with older weights is expected of the new ones",
     ),
+    f"{SCHEDULER}._handle_blocked_waiting_request": (
+        "request",
+        "nobody begins behind a request with prompt_logprobs that waits for the reserve",
+    ),
     f"{SCHEDULER}._reserve_prefill_lookahead": (
         "request num_computed_tokens num_new_tokens",
         "chunks cross eviction positions, so later tokens see KV that should be gone",

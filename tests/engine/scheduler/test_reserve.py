@@ -173,12 +173,15 @@ def test_who_found_a_place_but_no_pages_keeps_its_turn() -> None:
     assert set(simulation.outputs.values()) == {2, 600}
 
 
-def test_who_vllm_passes_over_blocks_nobody() -> None:
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_who_vllm_passes_over_blocks_nobody(logprobs: bool) -> None:
     """All slots for adapters are taken by one that answers at length; those without an adapter go on."""
     simulation = Simulation(setup("all", max_num_batched_tokens=512, adapters=1))
     compactor = {"kv_eviction": "compactor"}
     simulation.add(make_request("holds the reserve", LONGEST - 300, 2, compactor))
-    simulation.add(make_request("with an adapter", LONGEST - 300, 2, compactor, adapter=2))
+    asked = make_request("with an adapter", LONGEST - 300, 2, compactor, adapter=2)
+    asked.skip_reading_prefix_cache = logprobs
+    simulation.add(asked)
     simulation.add(make_request("answers", 20, 400, {"kv_eviction": "full"}, adapter=1))
     for index in range(10):
         simulation.add(make_request(f"r{index}", 400, 2, compactor))
@@ -202,6 +205,31 @@ def test_the_reserve_goes_to_the_most_urgent(policy: str) -> None:
     for _ in range(10):
         simulation.step()
     assert simulation.outputs["urgent"]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_who_computes_prompt_logprobs_waits_and_blocks_nobody(caching: bool) -> None:
+    """It begins with no cached prefix, though one is there of all that is evicted of it, and so needs the reserve."""
+    settings = {"max_num_batched_tokens": 1024, "long_prefill": 256, "prefix_caching": caching}
+    simulation, fields = Simulation(setup(**settings)), {"kv_prefix_len": 1000}
+    prompt = list(range(1100))
+    simulation.add(make_request("cached", prompt, 2, fields))
+    simulation.run(100)
+    simulation.add(make_request("holds the reserve", LONGEST - 300, 4))
+    asked = make_request("logprobs", prompt, 4, fields)
+    asked.skip_reading_prefix_cache = True
+    simulation.add(asked)
+    simulation.add(make_request("full", 20, 50, {"kv_eviction": "full"}))
+    for _ in range(2):
+        simulation.step()
+    assert list(simulation.ledger.accounts) == ["holds the reserve", "full"]
+    assert list(simulation.ledger.reserve.spans) == ["holds the reserve"]
+    while not simulation.outputs["holds the reserve"]:
+        simulation.step()
+    simulation.step()
+    assert "logprobs" in simulation.ledger.reserve.spans
+    simulation.run(200)
+    assert simulation.outputs["logprobs"] == 4
 
 
 def test_a_place_is_free_again_after_an_abort_and_a_preemption() -> None:

@@ -14,9 +14,13 @@ import pytest
 from tests.engine.scheduler.test_prefixes import document
 from tests.engine.support.servers import Setup, make_request
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.outbox import Outbox
+from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
+from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
+from vllm_kvevict.schedules.plan import Plan
 
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
 
@@ -112,6 +116,78 @@ def test_who_waits_for_a_prefix_costs_little_more_than_vllm_takes_to_pass_over(p
 
     ours, vllms = (work(1000, asked) - work(200, asked) for asked in (True, False))
     assert ours <= 1.3 * vllms
+
+
+LOOKUPS = [
+    (Plan, "reserved"),
+    (CompressedPrefixes, "find"),
+    (CompressedPrefixes, "_fits"),
+    (UncompressedPrefixes, "find"),
+    (UncompressedPrefixes, "_fits_alone"),
+]
+"""What costs much of a request that needs the reserve."""
+
+
+def behind_the_reserve(waiting: int, policy: str) -> Simulation:
+    """One reads a long prompt, whose sums fill the reserve; so many wait for it with a prefix of their own."""
+    simulation = server(20000, long_prefill=64)
+    fields = {"kv_eviction": policy, "kv_prefix_len": 2000}
+    ask(simulation, "reader", document(-1, 4000), kv_eviction="compactor")
+    ask(simulation, "another", document(-2, 100), kv_eviction="full")
+    simulation.step()
+    for index in range(waiting):
+        ask(simulation, f"waiting{index}", document(index, 3000), **fields)
+    for _ in range(2):
+        simulation.step()
+    assert list(simulation.ledger.reserve.spans) == ["reader"] and len(simulation.scheduler.running) == 2
+    return simulation
+
+
+def lookups_of_a_step(waiting: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Where so many wait for the reserve."""
+    simulation, count = behind_the_reserve(waiting, policy), 0
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for owner, name in LOOKUPS:
+            patch.setattr(owner, name, counting(getattr(owner, name)))
+        simulation.step()
+    return count
+
+
+RESERVED = pytest.mark.parametrize("policy", ["h2o", "kvzip", "compactor"])
+
+
+@RESERVED
+def test_nothing_is_looked_up_for_who_waits_behind_a_full_reserve(policy, monkeypatch):
+    few, many = (lookups_of_a_step(waiting, policy, monkeypatch) for waiting in (10, 200))
+    assert few == many > 0
+
+
+@RESERVED
+def test_the_control_looks_up_what_each_of_them_begins_with(policy, monkeypatch):
+    monkeypatch.setattr(Gate, "is_closed_to", lambda *args: False)
+    few, many = (lookups_of_a_step(waiting, policy, monkeypatch) for waiting in (10, 200))
+    assert many - few >= 2 * 190
+
+
+@RESERVED
+def test_who_waits_for_the_reserve_costs_little_beside_looking_it_up(policy):
+    def work(waiting: int, asked: bool) -> int:
+        simulation = behind_the_reserve(waiting, policy)
+        if not asked:
+            waits_without_being_asked(simulation)
+        return calls_of_a_step(simulation)
+
+    ours, vllms = (work(500, asked) - work(100, asked) for asked in (True, False))
+    assert ours <= 4 * vllms
 
 
 # Much that is cached.

@@ -20,6 +20,10 @@ class Gate:
 
     Args:
         tokens_left: tokens of the step that is being scheduled that nobody takes so far.
+
+    Attributes:
+        reserve_is_closed: whether a request of this step found no room in the reserve; nobody behind it in the queue
+            overtakes it.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class Gate:
     ):
         self._requests, self._books, self._shared = requests, books, shared
         self._reserve, self._head_dims, self._tokens_left = reserve, head_dims, tokens_left
-        self._reserve_is_closed = False
-        """Whether a request of this step found no room in the reserve; nobody behind it in the queue overtakes it."""
+        self.reserve_is_closed = False
+
+    def begin_step(self) -> None:
+        """The reserve is open again, before anybody asks."""
+        self.reserve_is_closed = False
 
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
-        self._reserve_is_closed = False
         for name in list(self._reserve.spans):
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.give_back(name)
@@ -51,16 +57,33 @@ class Gate:
         Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
         """
-        plan = self._requests.plan(request)
-        most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
-        in_one_step = plan.evicted_at <= most and plan.is_read_by(plan.evicted_at)
-        needed = plan.reserved(self._head_dims, in_one_step)
-        prefix = self._shared.compressed.find(request) if needed else None
-        if not needed or (prefix is not None and prefix.tokens >= plan.evicted_at):
+        if self.is_closed_to(request):
+            return True
+        needed = self._needed(request)
+        if not needed or self._begins_evicted(request):
             return False
         if self._reserve.find(needed) is None:
-            self._reserve_is_closed = True
-        return self._reserve_is_closed
+            self.reserve_is_closed = True
+        return self.reserve_is_closed
+
+    def is_closed_to(self, request: Request) -> bool:
+        """Whether a waiting request must be passed over because one before it was, as far as that can be told before
+        what it begins with is looked up: thousands may wait behind that one. Changes nothing."""
+        if not self.reserve_is_closed or not self._needed(request):
+            return False
+        return request.skip_reading_prefix_cache or not self._shared.compressed.knows_all(request)
+
+    def _needed(self, request: Request) -> int:
+        """What a waiting request takes of the reserve if it begins in this step, with nothing cached."""
+        most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
+        return self._requests.reserved(request, self._head_dims, most)
+
+    def _begins_evicted(self, request: Request) -> bool:
+        """Whether a waiting request begins with all that is evicted of it."""
+        if request.skip_reading_prefix_cache:
+            return False  # vLLM looks for no prefix of it
+        prefix = self._shared.compressed.find(request)
+        return prefix is not None and prefix.tokens >= self._requests.plan(request).evicted_at
 
     def would_admit(self, request: Request, num_new_tokens: int) -> bool:
         """Whether a waiting request would be admitted now, beginning with so many tokens."""

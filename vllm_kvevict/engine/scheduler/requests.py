@@ -1,10 +1,11 @@
 """The requests that the ledger knows of.
 
 Owns the accounts of those in flight, by their ids, and what was found out once of each request until it is finished:
-how it is evicted, by what its prefix is found, what reading it takes, what each rank kept of it.
+how it is evicted, by what its prefix is found, what reading it takes, also of the reserve, what each rank kept of it.
 """
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -17,6 +18,7 @@ from vllm_kvevict.engine.turns import are_lasting
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.bounds import Known
+from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
 
 logger = init_logger("vllm.kv_eviction")
@@ -62,6 +64,8 @@ class Requests:
         self._keys_behind: dict[str, tuple[Hashable, list[Hashable]]] = {}
         """Of the prefix that they were asked for last, and the keys."""
         self._until_read: dict[str, tuple[int, list[int]]] = {}
+        self._reserved: dict[str, tuple[int, int]] = {}
+        """Read in one step, and in several."""
 
     def learn(self, has_w_o: bool, has_rotary: bool, ring_parts: int = 0) -> None:
         """What all workers find in the model, and have room for; see the attributes."""
@@ -70,8 +74,12 @@ class Requests:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known of any request."""
-        found_out = (self.kept, self._plans, self._keys, self._keys_behind, self._until_read)
-        return not (self.accounts or self.in_flight or any(found_out))
+        return not (self.accounts or self.in_flight or any(self._found_out))
+
+    @property
+    def _found_out(self) -> tuple[dict[str, Any], ...]:
+        """What was found out of requests, by their ids."""
+        return self.kept, self._plans, self._keys, self._keys_behind, self._until_read, self._reserved
 
     def plan(self, request: Request) -> Plan:
         """When and how the request is evicted."""
@@ -127,6 +135,18 @@ class Requests:
             self._until_read[request.request_id] = request.num_tokens, pages
         return pages
 
+    def reserved(self, request: Request, dims: HeadDims, most: int) -> int:
+        """What a waiting request takes of the reserve: numbers for each layer and query head.
+
+        Args:
+            most: tokens of its first step. If that reads it whole, most take nothing.
+        """
+        plan, name = self.plan(request), request.request_id
+        if name not in self._reserved:
+            in_parts, is_once = plan.reserved(dims), plan.is_read_by(plan.evicted_at)
+            self._reserved[name] = plan.reserved(dims, is_once), in_parts
+        return self._reserved[name][plan.evicted_at > most]
+
     def open(self, request: Request, num_new_tokens: int, begins_with: Found | None = None) -> Account:
         """The account of a request whose first step has so many tokens, beside what it finds cached."""
         return self.control.open(
@@ -161,5 +181,5 @@ class Requests:
 
     def forget(self, name: str) -> None:
         """A request is finished, and nobody asks about it any more."""
-        for known in (self.kept, self._plans, self._keys, self._keys_behind, self._until_read):
+        for known in self._found_out:
             known.pop(name, None)

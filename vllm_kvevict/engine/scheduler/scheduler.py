@@ -136,6 +136,7 @@ class EvictionScheduler(Scheduler):
         is_paused = self.pause_state == PauseState.PAUSED_ALL
         ledger = self.kv_cache_manager
         ledger.turn.begin_step(may_repeat=not is_paused)
+        ledger.gate.begin_step()
         self._step = Step(
             {request.request_id: 0 for request in self.running},
             self.max_num_scheduled_tokens,
@@ -195,6 +196,18 @@ class EvictionScheduler(Scheduler):
         for request in finished:
             self._postponed.pop(request.request_id, None)
         return finished
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether vLLM goes on with a waiting request in this step; else it passes over it.
+
+        Of one that reads no cached prefix (``prompt_logprobs``) vLLM does not hear the connector's answer. Where it
+        has to wait, nobody behind it in the queue would begin.
+        """
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        ledger = self.kv_cache_manager
+        if not ready or not request.skip_reading_prefix_cache or request.num_computed_tokens:
+            return ready
+        return ledger.adapters.has_place(request) and not ledger.gate.awaits_reserve(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

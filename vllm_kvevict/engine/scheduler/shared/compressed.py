@@ -72,6 +72,10 @@ class CompressedPrefixes(Entries[Prefix]):
         keys = reversed(self._requests.keys(request).values())
         return next((self._by_key[key] for key in keys if key in self._by_key), None)
 
+    def knows_all(self, request: Request) -> bool:
+        """Whether there is a prefix, or is going to be, of all that is evicted of a request. Changes nothing."""
+        return self._requests.keys(request).get(self._requests.plan(request).evicted_at) in self._by_key
+
     def find(self, request: Request) -> Prefix | None:
         """The prefix that a request can begin with now. Modifies the order: one that is ready counts as used.
 

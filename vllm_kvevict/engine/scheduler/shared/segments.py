@@ -109,6 +109,10 @@ class SegmentCache(Entries[Segment]):
         """Units of the longest prefix, at most ``most``, that will be there after the step that is being scheduled."""
         return last_that(lambda count: keys(count) in self._by_key, 0, most)
 
+    def is_known(self, key: Hashable) -> bool:
+        """Whether there is a prefix that is found by a key, or somebody reads it."""
+        return key in self._by_key or key in self._readers
+
     def known(self, keys: Keys, units: int) -> bool:
         """Whether there is a prefix of so many units, if only after the step that is being scheduled."""
         return keys(units) in self._by_key

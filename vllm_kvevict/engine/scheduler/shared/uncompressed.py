@@ -149,6 +149,8 @@ class UncompressedPrefixes:
         already counts as used.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
+        if not most or not self.segments.is_known(keys(1)):
+            return None  # thousands may ask, and most have nothing in common with anybody
         found = self._find(keys, most)
         units = found[1] // self.segments.unit if found else 0
         soon = self.segments.soon(keys, most)
