@@ -144,13 +144,17 @@ struct Scratch {
         stored(has_prefixes ? KEYS : 0, head_dim) {}
 };
 
+// The rows of an item, and zeros in those that fill the last tile. What happens to be in memory may be subnormal
+// numbers, with which a multiplication takes a hundred times as long.
 template <class A>
-void load_queries(const Step<typename A::Element>& step, const Item& item, typename A::Unit* query) {
+void load_queries(const Step<typename A::Element>& step, const Item& item, int rows, typename A::Unit* query) {
   const int width = step.shape.group * step.shape.head_dim;
+  auto* end = query + rows * (step.shape.head_dim / A::DEPTH);
   for (int i = 0; i < item.tokens; ++i) {
     const auto* from = step.query.head(step.place(item.first_token + item.before + i), item.head * width);
     for (int d = 0; d < width; d += A::DEPTH) *query++ = A::unit(from[d], from[d + A::DEPTH - 1]);
   }
+  std::fill(query, end, typename A::Unit());
 }
 
 // Keys whose dims lie side by side.
@@ -181,7 +185,11 @@ void pack_keys(const Stored<typename A::Element>& entries, int start, int units,
 
 template <class A, class Entries>
 void pack(const Entries& entries, int start, int head_dim, Block<typename A::Unit> block) {
-  pack_keys<A>(entries, start, head_dim / A::DEPTH, block);
+  const int units = head_dim / A::DEPTH;
+  pack_keys<A>(entries, start, units, block);
+  // Zeros in the columns that fill the last vector, as in rows of queries.
+  for (int e = block.count; e < round_up(block.count, LANES); ++e)
+    for (int u = 0; u < units; ++u) block.keys[e / WIDTH * WIDTH * units + u * WIDTH + e % WIDTH] = 0;
   for (int e = 0; e < block.count; e += A::DEPTH) {
     const auto* first = entries.value(start + e);
     // Of half a pair, what is missing weighs nothing.
@@ -277,7 +285,7 @@ void write_output(const Step<typename A::Element>& step, const Item& item, Scrat
 template <class A>
 void attend(const Step<typename A::Element>& step, const Item& item, Packed<A>& packed, Scratch<A>& scratch) {
   const int head_dim = step.shape.head_dim, rows = round_up(item.tokens * step.shape.group, ROWS);
-  load_queries<A>(step, item, scratch.query);
+  load_queries<A>(step, item, rows, scratch.query);
   std::fill_n((float*)scratch.out, rows * head_dim, 0.0f);
   std::fill_n((Softmax*)scratch.softmax, rows, Softmax{{}, LOWEST});
   attend_prefix(step, item, scratch);

@@ -1,5 +1,8 @@
 """The compiled kernel for prompts against its torch reference."""
 
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -277,3 +280,15 @@ def test_a_scale_that_is_not_positive_is_refused():
 def test_what_it_serves(lanes, dtype, page_size, vectors, expected):
     """Head sizes in whole vectors."""
     assert supports(dtype, page_size, int(vectors * lanes)) is expected
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not platform.libc_ver()[0], reason="reads a register of x86"
+)
+@pytest.mark.parametrize(("what", "expected"), [("control", "1"), ("float32", "0"), ("bfloat16", "0")])
+def test_what_happens_to_be_in_memory_is_not_multiplied(what, expected):
+    """Subnormal numbers made the kernel twice as slow, and it was timed so at some starts."""
+    command = [sys.executable, "-m", "tests.kernels.subnormal", what]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == expected
