@@ -493,8 +493,9 @@ def test_no_renderer_renders_chats_by_itself() -> None:
 
 
 ONLY_WHERE_IT_IS_USED = {
-    "AfmoeAttention", "CohereCompassAttention", "FalconAttention", "GraniteAttention", "GraniteMoeAttention",
-    "GraniteMoeHybridAttention", "Llama4Attention", "MuseGlimmerAttention", "OlmoHybridAttention", "Zamba2Attention",
+    "AfmoeAttention", "CohereCompassAttention", "DomynEdgeAttention", "FalconAttention", "GraniteAttention",
+    "GraniteMoeAttention", "GraniteMoeHybridAttention", "Llama4Attention", "MuseGlimmerAttention",
+    "OlmoHybridAttention", "Zamba2Attention",
 }  # fmt: skip
 """Classes that make their rotary embedding in no other layers."""
 USED_EITHER_WAY = {"Gemma3nAttention", "Gemma4Attention", "HYV3Attention", "LoopCoderAttention"}
