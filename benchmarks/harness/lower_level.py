@@ -8,6 +8,8 @@ import runpy
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from vllm_kvevict.kernels import processor
+
 FOLDER = Path(__file__).parent / "as_avx2"
 """Where the module lies that limits vLLM's choice of its library."""
 LIMITS = {
@@ -20,7 +22,7 @@ LIMITS = {
 
 def limited(environment: MutableMapping[str, str]) -> bool:
     """Whether this environment asks for measurements with AVX2."""
-    return environment.get("VLLM_KVEVICT_CPU_LEVEL") == "avx2"
+    return environment.get(processor.ENVIRONMENT) == "avx2"
 
 
 def limit(environment: MutableMapping[str, str]) -> None:

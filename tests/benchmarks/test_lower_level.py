@@ -9,7 +9,7 @@ import pytest
 from benchmarks.harness import lower_level
 from vllm_kvevict.kernels import processor
 
-ASK = "VLLM_KVEVICT_CPU_LEVEL"
+ASK = processor.ENVIRONMENT
 SHOW = """
 import benchmarks, subprocess, sys
 SEEN = '''
