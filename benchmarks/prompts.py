@@ -54,6 +54,7 @@ class Prompt:
         self._kernel = PrefillAttention(dtype)
         self._new_tokens = torch.tensor([tokens], dtype=torch.int32)
         self._isa = _get_attn_isa(dtype, BLOCK, HEAD_DIM)
+        torch.cpu._init_amx()
         self._pages = self._store()
 
     def _store(self) -> tuple[Tensor, Tensor]:

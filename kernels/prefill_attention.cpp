@@ -13,11 +13,10 @@
 #include <memory>
 #include <vector>
 
+#include "amx.h"
 #include "tiles.h"
 
 namespace {
-
-constexpr int LEAST_ROWS = 8 * ROWS, MOST_ROWS = 64 * ROWS;  // of an item
 
 struct Shape {
   int heads, group, head_dim;
@@ -137,8 +136,8 @@ struct Scratch {
   Packed<A> stored;           // a block of a prefix
   Scratch(int rows, int head_dim, bool has_prefixes)
       : query(rows * head_dim / A::DEPTH),
-        weights(ROWS * KEYS / A::DEPTH),
-        scores(ROWS * KEYS),
+        weights(A::ROWS * STRIDE / A::DEPTH),
+        scores(A::ROWS * STRIDE),
         out(rows * head_dim),
         softmax(rows),
         stored(has_prefixes ? KEYS : 0, head_dim) {}
@@ -200,30 +199,34 @@ void pack(const Entries& entries, int start, int head_dim, Block<typename A::Uni
       for (int i = 0; i < width; ++i) panel[i] = A::unit(first[d + i], last[d + i]);
     }
   }
+  // Zeros in what fills the last step of weighted sums.
+  const int used = round_up(block.count, A::DEPTH) / A::DEPTH, end = round_up(block.count, A::STEP) / A::DEPTH;
+  for (int d = 0; d < head_dim; d += WIDTH)
+    std::fill(block.values + d * block.height + used * WIDTH, block.values + d * block.height + end * WIDTH, 0);
 }
 
 // One tile of rows. seen(row) says how many keys of the block a row sees; a later one sees no fewer.
 template <class A, class Seen>
 void attend_tile(const Step<typename A::Element>& step, int row, Block<typename A::Unit> block, const Seen& seen,
                  Scratch<A>& scratch) {
-  const int head_dim = step.shape.head_dim, units = head_dim / A::DEPTH, most = seen(row + ROWS - 1);
+  const int head_dim = step.shape.head_dim, units = head_dim / A::DEPTH, most = seen(row + A::ROWS - 1);
   if (most <= 0) return;
-  score<A>(scratch.query + row * units, block.keys, most, units, scratch.scores);
-  float shrink[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    float* scores = scratch.scores + r * KEYS;
+  score(A(), scratch.query + row * units, block.keys, most, units, scratch.scores);
+  float shrink[A::ROWS];
+  for (int r = 0; r < A::ROWS; ++r) {
+    float* scores = scratch.scores + r * STRIDE;
     if (step.cap) cap_scores(scores, most, step.scale, step.cap);
     shrink[r] = weigh<A>(scores, std::max(seen(row + r), 0), round_up(most, 2 * LANES), step.log2_scale(),
-                         scratch.softmax[row + r], scratch.weights + r * KEYS / A::DEPTH);
+                         scratch.softmax[row + r], scratch.weights + r * STRIDE / A::DEPTH);
   }
-  const int used = round_up(most, A::DEPTH) / A::DEPTH;
-  add<A>(scratch.weights, block.values, block.height, used, shrink, scratch.out + row * head_dim, head_dim);
+  const int used = round_up(most, A::STEP) / A::DEPTH;
+  add(A(), scratch.weights, block.values, block.height, used, shrink, scratch.out + row * head_dim, head_dim);
 }
 
 template <class A, class Seen>
 void attend_block(const Step<typename A::Element>& step, int rows, Block<typename A::Unit> block, const Seen& seen,
                   Scratch<A>& scratch) {
-  for (int row = 0; row < rows; row += ROWS) attend_tile<A>(step, row, block, seen, scratch);
+  for (int row = 0; row < rows; row += A::ROWS) attend_tile<A>(step, row, block, seen, scratch);
 }
 
 // All rows of an item with the entries before the step's.
@@ -284,7 +287,7 @@ void write_output(const Step<typename A::Element>& step, const Item& item, Scrat
 
 template <class A>
 void attend(const Step<typename A::Element>& step, const Item& item, Packed<A>& packed, Scratch<A>& scratch) {
-  const int head_dim = step.shape.head_dim, rows = round_up(item.tokens * step.shape.group, ROWS);
+  const int head_dim = step.shape.head_dim, rows = round_up(item.tokens * step.shape.group, A::ROWS);
   load_queries<A>(step, item, rows, scratch.query);
   std::fill_n((float*)scratch.out, rows * head_dim, 0.0f);
   std::fill_n((Softmax*)scratch.softmax, rows, Softmax{{}, LOWEST});
@@ -310,18 +313,18 @@ std::vector<Item> divide(const Step<E>& step, int requests, int most) {
 }
 
 // Tokens of an item: each thread gets several, since they differ, but each item packs its prefix.
-template <class E>
-int tokens_of_items(const Step<E>& step, int requests) {
+template <class A>
+int tokens_of_items(const Step<typename A::Element>& step, int requests) {
   int64_t tokens = 0;
   for (int i = 0; i < requests; ++i) tokens += step.new_tokens[i];
   const int64_t rows = tokens * step.shape.group * step.shape.heads / (8 * omp_get_max_threads());
-  return std::max<int>(1, std::clamp<int64_t>(rows, LEAST_ROWS, MOST_ROWS) / step.shape.group);
+  return std::max<int>(1, std::clamp<int64_t>(rows, 8 * A::ROWS, 64 * A::ROWS) / step.shape.group);
 }
 
 template <class A>
 void prefill(const Step<typename A::Element>& step, int requests) {
   typedef typename A::Element E;
-  const int head_dim = step.shape.head_dim, most = tokens_of_items(step, requests);
+  const int head_dim = step.shape.head_dim, most = tokens_of_items<A>(step, requests);
   const std::vector<Item> blocks = divide(step, requests, KEYS);
   std::vector<Item> items = divide(step, requests, most);
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.work() > b.work(); });
@@ -336,10 +339,21 @@ void prefill(const Step<typename A::Element>& step, int requests) {
       const New<E> entries = {step, from.first_token, from.head * head_dim};
       pack<A>(entries, from.before, head_dim, packed.block(from.packed + from.before, from.tokens));
     }
-    Scratch<A> scratch(round_up(most * step.shape.group, ROWS), head_dim, step.prefixes.pages);
+    Scratch<A> scratch(round_up(most * step.shape.group, A::ROWS), head_dim, step.prefixes.pages);
+    const typename A::Session session;
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < num_items; ++i) attend(step, items[i], packed, scratch);
   }
+}
+
+// By the arithmetic that is fast here.
+void prefill_fast(const Step<float>& step, int requests) { prefill<Singles<Float32>>(step, requests); }
+
+void prefill_fast(const Step<uint16_t>& step, int requests) {
+#ifdef HAS_AMX
+  if (step.shape.head_dim % Amx::STEP == 0 && may_use_amx()) return prefill<Amx>(step, requests);
+#endif
+  prefill<BFloat16Arithmetic>(step, requests);
 }
 
 }  // namespace
@@ -348,18 +362,19 @@ void prefill(const Step<typename A::Element>& step, int requests) {
 // elements from token to token. pages: [pages, 2 * page_size * head_dim], or null. starts, lengths: [slots, stride]; a
 // length is its prefix and its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests
 // in turn, or null. scale is positive, head_dim a multiple of LANES and page_size of 2.
-#define PREFILL_ATTENTION(NAME, ARITHMETIC, TYPE)                                                                     \
+#define PREFILL_ATTENTION(NAME, TYPE)                                                                                 \
   extern "C" void NAME(const TYPE* query, int64_t query_stride, const TYPE* keys, int64_t key_stride,                 \
                        const TYPE* values, int64_t value_stride, TYPE* output, int64_t output_stride,                 \
                        float* log_sums, const float* sinks, const int64_t* places, const int32_t* new_tokens,         \
                        const TYPE* pages, const int32_t* arena, const int32_t* starts, const int32_t* lengths,        \
                        const int64_t* slots, int64_t stride, int64_t first, int requests, int heads, int group,       \
                        int head_dim, int page_size, float scale, float cap) {                                         \
-    prefill<ARITHMETIC>({{query, query_stride}, {keys, key_stride}, {values, value_stride}, {output, output_stride},  \
-                         log_sums, sinks, places, new_tokens,                                                         \
-                         {pages, page_size, arena, starts, lengths, slots, stride, first},                            \
-                         {heads, group, head_dim}, scale, cap}, requests);                                            \
+    const Step<TYPE> step = {{query, query_stride}, {keys, key_stride}, {values, value_stride},                       \
+                             {output, output_stride}, log_sums, sinks, places, new_tokens,                            \
+                             {pages, page_size, arena, starts, lengths, slots, stride, first},                        \
+                             {heads, group, head_dim}, scale, cap};                                                   \
+    prefill_fast(step, requests);                                                                                     \
   }
 
-PREFILL_ATTENTION(prefill_attention_float32, Singles<Float32>, float)
-PREFILL_ATTENTION(prefill_attention_bfloat16, BFloat16Arithmetic, uint16_t)
+PREFILL_ATTENTION(prefill_attention_float32, float)
+PREFILL_ATTENTION(prefill_attention_bfloat16, uint16_t)

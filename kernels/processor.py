@@ -27,12 +27,16 @@ class Level:
 
 
 X86 = {
-    "avx512": Level(16, "avx512f"),
+    "amx": Level(16, "amx_bf16"),
+    "avx512": Level(16, "avx512f", ("-DNO_AMX",)),
     "avx2": Level(8, "avx2", ("-mno-avx512f",)),
     "avx": Level(8, "avx", ("-mno-avx2",)),
     "sse": Level(4, None, ("-mno-avx",)),
 }
-"""Levels of x86 processors, highest first; what is above a flag's feature goes with it."""
+"""Levels of x86 processors, highest first; what is above a flag's feature goes with it.
+
+Compilers older than these processors know no flag for AMX, so the kernels themselves leave it out where asked to.
+"""
 OTHERS = {"generic": Level(4, None)}
 """Of all other processors. Arm's vectors have four lanes; nothing was measured there."""
 
@@ -67,7 +71,7 @@ def multiplies_bfloat16() -> bool:
     """
     if level() in OTHERS:
         return True
-    return level() == "avx512" and "avx512_bf16" in features()
+    return level() == "amx" or (level() == "avx512" and "avx512_bf16" in features())
 
 
 def fast_dtype() -> str:

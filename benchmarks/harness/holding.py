@@ -18,7 +18,9 @@ class Holding:
 
     def __init__(self, batch: int, context: int, share: float, attention: str, seed: int, dtype: str):
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.isa = _get_attn_isa(self.dtype, PAGE, HEAD_DIM)
+        # The kernel reads pages in the order that fp32 has; with AMX the op has another one for bfloat16.
+        self.isa = _get_attn_isa(torch.float32 if attention == KERNEL else self.dtype, PAGE, HEAD_DIM)
+        torch.cpu._init_amx()
         pages = LAYERS * KV_HEADS * batch * (-(-context // PAGE) + 2)
         storage = torch.randn(pages, 2 * PAGE * HEAD_DIM).to(self.dtype)
         self.cache = PagedKVCache(

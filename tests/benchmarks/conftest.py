@@ -14,7 +14,7 @@ def at_level(monkeypatch) -> Callable[[str], None]:
     def pretend(name: str, converts: bool = False) -> None:
         monkeypatch.setattr(processor, "level", lambda: name)
         monkeypatch.setattr(
-            processor, "multiplies_bfloat16", lambda: name in ("avx512", "generic") and not converts
+            processor, "multiplies_bfloat16", lambda: name in ("amx", "avx512", "generic") and not converts
         )
 
     return pretend

@@ -4,7 +4,8 @@ import pytest
 
 from vllm_kvevict.kernels import processor
 
-GENOA, ROME, SKYLAKE, IVY_BRIDGE, CORE2 = (
+SAPPHIRE_RAPIDS, GENOA, ROME, SKYLAKE, IVY_BRIDGE, CORE2 = (
+    {"sse2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"},
     {"sse2", "avx", "avx2", "avx512f", "avx512_bf16"},
     {"sse2", "avx", "avx2"},
     {"sse2", "avx", "avx2", "avx512f"},
@@ -28,6 +29,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     "features, level, lanes, dtype",
     [
+        (SAPPHIRE_RAPIDS, "amx", 16, "bfloat16"),
         (GENOA, "avx512", 16, "bfloat16"),
         (SKYLAKE, "avx512", 16, "float32"),
         (ROME, "avx2", 8, "float32"),

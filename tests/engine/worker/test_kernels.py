@@ -59,6 +59,20 @@ def test_what_it_does_not_serve(unlike):
         assert _prefill_kernel(**unlike) is None
 
 
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_with_amx_pages_have_the_order_of_whoever_reads_prompts_faster(monkeypatch, is_faster):
+    """vLLM's op then has an order of its own for bfloat16, which our kernels cannot read."""
+    monkeypatch.setattr(cpu, "_get_attn_isa", lambda dtype, *_: "amx" if dtype == torch.bfloat16 else "vec")
+    monkeypatch.setattr(cpu, "_prompts_are_faster", lambda *_: is_faster)
+    storage = torch.zeros(1, 2 * 32 * 64, dtype=torch.bfloat16)
+    pages = cpu.CPUPages(storage, 32, None, group=2)
+    assert pages.isa == ("vec" if is_faster else "amx")
+    assert pages._likewise(storage).isa == pages.isa
+    assert isinstance(pages.prefill_attention(_cache(), 2), PrefillAttention) == is_faster
+    assert cpu.CPUPages(storage, 32, None).isa == "amx"
+    assert cpu.CPUPages(storage.float(), 32, None, group=2).isa == "vec"
+
+
 @pytest.fixture
 def log():
     """What the module logs: level and message."""
@@ -184,6 +198,13 @@ def test_drafts_are_timed_apart(monkeypatch, log):
     ]
 
 
+def _pages(storage):
+    """Pages that both sides read: in the order of fp32, since with AMX the op has one of its own for bfloat16."""
+    pages = cpu.CPUPages(storage, 32, None)
+    pages.isa = cpu._get_attn_isa(torch.float32, 32, pages.head_dim)
+    return pages
+
+
 @pytest.mark.parametrize("side", ["kernel_step", "prefill_step"])
 @pytest.mark.parametrize("new_tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,8 +216,8 @@ def test_both_sides_of_the_comparison_do_the_same_work(side, dtype, head_dim, he
     storages, outputs = [], []
     make_steps = {
         "kernel_step": calibration.kernel_step,
-        "prefill_step": lambda s, x: calibration.prefill_step(s, cpu.CPUPages(x, 32, None), x),
-        "op_step": lambda s, x: calibration.op_step(s, cpu.CPUPages(x, 32, None)),
+        "prefill_step": lambda s, x: calibration.prefill_step(s, _pages(x), x),
+        "op_step": lambda s, x: calibration.op_step(s, _pages(x)),
     }
     for make_step in (make_steps[side], make_steps["op_step"]):
         storage = torch.randn(table.numel(), shape.page_elements, generator=torch.Generator().manual_seed(1))

@@ -191,10 +191,11 @@ def attach(
     logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
     storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
     block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
-    pages = device.load(device.pages)(storage, options.page_size, vllm_config)
+    group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
+    for_group = group if options.kernels else None
+    pages = device.load(device.pages)(storage, options.page_size, vllm_config, for_group)
     cache = _cache(storage, layers, options, pages, max_requests, is_empty=block_pages is not None)
     projections, rotary = _parts_of(model, layers, vllm_config, options)
-    group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     windows = pages.window_attention, options.kernel_windows
     sources = Sources(cache, projections.of, rotary.read, *windows, reserve)
     comm, is_behind = _tensor_comm(vllm_config), device.is_asynchronous

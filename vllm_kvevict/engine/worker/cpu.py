@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -48,21 +49,34 @@ class RaggedCPUBackend(CPUAttentionBackend):
 
 
 class CPUPages:
-    """The pool as vLLM's paged CPU op stores and reads it; a page's order depends on the instruction set.
+    """The pool as vLLM's paged CPU op stores and reads it, in an order of a page that depends on the processor.
+
+    With AMX the op prefers an order for bfloat16 that our kernels cannot read. Where our kernel for prompts is faster
+    nevertheless, pages have the order that the op has for other dtypes, which all can read.
 
     Args:
         storage: [pages, page_elements], contiguous.
         page_size: entries per page.
         vllm_config: of the server, which says how many drafts a step may have; None: no drafts.
+        group: query heads of a KV head, where our kernels may serve them; None: pages are only for the op.
     """
 
     uses_triton = False
     window_attention = None
 
-    def __init__(self, storage: Tensor, page_size: int, vllm_config: Any):
+    def __init__(self, storage: Tensor, page_size: int, vllm_config: Any, group: int | None = None):
         self.head_dim = head_dim_of(storage, page_size)
         self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
-        self.isa = _get_attn_isa(storage.dtype, page_size, self.head_dim)
+        # vLLM names the orders of pages after instruction sets.
+        self.isa, usual = (
+            _get_attn_isa(dtype, page_size, self.head_dim) for dtype in (storage.dtype, torch.float32)
+        )
+        self.is_ours = False
+        if self.isa != usual:
+            # Linux gives a process AMX when it asks, and vLLM leaves that to the first matrix product.
+            torch.cpu._init_amx()
+            if group is not None and _prompts_are_faster(storage.dtype, page_size, self.head_dim, group):
+                self.isa, self.is_ours = usual, True
         self.key_pages, self.value_pages = self._views(storage)
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
@@ -142,20 +156,9 @@ class CPUPages:
         dtype, page_size = cache.storage.dtype, cache.page_size
         if not cache.format.keys_are_transposed:
             return None
-        if not prefill_attention.supports(dtype, page_size, cache.head_dim):
-            return None
-        try:
-            # Of one KV head, since all do the same.
-            shape = Shape(dtype, page_size, cache.head_dim, 1, group, TIMED_TOKENS)
-            faster = _is_faster(
-                "reading prompts",
-                times_file("prefill_attention", shape),
-                lambda: time_prefills(shape, lambda storage: CPUPages(storage, page_size, None)),
-            )
-            return PrefillAttention(dtype, cache.storage, page_size) if faster else None
-        except BuildError as error:
-            logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
-            return None
+        if self.is_ours or _prompts_are_faster(dtype, page_size, cache.head_dim, group):
+            return PrefillAttention(dtype, cache.storage, page_size)
+        return None
 
     def _decodes_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
         """Whether our decode kernel beats vLLM's op on this machine, for the server's shape."""
@@ -165,8 +168,14 @@ class CPUPages:
         return _is_faster(
             "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts",
             times_file("decode_attention", shape),
-            lambda: time_decodes(shape, lambda storage: CPUPages(storage, cache.page_size, None)),
+            lambda: time_decodes(shape, self._likewise),
         )
+
+    def _likewise(self, storage: Tensor) -> "CPUPages":
+        """Other pages, in the order of these."""
+        pages = CPUPages(storage, storage.shape[1] // (2 * self.head_dim), None)
+        pages.isa = self.isa
+        return pages
 
     def _views(self, storage: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a storage as the op wants them, [pages, 1 head, page_size, head_dim] each."""
@@ -180,6 +189,23 @@ class CPUPages:
         ops.cpu_attn_reshape_and_cache(
             keys.unsqueeze(1), values.unsqueeze(1), key_pages, value_pages, entry_slots, self.isa
         )
+
+
+def _prompts_are_faster(dtype: torch.dtype, page_size: int, head_dim: int, group: int) -> bool:
+    """Whether our kernel for prompts works here and beats vLLM's op over pages in the op's order."""
+    if not prefill_attention.supports(dtype, page_size, head_dim):
+        return False
+    # Of one KV head, since all do the same.
+    shape = Shape(dtype, page_size, head_dim, 1, group, TIMED_TOKENS)
+    try:
+        return _is_faster(
+            "reading prompts",
+            times_file("prefill_attention", shape),
+            lambda: time_prefills(shape, lambda storage: CPUPages(storage, page_size, None)),
+        )
+    except BuildError as error:
+        logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
+        return False
 
 
 def _is_faster(what: str, file: Path, measure: Callable[[], Times]) -> bool:
