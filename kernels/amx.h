@@ -25,13 +25,15 @@ struct Amx : Pairs {
   // The registers have a shape while a thread uses them, and are empty afterwards, which makes it cheap to leave it.
   struct Session {
     Session() {
-      struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes_of_row[16] = {};
-        uint8_t rows[16] = {};
-      } shape;
-      std::fill_n(shape.bytes_of_row, 8, SIDE * sizeof(Unit));
-      std::fill_n(shape.rows, 8, SIDE);
+      constexpr uint16_t BYTES = SIDE * sizeof(Unit);
+      struct Shape {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes_of_row[16];
+        uint8_t rows[16];
+      };
+      static_assert(sizeof(Shape) == 64, "the processor reads so many bytes");
+      static const Shape shape = {1, 0, {}, {BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES},
+                                  {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
       _tile_loadconfig(&shape);
     }
     ~Session() { _tile_release(); }

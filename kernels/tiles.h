@@ -24,7 +24,6 @@ constexpr int KEYS = 512;                  // of a block
 // Numbers from a row of scores to the next: at a power of two, many rows would share few places in the cache.
 constexpr int STRIDE = KEYS + 2 * LANES;
 constexpr float LOG2_E = 1.44269504f;
-constexpr float ROUNDING = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
 
 // Arithmetic on fp32 numbers that are made of elements of T.
 template <class T>
@@ -44,18 +43,14 @@ struct Singles {
     std::memcpy(to, &first, sizeof first);
     std::memcpy(to + LANES, &second, sizeof second);
   }
-  // 2^x for x <= 0, to about a unit in the last place; 0 below -126.5.
-  static Floats exponential(Floats x) {
-    const float bias = 127;  // of exponents
-    const Floats bounded = higher(Floats{} - bias, x), shifted = bounded + (ROUNDING + bias);
-    const Floats rest = bounded - (shifted - (ROUNDING + bias));
+  // 2^x for -1/2 <= x <= 1/2, to about a unit in the last place.
+  static Floats power(Floats x) {
     Floats p = Floats{} + 1.32764718e-3f;
-    p = p * rest + 9.67554133e-3f;
-    p = p * rest + 5.55071327e-2f;
-    p = p * rest + 2.40221197e-1f;
-    p = p * rest + 6.93146967e-1f;
-    p = p * rest + 1.00000007f;
-    return p * (Floats)((Words)shifted << 23);
+    p = p * x + 9.67554133e-3f;
+    p = p * x + 5.55071327e-2f;
+    p = p * x + 2.40221197e-1f;
+    p = p * x + 6.93146967e-1f;
+    return p * x + 1.00000007f;
   }
 };
 
@@ -75,20 +70,28 @@ struct Pairs {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
   }
   // To 3e-6, well below the rounding to bfloat16.
-  static Floats exponential(Floats x) {
-    const Floats whole = x + ROUNDING - ROUNDING, rest = x - whole;
+  static Floats power(Floats x) {
     Floats p = Floats{} + 9.5701017e-3f;
-    p = p * rest + 5.59178603e-2f;
-    p = p * rest + 2.40247448e-1f;
-    p = p * rest + 6.93121815e-1f;
-    p = p * rest + 9.99999261e-1f;
-    return _mm512_scalef_ps(p, whole);
+    p = p * x + 5.59178603e-2f;
+    p = p * x + 2.40247448e-1f;
+    p = p * x + 6.93121815e-1f;
+    return p * x + 9.99999261e-1f;
   }
 };
 typedef Pairs BFloat16Arithmetic;
 #else
 typedef Singles<BFloat16> BFloat16Arithmetic;
 #endif
+
+// 2^x for x <= 0, of which the fraction is computed by A; 0 below -126.5.
+template <class A>
+Floats exponential(Floats x) {
+  const float rounding = 12582912.0f + 127.0f;  // adding 1.5 * 2^23 rounds to an integer; 127 is the exponents' bias
+  const Floats bounded = higher(Floats{} - 127.0f, x);
+  const Floats shifted = bounded + rounding;
+  const Words power = (Words)shifted << 23;
+  return A::power(bounded - (shifted - rounding)) * (Floats)power;
+}
 
 // sums[r][n] += left[r] . column vector n of `right`, over some units.
 template <class A, int N>
@@ -171,7 +174,7 @@ inline void cap_scores(float* scores, int count, float scale, float cap) {
   for (int t = 0; t < count; t += LANES) {
     // tanh(x) is (1 - e^-2x) / (1 + e^-2x) for x >= 0.
     const Floats x = load<Floats>(scores + t) * (scale / cap);
-    const Floats small = Singles<Float32>::exponential((x > 0 ? -x : x) * (2 * LOG2_E));
+    const Floats small = exponential<Singles<Float32>>((x > 0 ? -x : x) * (2 * LOG2_E));
     const Floats tangent = (1.0f - small) / (1.0f + small) * (cap * LOG2_E);
     const Floats capped = x > 0 ? tangent : -tangent;
     std::memcpy(scores + t, &capped, sizeof capped);
@@ -207,7 +210,7 @@ inline float highest_score(float* scores, int seen) {
 template <class A>
 float weigh(float* scores, int seen, int padded, float scale, Softmax& row, typename A::Unit* weights) {
   const float now = std::max(row.highest, highest_score(scores, seen)), top = now * scale;
-  const Floats less = Singles<Float32>::exponential(Floats{} + (row.highest * scale - top));
+  const Floats less = exponential<Singles<Float32>>(Floats{} + (row.highest * scale - top));
   const float shrink = now == row.highest ? 1 : less[0];
   Floats sums[2] = {row.sum * shrink};
   const int end = (seen + LANES - 1) / LANES * LANES;
@@ -216,13 +219,13 @@ float weigh(float* scores, int seen, int padded, float scale, Softmax& row, type
     Floats both[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      both[i] = A::exponential(load<Floats>(scores + t + i * LANES) * scale - top);
+      both[i] = exponential<A>(load<Floats>(scores + t + i * LANES) * scale - top);
       sums[i] += both[i];
     }
     A::write(weights + t / A::DEPTH, both[0], both[1]);
   }
   if (t < end) {
-    const Floats last = A::exponential(load<Floats>(scores + t) * scale - top);
+    const Floats last = exponential<A>(load<Floats>(scores + t) * scale - top);
     sums[0] += last;
     A::write(weights + t / A::DEPTH, last, Floats{});
     t += 2 * LANES;

@@ -92,8 +92,6 @@ def kind(dtype: str) -> Kind:
     On processors with AVX-512 that convert bfloat16 it is a dtype of its own: matrix products take four times as long.
     """
     level = processor.level()
-    if level == "amx" and dtype != "bfloat16":  # which AMX is for
-        level = "avx512"
     if (level, dtype) == USUAL and not processor.multiplies_bfloat16():
         return level, f"converted-{dtype}"
     return level, dtype

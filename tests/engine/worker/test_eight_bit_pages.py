@@ -36,6 +36,7 @@ class Fp8Pages:
         self.dtype = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         try:
             self.isa = _get_attn_isa(torch.bfloat16, PAGE_SIZE, HEAD_DIM, cache_dtype)
+            torch.cpu._init_amx()
         except NotImplementedError as error:  # without AVX-512 and AMX
             pytest.skip(str(error))
 

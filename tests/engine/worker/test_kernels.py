@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_kvevict.engine.worker import calibration, cpu
+from vllm_kvevict.engine.worker.timings import Times
 from vllm_kvevict.kernels import build
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
@@ -59,18 +60,50 @@ def test_what_it_does_not_serve(unlike):
         assert _prefill_kernel(**unlike) is None
 
 
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_with_amx_pages_have_the_order_of_whoever_reads_prompts_faster(monkeypatch, is_faster):
-    """vLLM's op then has an order of its own for bfloat16, which our kernels cannot read."""
+HEADS = 4, 2
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """A processor with AMX, where vLLM's op has an order of its own for bfloat16, which our kernels cannot read."""
     monkeypatch.setattr(cpu, "_get_attn_isa", lambda dtype, *_: "amx" if dtype == torch.bfloat16 else "vec")
-    monkeypatch.setattr(cpu, "_prompts_are_faster", lambda *_: is_faster)
-    storage = torch.zeros(1, 2 * 32 * 64, dtype=torch.bfloat16)
-    pages = cpu.CPUPages(storage, 32, None, group=2)
-    assert pages.isa == ("vec" if is_faster else "amx")
-    assert pages._likewise(storage).isa == pages.isa
-    assert isinstance(pages.prefill_attention(_cache(), 2), PrefillAttention) == is_faster
-    assert cpu.CPUPages(storage, 32, None).isa == "amx"
-    assert cpu.CPUPages(storage.float(), 32, None, group=2).isa == "vec"
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
+
+
+def _times(monkeypatch, prompts, decodes):
+    """Let our kernels take so much of the op's time."""
+    monkeypatch.setattr(cpu, "time_prefills", lambda *_: Times(prompts, 1.0))
+    monkeypatch.setattr(cpu, "time_decodes", lambda *_: Times(decodes, 1.0))
+
+
+@pytest.mark.parametrize(
+    "prompts, decodes, are_ours", [(0.5, 0.9, True), (1.1, 0.5, False), (0.5, 1.1, False)]
+)
+def test_with_amx_pages_have_our_order_if_both_kernels_are_faster(
+    monkeypatch, log, amx, prompts, decodes, are_ours
+):
+    _times(monkeypatch, prompts, decodes)
+    storage = _cache().storage
+    pages = cpu.CPUPages(storage, 32, None, HEADS)
+    assert pages.isa == pages._likewise(storage).isa == ("vec" if are_ours else "amx")
+    ((severity, message),) = log
+    assert severity == ("INFO" if are_ours else "WARNING")
+    assert f"take {prompts:.2f} and {decodes:.2f} times as long" in message
+    cache = _cache(transposed=are_ours)
+    assert isinstance(pages.prefill_attention(cache, 2), PrefillAttention) == are_ours
+    assert isinstance(pages.decode_attention(cache, 2, 0.0), DecodeAttention) == are_ours
+    assert len(log) == 1  # what was said is not said again
+
+
+def test_with_amx_pages_have_the_ops_order_where_no_kernel_may_serve(monkeypatch, amx):
+    _times(monkeypatch, 0.1, 0.1)
+    assert cpu.CPUPages(_cache().storage, 32, None).isa == "amx"
+    assert cpu.CPUPages(_cache(dtype=torch.float32).storage, 32, None, HEADS).isa == "vec"
+
+
+def test_where_linux_refuses_amx_nobody_uses_it(monkeypatch, amx):
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    assert cpu.CPUPages(_cache().storage, 32, None).isa == "vec"
 
 
 @pytest.fixture

@@ -192,15 +192,15 @@ def attach(
     storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
     block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
-    for_group = group if options.kernels else None
-    pages = device.load(device.pages)(storage, options.page_size, vllm_config, for_group)
+    uses_our_kernel = options.kernels and first.impl.sinks is None
+    heads = (first.num_kv_heads, group) if uses_our_kernel and not softcap else None
+    pages = device.load(device.pages)(storage, options.page_size, vllm_config, heads)
     cache = _cache(storage, layers, options, pages, max_requests, is_empty=block_pages is not None)
     projections, rotary = _parts_of(model, layers, vllm_config, options)
     windows = pages.window_attention, options.kernel_windows
     sources = Sources(cache, projections.of, rotary.read, *windows, reserve)
     comm, is_behind = _tensor_comm(vllm_config), device.is_asynchronous
     evictor = Evictor(cache, mine.start, stages[-1].stop, comm, sources, is_behind, logits, ring)
-    uses_our_kernel = options.kernels and first.impl.sinks is None
     return Rank(
         {name: index for index, name in enumerate(by_name)},
         cache,

@@ -1,6 +1,7 @@
 """Pages and attention on a CPU: vLLM's paged op, and our kernels for decodes and for prompts."""
 
-from collections.abc import Callable
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,23 @@ class RaggedCPUBackend(CPUAttentionBackend):
 class CPUPages:
     """The pool as vLLM's paged CPU op stores and reads it, in an order of a page that depends on the processor.
 
-    With AMX the op prefers an order for bfloat16 that our kernels cannot read. Where our kernel for prompts is faster
-    nevertheless, pages have the order that the op has for other dtypes, which all can read.
+    With AMX the op has another order for bfloat16, which our kernels cannot read. Where they are faster than the op
+    is with that, pages have the order of other dtypes, which all can read.
 
     Args:
         storage: [pages, page_elements], contiguous.
         page_size: entries per page.
         vllm_config: of the server, which says how many drafts a step may have; None: no drafts.
-        group: query heads of a KV head, where our kernels may serve them; None: pages are only for the op.
+        heads: KV heads of a layer, and query heads of each, where our kernels may serve prompts and decodes; None: they
+            may not.
     """
 
     uses_triton = False
     window_attention = None
 
-    def __init__(self, storage: Tensor, page_size: int, vllm_config: Any, group: int | None = None):
+    def __init__(
+        self, storage: Tensor, page_size: int, vllm_config: Any, heads: tuple[int, int] | None = None
+    ):
         self.head_dim = head_dim_of(storage, page_size)
         self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
         # vLLM names the orders of pages after instruction sets.
@@ -74,9 +78,11 @@ class CPUPages:
         self.is_ours = False
         if self.isa != usual:
             # Linux gives a process AMX when it asks, and vLLM leaves that to the first matrix product.
-            torch.cpu._init_amx()
-            if group is not None and _prompts_are_faster(storage.dtype, page_size, self.head_dim, group):
-                self.isa, self.is_ours = usual, True
+            may_use_amx = torch.cpu._init_amx()
+            shape = heads and Shape(storage.dtype, page_size, self.head_dim, *heads)
+            self.is_ours = bool(may_use_amx and shape and _both_are_faster(shape))
+            if self.is_ours or not may_use_amx:
+                self.isa = usual
         self.key_pages, self.value_pages = self._views(storage)
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
@@ -141,7 +147,7 @@ class CPUPages:
         if not decode_attention.supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            if not self._decodes_faster(cache, group, 1):
+            if not (self.is_ours or self._decodes_faster(cache, group, 1)):
                 return None
             most_new_tokens = 1
             if self.most_drafts and self._decodes_faster(cache, group, 1 + self.most_drafts):
@@ -156,8 +162,14 @@ class CPUPages:
         dtype, page_size = cache.storage.dtype, cache.page_size
         if not cache.format.keys_are_transposed:
             return None
-        if self.is_ours or _prompts_are_faster(dtype, page_size, cache.head_dim, group):
-            return PrefillAttention(dtype, cache.storage, page_size)
+        if not prefill_attention.supports(dtype, page_size, cache.head_dim):
+            return None
+        shape = Shape(dtype, page_size, cache.head_dim, cache.num_kv_heads, group)
+        try:
+            if self.is_ours or _is_faster("reading prompts", *_prompt_times(shape)):
+                return PrefillAttention(dtype, cache.storage, page_size)
+        except BuildError as error:
+            logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
         return None
 
     def _decodes_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
@@ -165,11 +177,9 @@ class CPUPages:
         shape = Shape(
             cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group, new_tokens
         )
-        return _is_faster(
-            "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts",
-            times_file("decode_attention", shape),
-            lambda: time_decodes(shape, self._likewise),
-        )
+        what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
+        file = times_file("decode_attention", shape)
+        return _is_faster(what, file, kept(file, lambda: time_decodes(shape, self._likewise)))
 
     def _likewise(self, storage: Tensor) -> "CPUPages":
         """Other pages, in the order of these."""
@@ -191,26 +201,47 @@ class CPUPages:
         )
 
 
-def _prompts_are_faster(dtype: torch.dtype, page_size: int, head_dim: int, group: int) -> bool:
-    """Whether our kernel for prompts works here and beats vLLM's op over pages in the op's order."""
-    if not prefill_attention.supports(dtype, page_size, head_dim):
-        return False
+def _prompt_times(server: Shape) -> tuple[Path, Times]:
+    """Times of reading prompts, and their file. Raises BuildError as the kernel's constructor."""
     # Of one KV head, since all do the same.
-    shape = Shape(dtype, page_size, head_dim, 1, group, TIMED_TOKENS)
+    shape = replace(server, heads=1, new_tokens=TIMED_TOKENS)
+    file = times_file("prefill_attention", shape)
+    return file, kept(file, lambda: time_prefills(shape, lambda x: CPUPages(x, shape.page_size, None)))
+
+
+def _both_are_faster(shape: Shape) -> bool:
+    """Whether both our kernels beat vLLM's op over pages in its order for AMX; the log says by how much."""
+    if not all(
+        kernel.supports(shape.dtype, shape.page_size, shape.head_dim)
+        for kernel in (decode_attention, prefill_attention)
+    ):
+        return False
     try:
-        return _is_faster(
-            "reading prompts",
-            times_file("prefill_attention", shape),
-            lambda: time_prefills(shape, lambda storage: CPUPages(storage, page_size, None)),
+        file, prompts = _prompt_times(shape)
+        decodes = kept(
+            times_file("decode_attention", (shape, "amx")),
+            lambda: time_decodes(shape, lambda x: CPUPages(x, shape.page_size, None)),
         )
     except BuildError as error:
-        logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
+        logger.warning("KV eviction: vLLM's attention serves all, which is slower: %s", error)
         return False
+    both = prompts.kernel <= prompts.op and decodes.kernel <= decodes.op
+    logger.log(
+        logging.INFO if both else logging.WARNING,
+        "KV eviction: reading prompts and decoding use %s: vllm-kvevict's kernels, compiled for %s, take %.2f and %.2f "
+        "times as long as vLLM's attention with AMX here, and pages have one order for both (kept in times-*.json in "
+        "%s: remove them to time again)",
+        "vllm-kvevict's kernels" if both else "vLLM's attention",
+        level(),
+        prompts.kernel / prompts.op,
+        decodes.kernel / decodes.op,
+        file.parent,
+    )
+    return both
 
 
-def _is_faster(what: str, file: Path, measure: Callable[[], Times]) -> bool:
-    """Whether our kernel beats vLLM's op, by the times that the file keeps; the log says by how much."""
-    times = kept(file, measure)
+def _is_faster(what: str, file: Path, times: Times) -> bool:
+    """Whether our kernel beats vLLM's op; the log says by how much, and which file keeps the times."""
     where = (
         f"kept in {file}: remove it to time again" if file.exists() else f"{file.parent} cannot be written"
     )

@@ -76,12 +76,14 @@ class CUDAPages:
         storage: [pages, page_elements], contiguous.
         page_size: entries per page.
         vllm_config: says which FlashAttention to use.
-        group: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
+        heads: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
     """
 
     uses_triton = True
 
-    def __init__(self, storage: Tensor, page_size: int, vllm_config: Any, group: int | None = None):
+    def __init__(
+        self, storage: Tensor, page_size: int, vllm_config: Any, heads: tuple[int, int] | None = None
+    ):
         self.storage, self.page_size = storage, page_size
         self.head_dim = head_dim_of(storage, page_size)
         pages = storage.view(storage.shape[0], 2, page_size, 1, self.head_dim)
