@@ -54,7 +54,7 @@ class Prompt:
         self._kernel = PrefillAttention(dtype)
         self._new_tokens = torch.tensor([tokens], dtype=torch.int32)
         self._isa = _get_attn_isa(dtype, BLOCK, HEAD_DIM)
-        torch.cpu._init_amx()
+        torch.cpu._init_amx()  # a process that multiplies no matrices has not asked for it yet
         self._pages = self._store()
 
     def _store(self) -> tuple[Tensor, Tensor]:

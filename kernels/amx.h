@@ -1,5 +1,7 @@
-// The same by AMX: a multiplication takes 16 rows and 16 columns of pairs of bfloat16 at a time, out of eight registers
-// that hold such squares. Packed keys and values, queries and weights have the order that these are loaded from.
+// Arithmetic on pairs of bfloat16 by AMX, with scores and weighted sums of its own beside those in tiles.h: a
+// multiplication takes 16 rows and 16 columns at a time, out of eight registers that hold such squares (Intel's tiles;
+// a tile here is what tiles.h means). Packed keys and values, queries and weights have the order that these are loaded
+// from.
 #pragma once
 
 #include "tiles.h"

@@ -20,7 +20,7 @@ class Holding:
         self.dtype: torch.dtype = getattr(torch, dtype)
         # The kernel reads pages in the order that fp32 has; with AMX the op has another one for bfloat16.
         self.isa = _get_attn_isa(torch.float32 if attention == KERNEL else self.dtype, PAGE, HEAD_DIM)
-        torch.cpu._init_amx()
+        torch.cpu._init_amx()  # a process that multiplies no matrices has not asked for it yet
         pages = LAYERS * KV_HEADS * batch * (-(-context // PAGE) + 2)
         storage = torch.randn(pages, 2 * PAGE * HEAD_DIM).to(self.dtype)
         self.cache = PagedKVCache(

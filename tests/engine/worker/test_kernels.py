@@ -101,6 +101,18 @@ def test_with_amx_pages_have_the_ops_order_where_no_kernel_may_serve(monkeypatch
     assert cpu.CPUPages(_cache(dtype=torch.float32).storage, 32, None, HEADS).isa == "vec"
 
 
+def test_with_amx_and_without_a_compiler_there_is_one_warning(monkeypatch, log, amx):
+    def fail(*_):
+        raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
+
+    monkeypatch.setattr(cpu, "time_prefills", fail)
+    pages = cpu.CPUPages(_cache().storage, 32, None, HEADS)
+    assert pages.isa == "amx"
+    ((severity, message),) = log
+    assert severity == "WARNING" and "install g++" in message
+    assert message.startswith("KV eviction: reading prompts uses vLLM's attention, as does decoding")
+
+
 def test_where_linux_refuses_amx_nobody_uses_it(monkeypatch, amx):
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     assert cpu.CPUPages(_cache().storage, 32, None).isa == "vec"

@@ -52,8 +52,8 @@ class RaggedCPUBackend(CPUAttentionBackend):
 class CPUPages:
     """The pool as vLLM's paged CPU op stores and reads it, in an order of a page that depends on the processor.
 
-    With AMX the op has another order for bfloat16, which our kernels cannot read. Where they are faster than the op
-    is with that, pages have the order of other dtypes, which all can read.
+    With AMX the op has another order for bfloat16, which our kernels cannot read. The constructor times both: where our
+    kernels are faster than the op is with that, pages have the order of other dtypes, which all can read.
 
     Args:
         storage: [pages, page_elements], contiguous.
@@ -75,13 +75,13 @@ class CPUPages:
         self.isa, usual = (
             _get_attn_isa(dtype, page_size, self.head_dim) for dtype in (storage.dtype, torch.float32)
         )
-        self.is_ours = False
+        self.kernels_won = False
         if self.isa != usual:
             # Linux gives a process AMX when it asks, and vLLM leaves that to the first matrix product.
             may_use_amx = torch.cpu._init_amx()
             shape = heads and Shape(storage.dtype, page_size, self.head_dim, *heads)
-            self.is_ours = bool(may_use_amx and shape and _both_are_faster(shape))
-            if self.is_ours or not may_use_amx:
+            self.kernels_won = bool(may_use_amx and shape and _both_are_faster(shape))
+            if self.kernels_won or not may_use_amx:
                 self.isa = usual
         self.key_pages, self.value_pages = self._views(storage)
 
@@ -147,7 +147,7 @@ class CPUPages:
         if not decode_attention.supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            if not (self.is_ours or self._decodes_faster(cache, group, 1)):
+            if not (self.kernels_won or self._decodes_faster(cache, group, 1)):
                 return None
             most_new_tokens = 1
             if self.most_drafts and self._decodes_faster(cache, group, 1 + self.most_drafts):
@@ -166,7 +166,7 @@ class CPUPages:
             return None
         shape = Shape(dtype, page_size, cache.head_dim, cache.num_kv_heads, group)
         try:
-            if self.is_ours or _is_faster("reading prompts", *_prompt_times(shape)):
+            if self.kernels_won or _is_faster("reading prompts", *_prompt_times(shape)):
                 return PrefillAttention(dtype, cache.storage, page_size)
         except BuildError as error:
             logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
@@ -223,7 +223,9 @@ def _both_are_faster(shape: Shape) -> bool:
             lambda: time_decodes(shape, lambda x: CPUPages(x, shape.page_size, None)),
         )
     except BuildError as error:
-        logger.warning("KV eviction: vLLM's attention serves all, which is slower: %s", error)
+        logger.warning(
+            "KV eviction: reading prompts uses vLLM's attention, as does decoding, which is slower: %s", error
+        )
         return False
     both = prompts.kernel <= prompts.op and decodes.kernel <= decodes.op
     logger.log(
