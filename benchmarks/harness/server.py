@@ -270,6 +270,8 @@ def cpu_environment(threads: int | None, ranks: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "VLLM_KVEVICT_CHECK": "0",
+        # A server that closes an idle connection while the client sends the next request on it makes that one fail.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     }
     if threads is None:
         return env

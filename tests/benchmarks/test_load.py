@@ -1,13 +1,16 @@
 """Loads, and what a run is made of; the server and vLLM's client are replaced by fakes."""
 
 import asyncio
+import inspect
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.benchmarks import serve as client
 
 from benchmarks.harness import load, server
 from benchmarks.harness.load import Load, drive, entry_bytes, longest, page_bytes, summarise
@@ -193,6 +196,11 @@ def test_ranks_are_bound_where_a_core_is_left(monkeypatch, cores, threads, ranks
 
 def test_vllm_places_threads_itself_where_none_are_asked_for():
     assert not {"VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(cpu_environment(None, 1))
+
+
+def test_servers_keep_idle_connections_longer_than_the_client():
+    (kept,) = re.findall(r"keepalive_timeout=(\d+)", inspect.getsource(client))
+    assert int(cpu_environment(1, 1)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > int(kept)
 
 
 def test_sigterm_lets_servers_be_ended(capsys):
