@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import payoff
+from benchmarks.harness.baseline_section import baseline_section
 from benchmarks.harness.cells import SWEEP, Cell, cells, dtype, scenarios, sweeps
 from benchmarks.harness.measure import RESULTS, Estimate
 from benchmarks.harness.options import placement_name
@@ -348,7 +349,7 @@ def write(folder: Path) -> Path:
         ["# Benchmark results", "", "Written by `python -m benchmarks.report`. " + ABOUT],
         target_section(records | gpus),
     ]
-    parts.append(throughput_section(loads))
+    parts += [throughput_section(loads), baseline_section(loads)]
     for name, found in swept.items():
         what = records[name]["results"]["sweep"]
         if what == "load":

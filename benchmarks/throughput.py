@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.baseline import installed
 from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record
 from benchmarks.harness.measure import record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_options, budget, changed, placement_name, require_room, whole
@@ -101,14 +102,23 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     add_options(parser)
     parser.add_argument("--sweep", choices=SWEEPS, help="vary this instead of running a scenario")
     parser.add_argument("--values", nargs="+", metavar="V", help="values of the sweep (default: its own)")
+    parser.add_argument(
+        "--baseline",
+        type=installed,
+        metavar="ENV",
+        help="Python environment with another version of this package, such as the .venv of another checkout: it "
+        "serves each budget of a scenario once more, in turns with the others; this environment itself is a control",
+    )
     arguments = parser.parse_args(argv)
     if not arguments.sweep:
         if arguments.values:
             parser.error("--values belong to --sweep")
         arguments.scenario = arguments.scenario or "pool-bound"
-        scenario = changed(arguments, SCENARIOS[arguments.scenario])
+        scenario = replace(changed(arguments, SCENARIOS[arguments.scenario]), baseline=arguments.baseline)
         require_room(parser, scenario)
         return arguments, {arguments.scenario: scenario}
+    if arguments.baseline:
+        parser.error("--baseline belongs to a scenario, not to --sweep")
     if arguments.scenario:
         parser.error("--sweep has a load of its own: leave the scenario out")
     if any(getattr(arguments, field) is not None for field in SWEPT.get(arguments.sweep, ())):
@@ -212,7 +222,8 @@ async def measure_scenario(
     content = common | show_scenario(console, arguments.scenario, scenario, rounds)
     if arguments.threads is None:
         content["bound"] = await measure_bound(console, arguments.scenario, scenario)
-    name = arguments.name or record_name(f"throughput-{arguments.scenario}", arguments.dtype)
+    compared = "-over-baseline" if scenario.baseline else ""
+    name = arguments.name or record_name(f"throughput-{arguments.scenario}{compared}", arguments.dtype)
     return save(name, record("throughput", content))
 
 
@@ -226,7 +237,7 @@ def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[
     show_ratios(console, scenario, rounds)
     # They hold for the scenario's own sizes.
     own = SCENARIOS[name]
-    same = replace(scenario, rounds=own.rounds, dtype=own.dtype) == own
+    same = replace(scenario, rounds=own.rounds, dtype=own.dtype, baseline=None) == own
     wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
     return as_record(scenario, rounds) | {"targets": show_targets(console, wanted)}
 

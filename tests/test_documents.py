@@ -80,7 +80,8 @@ def test_command(words):
     elif program == "pytest":
         assert (ROOT / rest[0]).exists()
     elif program == "make":
-        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M)
+        target = rest[2] if rest[0] == "-C" else rest[0]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
     else:
         assert program in ELSEWHERE, f"nobody tests {program}"
 

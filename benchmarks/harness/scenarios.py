@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.harness.baseline import Baseline
 from benchmarks.harness.load import HEAD_DIM, Load, Run, entry_bytes, longest
 from benchmarks.harness.measure import Estimate, Kind, kind, paired_ratio
 from benchmarks.harness.server import Server, cpu_environment
@@ -51,6 +52,7 @@ class Scenario:
         phases: whether rounds also hold the phases alone, which say what would be possible.
         tensor, pipeline: ranks of each server.
         dtype: in which the servers compute and keep the KV.
+        baseline: another version of this package, which serves each budget once more.
     """
 
     about: str
@@ -68,6 +70,7 @@ class Scenario:
     tensor: int = 1
     pipeline: int = 1
     dtype: str = "bfloat16"
+    baseline: Baseline | None = None
 
     @property
     def max_len(self) -> int:
@@ -85,15 +88,21 @@ class Scenario:
         return {f"budget {budget:g}": budget for budget in self.budgets}
 
     @property
+    def baselines(self) -> dict[str, float]:
+        """Name and budget of the sides that the baseline serves."""
+        return {of_baseline(side): budget for side, budget in self.evicting.items() if self.baseline}
+
+    @property
     def sides(self) -> list[str]:
-        """Stock vLLM and the sides with eviction."""
-        return [STOCK, *self.evicting]
+        """Stock vLLM, the sides with eviction, and these again by the baseline."""
+        return [STOCK, *self.evicting, *self.baselines]
 
     def flags(self, side: str) -> list[str]:
         """What a side's server is told that no other is."""
         if side == STOCK:
             return []
-        return ["--kv-eviction", self.policy, "--kv-budget", f"{self.evicting[side]:g}"]
+        budget = (self.evicting | self.baselines)[side]
+        return ["--kv-eviction", self.policy, "--kv-budget", f"{budget:g}"]
 
     def kv_bytes(self) -> int:
         """KV memory of all ranks, with the one block that vLLM keeps for itself."""
@@ -120,6 +129,11 @@ class Scenario:
 def token_bytes(dtype: str, layers: int = LAYERS) -> int:
     """Keys and values of one token in so many layers and all heads."""
     return layers * KV_HEADS * entry_bytes(dtype)
+
+
+def of_baseline(side: str) -> str:
+    """The side that the baseline serves with the same budget."""
+    return f"{side}, baseline"
 
 
 def prefill(name: str) -> str:
@@ -160,6 +174,7 @@ SCENARIOS = {
     ),
 }
 
+OVER_BASELINE = "output tokens/s over the baseline's"
 SPEED, PER_CPU = "output tokens/s over stock's", "output tokens per CPU second over stock's"
 POSSIBLE = "share of the best speed possible with stock's prefill time"
 DECODING = "speed of decoding over stock's"
@@ -232,6 +247,11 @@ def figures(scenario: Scenario, side: str, rounds: Sequence[Round]) -> dict[str,
             lambda runs: runs[STOCK].tokens_per_cpu_second,
         ),
     }
+    if scenario.baseline:
+        theirs = of_baseline(side)
+        result[OVER_BASELINE] = compare(
+            rounds, lambda runs: runs[side].tokens_per_second, lambda runs: runs[theirs].tokens_per_second
+        )
     if scenario.phases:
         result[POSSIBLE] = compare(
             rounds, lambda runs: possible_seconds(side, runs), lambda runs: runs[side].wall
@@ -297,7 +317,7 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
 def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet; ``threads`` are OpenMP threads of each rank, None: as vLLM places them.
 
-    Apart from the eviction all sides get the same, and vLLM's defaults otherwise.
+    Apart from the eviction all sides get the same, and vLLM's defaults otherwise; the baseline's sides what ours get.
     """
     flags = [
         *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
@@ -308,6 +328,7 @@ def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
         flags += ["--tensor-parallel-size", str(scenario.tensor)]
         flags += ["--pipeline-parallel-size", str(scenario.pipeline)]
     flags += scenario.flags(side)
-    log = SCRATCH / f"serve-{side.replace(' ', '-')}.log"
+    log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
     env = cpu_environment(threads, scenario.ranks)
-    return Server(model(max(4096, scenario.max_len)), log, flags, env)
+    vllm = scenario.baseline.vllm if scenario.baseline and side in scenario.baselines else None
+    return Server(model(max(4096, scenario.max_len)), log, flags, env, vllm=vllm)

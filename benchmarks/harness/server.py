@@ -131,6 +131,7 @@ class Server:
         flags: further arguments of ``vllm serve``.
         env: environment variables on top of this process's.
         port: where to listen; a free one by default.
+        vllm: the command that serves; that of this process's Python environment by default.
 
     Attributes:
         patience: seconds that every server of this process may take to start; ``--start-patience`` sets it.
@@ -145,11 +146,12 @@ class Server:
         flags: Sequence[str],
         env: Mapping[str, str],
         port: int | None = None,
+        vllm: Path | None = None,
     ):
         self.model, self.log = str(model), log
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        vllm = Path(sys.executable).with_name("vllm")
+        vllm = vllm or Path(sys.executable).with_name("vllm")
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         self.command = [str(vllm), "serve", self.model, *address, *flags]
         self._env = {**os.environ, **env}

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks import reasoning, report
 from benchmarks.harness import payoff
+from benchmarks.harness.baseline import Baseline
 from benchmarks.harness.bench import as_record
 from benchmarks.harness.cells import cells
 from benchmarks.harness.measure import full_name, record, record_name, save
@@ -79,6 +80,16 @@ def test_targets_of_scenarios_name_them(folder):
     (folder / "prefix.json").write_text(json.dumps(content))
     text = report.write(folder).read_text()
     assert "| [prefix](prefix.json) | documents: hits | 0.9 | at least 0.95 | **missed** |" in text
+
+
+def test_another_version_has_a_table_of_its_own(folder):
+    assert "other versions" not in report.write(folder).read_text()
+    scenario = replace(SCENARIOS["pool-bound"], baseline=Baseline("other", {"vllm-kvevict": "0.1"}, None))
+    rounds = [{**one, "budget 0.2, baseline": ours(1.5)} for one in rounds_of(scenario, 1.0)]
+    shown = show_scenario(Console(file=io.StringIO()), "pool-bound", scenario, rounds)
+    save("throughput-pool-bound-over-baseline", record("throughput", {"threads": 1, **shown}), folder)
+    (row,) = [line for line in report.write(folder).read_text().splitlines() if "| 0.1 |" in line]
+    assert row.endswith("| budget 0.2 | 0.1 | 100.0 | 66.7 | 1.5 [1.5, 1.5] |")
 
 
 def test_loads_without_gain_are_listed_slowest_first(folder):

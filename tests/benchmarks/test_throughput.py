@@ -2,13 +2,16 @@
 
 import asyncio
 import io
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from benchmarks import throughput
 from benchmarks.harness import scenarios
+from benchmarks.harness.baseline import Baseline
 from benchmarks.harness.bench import as_record
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
@@ -16,6 +19,7 @@ from benchmarks.harness.runs import runs_table
 from benchmarks.harness.scenarios import (
     BLOCK,
     DECODING,
+    OVER_BASELINE,
     PER_CPU,
     POSSIBLE,
     SCENARIOS,
@@ -45,6 +49,11 @@ def rounds_of(scenario: Scenario, ours_wall: float = 1.0, **changes) -> list[dic
         {name: run_of(2.0) if name == "stock" else ours(ours_wall, **changes) for name in scenario.sides}
         for _ in range(3)
     ]
+
+
+def without_port(command: list[str]) -> list[str]:
+    port = command.index("--port") + 1
+    return command[:port] + command[port + 1 :]
 
 
 def rendered(table) -> str:
@@ -206,6 +215,7 @@ def test_a_sweep_varies_one_thing():
         ("--sweep load --output-len 3", "--sweep load sets that itself"),
         ("--sweep load --values 2x3", "--values 2x3: expected PROMPTxANSWER@POOL"),
         ("--sweep context --values -5x", "--values"),
+        ("overhead --baseline .", "--baseline: there is no bin/python: give a Python environment"),
     ],
 )
 def test_bad_arguments_are_named(capsys, line, message):
@@ -219,12 +229,35 @@ def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32")
     stock, evicting = (make_server(scenario, side, threads=1).command for side in scenario.sides)
     assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
-    port = stock.index("--port") + 1
-    assert stock[:port] + stock[port + 1 :] == evicting[:port] + evicting[port + 1 : -4]
+    assert without_port(stock) == without_port(evicting)[:-4]
     per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
     assert int(per_rank) * 2 == scenario.kv_bytes()
     assert stock[stock.index("--tensor-parallel-size") + 1] == "2"
     assert stock[stock.index("--dtype") + 1] == "float32"
+
+
+def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
+    baseline = Baseline("other", {"vllm-kvevict": "0.1"}, "abc")
+    scenario = replace(SCENARIOS["fits"], baseline=baseline)
+    assert scenario.sides == ["stock", "budget 1", "budget 0.2", "budget 1, baseline", "budget 0.2, baseline"]
+    _, _, served, _, other = (make_server(scenario, side, threads=None) for side in scenario.sides)
+    assert Path(other.command[0]) == Path.cwd() / "other/bin/vllm" and other.command[0] != served.command[0]
+    assert without_port(other.command)[1:] == without_port(served.command)[1:] and other.log != served.log
+
+
+def test_the_baseline_is_compared_with_the_same_budget(at_level):
+    at_level("avx512")
+    scenario = replace(SCENARIOS["fits"], baseline=Baseline("other", {}, None))
+    walls = dict(zip(scenario.sides, (2.0, 1.0, 0.5, 3.0, 0.25), strict=True))
+    rounds = [{side: run_of(wall) for side, wall in walls.items()}] * 3
+    reached = ratios(scenario, rounds)
+    assert list(reached) == ["budget 1", "budget 0.2"]
+    assert [one[OVER_BASELINE].median for one in reached.values()] == [3.0, 0.5]
+    assert OVER_BASELINE not in ratios(SCENARIOS["fits"], rounds)["budget 1"]
+    # The scenario's own targets still hold.
+    assert show_scenario(Console(file=io.StringIO()), "fits", scenario, rounds)["targets"]
+    assert asdict(scenario)["baseline"] == {"environment": "other", "versions": {}, "commit": None}
 
 
 def test_tables_show_every_turn_and_value():
@@ -287,12 +320,18 @@ def test_records_of_another_dtype_have_files_of_their_own(monkeypatch, at_level)
         ("avx512", "overhead --dtype float32"),
         ("avx2", "--sweep pool"),
         ("avx2", "overhead --name mine"),
+        ("avx512", f"overhead --dtype bfloat16 --baseline {sys.prefix}"),
     ):
         at_level(level)
         asyncio.run(throughput.measure(*parse_arguments(options.split())))
     expected = ["throughput-overhead", "throughput-overhead-avx512-float32"]
     # A sweep is saved after each value.
-    assert list(dict.fromkeys(saved)) == [*expected, "throughput-sweep-pool-avx2-float32", "mine"]
+    assert list(dict.fromkeys(saved)) == [
+        *expected,
+        "throughput-sweep-pool-avx2-float32",
+        "mine",
+        "throughput-overhead-over-baseline",
+    ]
 
 
 def test_a_sweep_that_is_stopped_keeps_the_values_it_has(monkeypatch):
