@@ -215,6 +215,7 @@ def test_a_sweep_varies_one_thing():
         ("--sweep load --output-len 3", "--sweep load sets that itself"),
         ("--sweep load --values 2x3", "--values 2x3: expected PROMPTxANSWER@POOL"),
         ("--sweep context --values -5x", "--values"),
+        (f"--sweep pool --baseline {sys.prefix}", "--baseline belongs to a scenario"),
         ("overhead --baseline .", "--baseline: there is no bin/python: give a Python environment"),
     ],
 )
