@@ -8,12 +8,13 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from openai import AsyncOpenAI, OpenAIError
@@ -27,7 +28,7 @@ from benchmarks.harness.growing import Growth, growth_shown, watch
 from benchmarks.harness.kept import Run, comparison_table, kept_table
 from benchmarks.harness.load import NUMBER_BYTES, page_bytes
 from benchmarks.harness.options import add_dtype, add_start_patience
-from benchmarks.harness.server import Server, ServerError, Snapshot, tail
+from benchmarks.harness.server import Server, ServerError, Snapshot, alone, cpu_environment, tail
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from vllm_kvevict.kernels import processor
@@ -52,6 +53,8 @@ REAL_KV_BYTES, REAL_LENGTH = 2**28, 2048
 QUESTION_BEFORE_ANSWER, LONGEST_ANSWER = 512, 4608
 """Tokens of the prompt of the long answer; the model has positions for both."""
 POLL_SECONDS = 0.2
+ROUNDS = 2
+"""Of each side."""
 
 console = Console()
 
@@ -139,40 +142,57 @@ def memory_of(arguments: argparse.Namespace) -> int:
     return pool_bytes(arguments.prompt, arguments.output, arguments.dtype)
 
 
-async def run_server(
-    name: str,
-    flags: Sequence[str],
+async def compare(
+    sides: Mapping[str, Sequence[str]],
     arguments: argparse.Namespace,
-    then: Callable[[Server], Awaitable[None]] | None = None,
-) -> Run:
-    """Start a server, let it answer all requests and what comes `then`, end it."""
+    then: Callable[[Server], Awaitable[None]],
+) -> list[Run]:
+    """Start a server for each side, let them answer the same requests in turns, and end them.
+
+    So whatever else this machine is doing meanwhile slows all sides.
+
+    Args:
+        sides: by name, the flags of each beside those of all.
+        then: what the last side's server is asked at the end.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        bar = stack.enter_context(progress())
+        task = bar.add_task("starting", total=None, state="")
+        servers: dict[str, Server] = {}
+        for name, flags in sides.items():
+            bar.update(task, description=f"{name}: starting the server")
+            servers[name] = await stack.enter_async_context(comparison_server(flags, arguments))
+        rounds: dict[str, list[Run]] = {name: [] for name in servers}
+        for number, (name, server) in itertools.product(range(ROUNDS), servers.items()):
+            before = (await server.snapshot()).output_tokens
+            bar.update(
+                task,
+                total=arguments.requests * arguments.output,
+                description=f"{name}: answering, round {number + 1} of {ROUNDS}",
+            )
+            seen = functools.partial(_advance, bar, task, before=before)
+            with alone(server, servers.values()):
+                rounds[name].append(await measure(name, server, arguments, number, seen))
+        last = [*servers.values()][-1]
+        bar.update(task, description="answering questions", state="")
+        with alone(last, servers.values()):
+            await then(last)
+        bar.update(task, description="done")
+    return [Run.typical(runs) for runs in rounds.values()]
+
+
+def comparison_server(flags: Sequence[str], arguments: argparse.Namespace) -> Server:
+    """The server of one side, with these flags beside those of both."""
     length = arguments.prompt + arguments.output
     memory = ["--kv-cache-memory-bytes", str(memory_of(arguments)), "--enable-prompt-tokens-details"]
     common = ["--max-model-len", str(length), "--block-size", str(BLOCK), "--dtype", arguments.dtype, *memory]
-    log = SCRATCH / f"{'stock' if not flags else 'eviction'}.log"
-    server = make_server(NEEDLE, log, [*common, *flags], arguments)
-    with progress() as bar:
-        task = bar.add_task(f"{name}: starting the server", total=None, state="")
-        async with server:
-            bar.update(task, total=arguments.requests * arguments.output, description=f"{name}: answering")
-            run = await measure(name, server, arguments, lambda seen: _advance(bar, task, seen))
-            if then is not None:
-                bar.update(task, description=f"{name}: answering questions", state="")
-                await then(server)
-            bar.update(task, description=f"{name}: stopping the server", state="")
-        bar.update(task, description=f"{name}: done")
-    return run
+    log = SCRATCH / f"{'eviction' if flags else 'stock'}.log"
+    return make_server(NEEDLE, log, [*common, *flags], arguments)
 
 
 def make_server(model: Path, log: Path, flags: Sequence[str], arguments: argparse.Namespace) -> Server:
     """A server on this machine's processor."""
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_COLOR": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(arguments.threads),
-    }
+    env = cpu_environment(arguments.threads, ranks=1)
     if arguments.compile:
         return Server(model, log, flags, env, arguments.port)
     env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
@@ -246,10 +266,14 @@ async def write_long_answer(arguments: argparse.Namespace) -> list[Growth]:
 
 
 async def measure(
-    name: str, server: Server, arguments: argparse.Namespace, on_progress: Callable[[Snapshot], None]
+    name: str,
+    server: Server,
+    arguments: argparse.Namespace,
+    number: int,
+    on_progress: Callable[[Snapshot], None],
 ) -> Run:
-    """Send all requests at once and watch ``/metrics`` until they are answered."""
-    choose = random.Random(0)
+    """Send all requests at once and watch ``/metrics`` until they are answered; those of another round are others."""
+    choose = random.Random(number)
     prompts = [
         [choose.randrange(FIRST_WORD, len(vocabulary())) for _ in range(arguments.prompt)]
         for _ in range(arguments.requests)
@@ -307,9 +331,10 @@ def progress() -> Progress:
     )
 
 
-def _advance(bar: Progress, task: TaskID, seen: Snapshot) -> None:
+def _advance(bar: Progress, task: TaskID, seen: Snapshot, before: int = 0) -> None:
+    """Show what a server has done since it had written so many tokens."""
     state = f"{seen.running} running, {seen.waiting} waiting, KV memory {seen.kv_usage:.0%} used"
-    bar.update(task, completed=seen.output_tokens, state=state)
+    bar.update(task, completed=seen.output_tokens - before, state=state)
 
 
 async def show(arguments: argparse.Namespace) -> None:
@@ -318,10 +343,11 @@ async def show(arguments: argparse.Namespace) -> None:
     memory = memory_of(arguments)
     console.print(
         f"{arguments.requests} requests of {arguments.prompt:,} prompt and {arguments.output} output tokens, sent at "
-        f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: first vLLM "
-        f"as it is, then with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}. Then {QUESTIONS} "
-        "questions about one document, questions that a small real model answers from real text, with the full cache "
-        f"and without, and an answer of {arguments.answer:,} tokens, kept whole and evicted while it is written."
+        f"once, to a server whose KV memory ({memory / 2**20:.0f} MiB) holds {PROMPTS_IN_POOL} of them: vLLM as it "
+        f"is, and with --kv-eviction {arguments.policy} --kv-budget {arguments.budget:g}, {ROUNDS} rounds in turns. "
+        f"Then {QUESTIONS} questions about one document, questions that a small real model answers from real text, "
+        f"with the full cache and without, and an answer of {arguments.answer:,} tokens, kept whole and evicted while "
+        "it is written."
     )
     if note := dtype_note(arguments.dtype):
         console.print(note, highlight=False)
@@ -340,13 +366,13 @@ async def show(arguments: argparse.Namespace) -> None:
     eviction = ["--kv-eviction", arguments.policy, "--kv-budget", f"{arguments.budget:g}"]
     eviction += ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
     EVICTIONS.unlink(missing_ok=True)  # of an earlier demo; servers only append
-    stock = await run_server("stock vLLM", [], arguments)
-    ours = await run_server(f"{arguments.policy} {arguments.budget:g}", eviction, arguments, ask_questions)
+    sides = {"stock vLLM": [], f"{arguments.policy} {arguments.budget:g}": eviction}
+    runs = await compare(sides, arguments, ask_questions)
     if real is not None:
         found = await ask_real_model(real, columns, arguments)
     growths = await write_long_answer(arguments)
     console.print()
-    console.print(comparison_table([stock, ours], memory, LAYERS * KV_HEADS, PAGE))
+    console.print(comparison_table(runs, memory, LAYERS * KV_HEADS, PAGE))
     if first := next(read_evictions(EVICTIONS), None):
         console.print(kept_table(first))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))

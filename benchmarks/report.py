@@ -16,7 +16,6 @@ from benchmarks.harness import payoff
 from benchmarks.harness.baseline_section import baseline_section
 from benchmarks.harness.cells import SWEEP, Cell, cells, dtype, scenarios, sweeps
 from benchmarks.harness.measure import RESULTS, Estimate
-from benchmarks.harness.options import placement_name
 from benchmarks.harness.scenarios import PER_CPU, SPEED, STOCK
 from vllm_kvevict.quality.tables import picture, table
 
@@ -42,8 +41,8 @@ PICTURES = {
 """Plots that a benchmark draws itself; names may go on with a level and a dtype."""
 ABOUT = (
     "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets: of three rounds that is the "
-    "least and the most of them, of one round nothing. A target is met if the whole interval meets it. Threads on two "
-    "cores that are vLLM's own are one for stock vLLM and two with eviction."
+    "least and the most of them, of one round nothing. A target is met if the whole interval meets it. Threads "
+    "that are vLLM's own are as many on both sides."
 )
 BURSTS = "A busy server hands several tokens over at a time, so half of the times between tokens (itl) can be zero."
 
@@ -109,8 +108,6 @@ def _threads(results: dict[str, Any]) -> str:
 def _targets(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A record's targets, and those of the scenarios in it, which then name them."""
     yield from results.get("targets", [])
-    for target in results.get("bound", {}).get("targets", []):
-        yield {**target, "name": f"{target['name']}, {placement_name(1)}"}
     for name, scenario in results.get("scenarios", {}).items():
         for target in scenario.get("targets", []):
             yield {**target, "name": f"{name}: {target['name']}"}

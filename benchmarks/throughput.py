@@ -1,8 +1,7 @@
 """Requests against ``vllm serve`` without and with eviction, in the same KV memory and in turns.
 
 A scenario is one load with targets; a sweep varies one size of a load. The servers of a comparison get requests in
-turns; while one is measured, the others are paused. Threads are where vLLM places them, as users get them; a scenario
-is then measured once more with one bound thread of each rank.
+turns; while one is measured, the others are paused. Threads are where vLLM places them, as users get them.
 """
 
 import argparse
@@ -177,13 +176,6 @@ async def run_scenario(scenario: Scenario, threads: int | None) -> list[Round]:
     return rounds
 
 
-async def measure_bound(console: Console, name: str, scenario: Scenario) -> dict[str, Any]:
-    """The same with one bound thread, which vLLM's placement may give one side and not the other."""
-    rounds = await run_scenario(scenario, threads=1)
-    console.print(placement_name(1))
-    return {"threads": 1, **show_scenario(console, name, scenario, rounds)}
-
-
 async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
     """Run everything, print it and save it."""
     console = Console(width=WIDTH)
@@ -216,12 +208,10 @@ async def measure_sweep(
 async def measure_scenario(
     console: Console, arguments: argparse.Namespace, scenario: Scenario, common: dict[str, Any]
 ) -> Path:
-    """One scenario, and once more with one bound thread if vLLM places them."""
+    """One scenario."""
     rounds = await run_scenario(scenario, arguments.threads)
     console.print(placement_name(arguments.threads))
     content = common | show_scenario(console, arguments.scenario, scenario, rounds)
-    if arguments.threads is None:
-        content["bound"] = await measure_bound(console, arguments.scenario, scenario)
     compared = "-over-baseline" if scenario.baseline else ""
     name = arguments.name or record_name(f"throughput-{arguments.scenario}{compared}", arguments.dtype)
     return save(name, record("throughput", content))

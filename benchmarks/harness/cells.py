@@ -57,10 +57,7 @@ def scenarios(records: dict[str, dict[str, Any]]) -> list[Cell]:
     found: list[Cell] = []
     for name, content in records.items():
         if name.startswith(THROUGHPUT) and not name.startswith(SWEEP):
-            name, results = name.removeprefix(THROUGHPUT), content["results"]
-            found += cells(name, results, content.get("level"))
-            if "bound" in results:
-                found += cells(f"{name}, one bound thread", results["bound"], content.get("level"))
+            found += cells(name.removeprefix(THROUGHPUT), content["results"], content.get("level"))
         elif name.startswith(REASONING):
             for results in content["results"]["scenarios"].values():
                 found += cells(name, results, content.get("level"))

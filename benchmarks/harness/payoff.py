@@ -42,12 +42,10 @@ def page(records: dict[str, dict[str, Any]], swept: dict[str, list[Cell]]) -> st
 
 
 def _threads_in_words(threads: int | None) -> str:
-    """How many threads the sides had, and what that means for the figures."""
+    """How many threads the sides had."""
     if threads is None:
-        own = "Threads are [where vLLM places them](../../docs/BENCHMARKS.md#threads)"
         return (
-            f"{own}: on two cores one for stock vLLM and two with eviction. What that brings is not in the figures per "
-            "CPU second."
+            "Threads are [where vLLM places them](../../docs/BENCHMARKS.md#threads), as many on both sides."
         )
     return f"Both sides have {placement_name(threads)}."
 

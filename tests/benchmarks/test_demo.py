@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import signal
 import socket
 import subprocess
 import sys
@@ -120,11 +121,54 @@ def test_servers_compute_in_what_is_fast(level, dtype, at_level, monkeypatch):
     monkeypatch.setattr(demo, "Server", no_server)
     for options, expected in (([], dtype), (["--dtype", "bfloat16"], "bfloat16")):
         with pytest.raises(ServerError, match="not started"):
-            asyncio.run(demo.run_server("stock", [], parse_arguments(options)))
+            demo.comparison_server([], parse_arguments(options))
         flags = started[-1]
         assert flags[flags.index("--dtype") + 1] == expected
         memory = int(flags[flags.index("--kv-cache-memory-bytes") + 1])
         assert memory == pool_bytes(2048, 256, expected)
+
+
+class IdleServer:
+    """Stands in for a server; notes when it is paused."""
+
+    def __init__(self, name: str, said: list[str]):
+        self.name, self.said, self.paused = name, said, False
+
+    async def __aenter__(self) -> "IdleServer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.said.append(f"end {self.name}")
+
+    def signal(self, number: int) -> None:
+        self.paused = number == signal.SIGSTOP
+
+    async def snapshot(self) -> Snapshot:
+        return Snapshot(preemptions=len(self.said))
+
+
+def test_sides_take_turns_alone(monkeypatch):
+    said: list[str] = []
+    servers = [IdleServer(name, said) for name in ("stock", "ours")]
+    waiting = iter(servers)
+    monkeypatch.setattr(demo, "comparison_server", lambda flags, arguments: next(waiting))
+
+    async def measure(name, server, arguments, number, seen):
+        assert [other.paused for other in servers] == [other is not server for other in servers]
+        said.append(f"{name} {number}")
+        seconds = {"stock": [4.0, 8.0], "ours": [3.0, 1.0]}[name][number]
+        peak = Snapshot(running=number)
+        return Run(name, 1, 10, 20, seconds, peak, 0.5 - number / 4, await server.snapshot())
+
+    async def then(server):
+        said.append(f"then {server.name}")
+
+    monkeypatch.setattr(demo, "measure", measure)
+    stock, ours = asyncio.run(demo.compare({"stock": [], "ours": ["--flag"]}, parse_arguments([]), then))
+    assert said[:5] == ["stock 0", "ours 0", "stock 1", "ours 1", "then ours"]
+    assert said[5:] == ["end ours", "end stock"]
+    assert (stock.seconds, ours.seconds) == (6.0, 2.0) and (stock.peak.running, stock.peak_usage) == (1, 0.5)
+    assert stock.final.preemptions == 3
 
 
 def test_another_dtype_than_the_models_is_explained(at_level):

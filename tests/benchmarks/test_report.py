@@ -116,17 +116,6 @@ def test_one_round_is_no_comparison():
     assert "1 of 1 comparisons" in "\n".join(report.no_gain(both))
 
 
-def test_one_bound_thread_is_judged_as_well(folder):
-    name = "throughput-overhead"
-    content = json.loads((folder / f"{name}.json").read_text())
-    (target,) = content["results"]["targets"]
-    content["results"]["bound"] = {"targets": [target | {"met": True}], "ratios": {}}
-    (folder / f"{name}.json").write_text(json.dumps(content))
-    rows = [line for line in report.write(folder).read_text().splitlines() if line.startswith(f"| [{name}]")]
-    assert "**missed**" in rows[0] and "one bound thread" not in rows[0].replace("1 bound thread", "")
-    assert "1 bound thread" in rows[1] and "| met |" in rows[1]
-
-
 def test_gpus_are_judged_in_the_same_table(folder):
     content = json.loads((folder / "throughput-overhead.json").read_text())
     target = {"name": "copy", "value": 2.0, "bound": 1.3, "at_most": True, "met": False}
@@ -190,7 +179,7 @@ def test_where_loads_were_swept_a_page_says_when_eviction_pays(folder):
     save("throughput-sweep-load", record("throughput", swept), folder)
     assert "](throughput-sweep-load.png)" in report.write(folder).read_text()
     text = (folder / payoff.PAGE).read_text()
-    assert "on two cores one for stock vLLM and two with eviction" in text
+    assert "as many on both sides" in text
     assert (folder / "throughput-sweep-load.png").exists() and "](throughput-sweep-load.png)" in text
     slowest = "0.80x at 2048 in and 32 out, budget 0.2, memory for 12"
     fastest = "2.00x at 2048 in and 256 out, budget 0.2, memory for 3"

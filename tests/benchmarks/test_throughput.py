@@ -286,19 +286,6 @@ def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
     assert len(show_scenario(console, "pool-bound", other, rounds_of(other))["targets"]) == 3
 
 
-def test_one_bound_thread_is_judged_like_vllms_own_placement(at_level, monkeypatch):
-    at_level("avx512")
-    scenario = SCENARIOS["overhead"]
-
-    async def run_scenario(scenario, threads):
-        assert threads == 1
-        return rounds_of(scenario)
-
-    monkeypatch.setattr(throughput, "run_scenario", run_scenario)
-    content = asyncio.run(throughput.measure_bound(Console(file=io.StringIO()), "overhead", scenario))
-    assert content["threads"] == 1 and [target["met"] for target in content["targets"]] == [True]
-
-
 def test_the_record_holds_the_raw_runs():
     scenario = SCENARIOS["pool-bound"]
     content = as_record(scenario, rounds_of(scenario))

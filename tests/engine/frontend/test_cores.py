@@ -39,20 +39,20 @@ def computing(local_ranks: int, has_connector: bool) -> list[int]:
     return [len(cpus) for cpus in OMPProcessManager(config).cpu_lists]
 
 
-@pytest.mark.parametrize("count, local_ranks", [(3, 1), (4, 1), (16, 1), (16, 2), (6, 2)])
+@pytest.mark.parametrize("count, local_ranks", [(2, 1), (3, 1), (4, 1), (16, 1), (4, 2), (16, 2), (6, 2)])
 def test_as_many_compute_as_without_a_connector(machine, count: int, local_ranks: int) -> None:
     machine(count, local_ranks)
     stock = computing(local_ranks, has_connector=False)
-    # A control: without our asking there is one less in each rank.
-    assert computing(local_ranks, has_connector=True) == [count - 1 for count in stock]
-    cores.let_connectors_core_compute(local_ranks)
+    # A control: without our asking there is one less in each rank, or none is kept for vLLM itself.
+    assert computing(local_ranks, has_connector=True) == [kept - 1 or count // local_ranks for kept in stock]
+    cores.compute_on_as_many_as_stock(local_ranks)
     assert computing(local_ranks, has_connector=True) == stock
 
 
-@pytest.mark.parametrize("count, local_ranks", [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("count, local_ranks", [(1, 1), (2, 2)])
 def test_where_all_compute_that_stays_so(machine, count: int, local_ranks: int) -> None:
     machine(count, local_ranks)
-    cores.let_connectors_core_compute(local_ranks)
+    cores.compute_on_as_many_as_stock(local_ranks)
     assert RESERVED not in os.environ
     assert sum(computing(local_ranks, has_connector=True)) == count
 
@@ -62,5 +62,5 @@ def test_what_the_user_says_comes_first(machine, name: str, said: str) -> None:
     machine(16)
     os.environ[name] = said
     before = dict(os.environ)
-    cores.let_connectors_core_compute(1)
+    cores.compute_on_as_many_as_stock(1)
     assert os.environ == before

@@ -162,7 +162,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     scheduling.scheduler_cls = f"{checks.SCHEDULERS}.{kind}"
     requests.install()
     if device is CPU:
-        cores.let_connectors_core_compute(vllm_config.parallel_config.local_world_size)
+        cores.compute_on_as_many_as_stock(vllm_config.parallel_config.local_world_size)
     if isinstance(args, AsyncEngineArgs):
         _install_in_server()
     _warn(args, options, vllm_config, device)
