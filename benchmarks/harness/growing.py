@@ -97,12 +97,16 @@ def growth_shown(found: Sequence[Growth], prompt_len: int, page_bytes: int) -> G
     table.add_column("")
     for one in found:
         table.add_column(one.name, justify="right")
-    mib = page_bytes / 2**20
-    table.add_row("KV held, at most, MiB", *(f"{one.most * mib:.2f}" for one in found))
-    table.add_row("KV held near the end, MiB", *(f"{one.last * mib:.2f}" for one in found))
+    table.add_row("KV held, at most, MiB", *(_mib(one.most, page_bytes) for one in found))
+    table.add_row("KV held near the end, MiB", *(_mib(one.last, page_bytes) for one in found))
     table.add_row("evictions", *(f"{one.evictions:,}" for one in found))
     table.add_row("output tokens per second", *(f"{one.tokens / one.seconds:.1f}" for one in found))
     return Group(table, plot(found, page_bytes))
+
+
+def _mib(pages: int, page_bytes: int) -> str:
+    """On a busy machine an answer can end before anybody has seen what it holds."""
+    return f"{pages * page_bytes / 2**20:.2f}" if pages else "not seen"
 
 
 def plot(found: Sequence[Growth], page_bytes: int) -> Text:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -237,6 +238,9 @@ def test_the_plot_shows_what_an_answer_holds():
         "█ bounded",
     ):
         assert part in text
+    assert "not seen" not in text
+    unseen = growth_shown([GROWING, replace(BOUNDED, held=[(0, 0)])], 512, 2**20)
+    assert rendered(unseen).count("not seen") == 2
     rows = [line.split("│")[1] for line in text.splitlines() if line.count("│") == 1]
     # Both begin with a third of what is held at most; one stays at half of it.
     assert [row.count("█") for row in rows] == [0] * 4 + [WIDTH // 2] + [WIDTH] * 3
