@@ -35,8 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"schedules", "cache", "parallel", "policies", "kernels"},
     "policy_list": set(),
     "decode_interval": set(),
-    "quality": {"quality", "schedules", "machine", "policy_list", "decode_interval"},
-    "inspect": {"inspect", "policies", "policy_list"},
+    "chats": set(),
+    "quality": {"quality", "schedules", "machine", "policy_list", "decode_interval", "chats"},
+    "inspect": {"inspect", "policies", "policy_list", "chats"},
 }
 """Parts of the project that each part may import; `engine` and the commands of `RUN_ENGINES` may import all."""
 

@@ -202,7 +202,27 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "images of a refused request are taken for sent, and the next request that has them fails",
     ),
     "vllm.entrypoints.llm:LLM": ("renderer llm_engine reset_prefix_cache", "inspect --chat fails"),
-    "vllm.renderers.params:ChatParams": ("chat_template_kwargs", "chats are not repeated in their own words"),
+    # In the module of the flags of vllm serve.
+    f"{source.moves().make_arg_parser.partition(':')[0]}:BaseFrontendArgs": (
+        "chat_template chat_template_content_format default_chat_template_kwargs trust_request_chat_template",
+        "inspect --chat has another template than a server",
+    ),
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": (
+        "tools build_chat_params",
+        "inspect --chat fails",
+    ),
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest": (
+        "token_ids sampling_params",
+        "quality fidelity --scopes turns fails",
+    ),
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateResponseBase": (
+        "prompt_logprobs",
+        "quality fidelity --scopes turns fails",
+    ),
+    "vllm.renderers.params:ChatParams": (
+        "chat_template_kwargs with_defaults",
+        "chats are not repeated in their own words, and inspect --chat fails",
+    ),
     "vllm.renderers.params:TokenizeParams": (
         "truncate_prompt_tokens max_truncation_tokens return_token_offsets with_kwargs",
         "scope=prefix compares prompts of which tokens were cut off, scope=turns finds no turns",

@@ -34,6 +34,7 @@ NAMES = {
     "vllm.engine.arg_utils:EngineArgs": "LLM(...) does not know kv_eviction=",
     "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin": "LLM.beam_search is not refused",
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": "beam search over HTTP is not refused",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "inspect --chat cannot render chats",
     "vllm.entrypoints.openai.parser.harmony_utils:Message": "chats of gpt-oss models cannot go on with a reply",
     "vllm.entrypoints.openai.parser.harmony_utils:Role": "the question of a gpt-oss model's chat is not found",
     "vllm.entrypoints.openai.parser.harmony_utils:get_user_message": "their chats get no other question",
@@ -66,7 +67,7 @@ NAMES = {
     "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
     "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
     "vllm.renderers.online_renderer:OnlineRenderer": "chats of gpt-oss models are refused under scope=prefix",
-    "vllm.renderers.params:ChatParams": "inspect --chat cannot render chats",
+    "vllm.renderers.chat_utils:load_chat_template": "inspect --chat-template cannot be read",
     "vllm.renderers.params:TokenizeParams": "what a model is asked when it repeats a prefix has no tokens",
     "vllm.v1.core.block_pool:BlockPool": "blocks cannot be shared with layers that are not evicted",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "blocks cannot be shared with layers that are not evicted",
@@ -137,7 +138,7 @@ MOVED = {
     # Names that lie elsewhere in other versions, by the field that says where they are here.
     "groups_of_one_page_size": "groups of layers cannot be foreseen",
     "max_memory_usage_bytes": "vLLM refuses prompts that eviction makes fit",
-    "make_arg_parser": "vllm-kvevict doctor cannot read the flags of vllm serve",
+    "make_arg_parser": "vllm-kvevict doctor and inspect cannot read the flags of vllm serve",
     "parse_media_part": "scope=prefix loads images once more",
     "media_parser": "scope=prefix loads images once more",
 }

@@ -1,7 +1,6 @@
 """What the command ``inspect`` refuses before it starts an engine, and that it reads prompts as they are."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.documents import ROOT
+from vllm_kvevict.chats import read_text
 from vllm_kvevict.inspect import __main__ as command
-from vllm_kvevict.inspect.chats import Chat, parse_chat
 
 
 @pytest.fixture(autouse=True)
@@ -100,28 +99,16 @@ def test_a_full_disk(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
 
 
-MESSAGES = (
-    "must be a list of messages, each with role and content, or the body of a chat request that has one"
-)
-
-
 @pytest.mark.parametrize("flag", ["--chat", "--branch"])
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "is empty"),
-        ("Hello.", "is not JSON (Expecting value: line 1 column 1 (char 0))"),
-        ("[]", MESSAGES),
-        ('["Hello."]', MESSAGES),
-        ('{"prompt": "Hello."}', MESSAGES),
-        ('[{"content": "Hello."}]', MESSAGES),
-        ('[{"role": "user", "content": 5}]', MESSAGES),
-    ],
-)
-def test_chats(flag, text, sentence, refusal, tmp_path):
-    (tmp_path / "bad.json").write_text(text)
+def test_chats(flag, refusal, tmp_path):
+    """What else is wrong with them is the reader's to say."""
+    (tmp_path / "bad.json").write_text('[{"role": "user", "content": 5}]')
     before = ["--chat", "chat.json"] if flag == "--branch" else []
-    assert refusal(*before, flag, "bad.json") == f"{flag} bad.json {sentence}"
+    sentence = "bad.json, message 1: content must be text or a list of parts, not 5"
+    assert refusal(*before, flag, "bad.json") == f"{flag} {sentence}"
+    (tmp_path / "bad.json").write_text('[{"role": "user", "content": "Hello."}]\n' * 2)
+    sentence = "bad.json has 2 chats: give a file with one of them"
+    assert refusal(*before, flag, "bad.json") == f"{flag} {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -148,28 +135,15 @@ def test_what_does_not_go_with_a_prompt(refusal):
     assert refusal("--prompt", "prompt.txt", "--branch", "chat.json") == sentence
 
 
-def test_a_chat_with_all_that_its_template_gets():
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    messages = [{"role": "user", "content": "Hello."}]
-    body = {
-        "model": "x",
-        "messages": messages,
-        "tools": tools,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    assert parse_chat(json.dumps(body)) == Chat(messages, tools, {"enable_thinking": False})
-    assert parse_chat(json.dumps(messages)) == Chat(messages)
-
-
 HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"
 
 
 def test_line_ends_are_part_of_the_prompt(tmp_path, monkeypatch):
     path = tmp_path / "hostile.txt"
     path.write_bytes(HOSTILE.encode())
-    assert command.read_file(str(path)) == HOSTILE
+    assert read_text(str(path), "--prompt") == HOSTILE
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(HOSTILE.encode())))
-    assert command.read_file("-") == HOSTILE
+    assert read_text("-", "--prompt") == HOSTILE
     assert path.read_text() != HOSTILE  # the control: as Python reads texts otherwise
 
 

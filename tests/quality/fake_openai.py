@@ -11,12 +11,12 @@ MODEL = "fake"
 
 
 def words(body: dict[str, Any]) -> list[str]:
-    """Tokens of a request: one per word, and one in front of each message."""
+    """Tokens of a request: one per word, one in front of each message, and one for each tool."""
     if "prompt" in body:
         return body["prompt"].split()
-    return [
-        w for message in body["messages"] for w in (f"<{message['role']}>", *message["content"].split())
-    ] + ["<assistant>"]
+    tools = [f"<{tool['function']['name']}>" for tool in body.get("tools", ())]
+    said = [w for message in body["messages"] for w in (f"<{message['role']}>", *message["content"].split())]
+    return [*tools, *said, "<assistant>"]
 
 
 def reply_to(body: dict[str, Any]) -> str:

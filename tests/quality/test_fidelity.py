@@ -12,7 +12,7 @@ from tests.quality.fake_openai import FakeServer, words
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity, divergence, score
 from vllm_kvevict.quality.fidelity_report import _lost, gather_fidelity
-from vllm_kvevict.quality.prompts import PromptsError, read_prompts
+from vllm_kvevict.quality.prompts import SHAPES, read_prompts
 from vllm_kvevict.quality.results import Column, ResultsError, Store, read
 
 VOCABULARY, TOP = 60, 20
@@ -96,15 +96,33 @@ def test_where_agreement_is_lost():
 
 
 class FakeScorer(FakeServer):
-    """It answers `a b c`, and scores the better the more the budget keeps; `noise` is what the full cache misses."""
+    """It answers `a b c`, and scores the better the more the budget keeps; `noise` is what the full cache misses.
 
-    def __init__(self, noise: float = 0.0, **settings):
+    A chat with instructions has a turn, and `extra` are tokens that it renders alone.
+    """
+
+    def __init__(self, noise: float = 0.0, renders: bool = True, extra: list[int] | None = None, **settings):
         super().__init__(**settings)
-        self.noise = noise
+        self.noise, self.renders, self.extra = noise, renders, extra or []
 
     def respond(self, path, body):
         if path == "/tokenize":
+            self.tokenized.append(body)
             return 200, {"tokens": [hash(word) % 1000 for word in words(body)]}
+        if path == "/v1/chat/completions/render" and self.renders:
+            fields = dict(body["vllm_xargs"]) | {"kv_eviction": "full"}
+            if body["messages"][0]["role"] == "system":
+                fields = body["vllm_xargs"] | {"kv_turns": [41], "kv_repeat_rows": [[1]]}
+            tokens = [hash(word) % 1000 for word in words(body)] + self.extra
+            return 200, {"token_ids": tokens, "sampling_params": {"extra_args": fields}}
+        if path == "/inference/v1/generate":
+            with self._lock:
+                self.asked.append(body)
+            loss = 1 - body["sampling_params"]["extra_args"]["kv_budget"]
+            return 200, {
+                "choices": [],
+                "prompt_logprobs": [self.row(token, loss) for token in body["token_ids"]],
+            }
         if path == "/v1/completions" and ("logprobs" in body or "prompt_logprobs" in body):
             fields = body["vllm_xargs"]
             if fields["kv_eviction"] not in ("full", "snapkv", "ada-snapkv"):
@@ -264,38 +282,83 @@ def test_what_cannot_be_scored(more, message, prompts, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+AGENT = {
+    "model": "another",
+    "messages": [
+        {"role": "system", "content": "a b " * 20},
+        {"role": "user", "content": "what now ?"},
+        {"role": "assistant", "content": "", "tool_calls": CALLS},
+        {"role": "tool", "tool_call_id": "1", "content": "found it"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "look"}}],
+    "documents": [{"text": "some text"}],
+    "temperature": 1.0,
+}
+"""What an agent sends."""
+
+
+def test_what_an_agent_sends_reaches_the_server(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(AGENT) + "\n")
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path / "out", "--prompts", path, "--scopes", "prompt", "prefix") == 0
+    first = next(body for body in server.tokenized if "messages" in body)
+    assert first["messages"] == AGENT["messages"] and first["tools"] == AGENT["tools"]
+    assert first["chat_template_kwargs"] == {"documents": AGENT["documents"]} and first["model"] == "fake"
+    found = list(read(tmp_path / "out" / FIDELITY, Fidelity))
+    # One token of each message's header and one of the tool; 40 of the instructions.
+    assert {one.evict_at for one in found} == {None, 1 + 41 + 1, 1 + 41 + 4 + 1 + 3 + 1}
+    # Only the question was another one when its place was looked for.
+    other = next(body for body in server.tokenized if body["messages"] != AGENT["messages"])
+    assert [x == y for x, y in zip(other["messages"], AGENT["messages"], strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+TEXTS = "with texts that are not empty: "
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not"),
-        ("[]", "it is no object"),
-        ("{}", "its fields are none"),
-        ('{"text": "x"}', "its fields are text"),
-        ('{"prompt": 3}', "'3' is no text"),
-        ('{"messages": []}', "the last message must be the user's"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "the role 'tool' is none of system,"),
-        ('{"messages": [{"role": "user"}]}', "content"),
+        ("{", "line 2 is not JSON"),
+        ("5", f"line 2 is not {SHAPES}, {TEXTS}it has no fields"),
+        ("{}", f"line 2 is not {SHAPES}, {TEXTS}it has no fields"),
+        ('{"text": "x"}', f"line 2 is not {SHAPES}, {TEXTS}its fields are text"),
+        ('{"prompt": 3}', f"line 2 is not {SHAPES}, {TEXTS}its fields are prompt"),
+        ('{"messages": []}', "line 2 must be a list of messages"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            "line 2, message 1: content must be text or a list of parts, not null",
+        ),
+        (
+            '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
+            "line 2, message 2: the last message is the assistant's, whose turn it is next: leave it out",
+        ),
     ],
 )
-def test_wrong_prompts_are_named(line, message, tmp_path):
+def test_wrong_prompts_are_named(line, message, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n' + line + "\n")
-    with pytest.raises(PromptsError) as error:
-        read_prompts(path)
-    assert message in str(error.value) and "line 2" in str(error.value)
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path / "out", "--prompts", path) == 2
+    assert f"--prompts {path} {message}" in capsys.readouterr().err
 
 
-def test_files_without_prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    with pytest.raises(PromptsError, match="cannot be read"):
-        read_prompts(path)
-    path.write_text("\n")
-    with pytest.raises(PromptsError, match="has no prompts"):
-        read_prompts(path)
+def test_an_answer_that_goes_on_may_be_the_last_message(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    (tmp_path / "prompts.json").write_text(json.dumps(body, indent=1))
+    (case,) = read_prompts(str(tmp_path / "prompts.json"))
+    assert case.prompt() == body and not case.has_prefix
 
 
 def test_prompts_become_chats_and_texts(prompts):
-    plain, chat, document = read_prompts(prompts)
+    plain, chat, document = read_prompts(str(prompts))
     assert plain.prompt() == {"prompt": "one two three " * 10} and not plain.has_prefix
     assert [m["role"] for m in chat.prompt()["messages"]] == ["system", "user"] and chat.has_prefix
     (message,) = document.prompt()["messages"]

@@ -1,19 +1,19 @@
 """What ``inspect`` reads: a text, or a chat as a server makes a prompt of it, and where its turns end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.renderers.params import ChatParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.boundaries import find_turns
-from vllm_kvevict.engine.frontend.chat import ANSWERING, CHAT, REFUSALS
+from vllm_kvevict.engine.frontend.chat import CHAT, REFUSALS
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
 from vllm_kvevict.engine.turns import TURNS, WHOLE
-from vllm_kvevict.inspect.chats import Chat
 from vllm_kvevict.inspect.data import Prompt
 from vllm_kvevict.inspect.text import tokenize
 
@@ -59,14 +59,17 @@ def reading_of_text(llm: LLM, text: str, turns: Sequence[int]) -> Reading:
     return Reading(prompt, tuple(turns))
 
 
-def reading_of_chat(llm: LLM, chat: Chat) -> Reading:
+def reading_of_chat(llm: LLM, chat: Chat, template: Mapping[str, Any]) -> Reading:
     """A chat, whose turns end where a server finds that they do in scope ``turns``.
+
+    Args:
+        template: arguments of `vllm serve` for chat templates, with the text of the template itself.
 
     Raises:
         ValueError: the chat has no turn that would be evicted, or cannot be shown; one sentence.
     """
     try:
-        rendered = _rendered(llm, chat)
+        rendered = _rendered(llm, chat, template)
     except REFUSALS as error:
         raise ValueError(f"the chat cannot be rendered: {error}") from error
     if "prompt" not in rendered or media.has_media(rendered):
@@ -88,11 +91,14 @@ def reading_of_chat(llm: LLM, chat: Chat) -> Reading:
     return Reading(prompt, tuple(turns), whole, rendered)
 
 
-def _rendered(llm: LLM, chat: Chat) -> Any:
-    """As ``LLM.chat`` would; the frontend notes in it what it was rendered from."""
-    arguments = {**chat.template_arguments, **ANSWERING, "tools": chat.tools, "tokenize": False}
+def _rendered(llm: LLM, chat: Chat, template: Mapping[str, Any]) -> Any:
+    """As a server would; the frontend notes in it what it was rendered from."""
+    request = ChatCompletionRequest(**chat.body())
+    tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+    defaults = {**template.get("default_chat_template_kwargs", {}), "tools": tools, "tokenize": False}
+    form = template.get("chat_template_content_format", "auto")
+    params = request.build_chat_params(template.get("chat_template"), form).with_defaults(defaults)
     tok_params = llm.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
-    params = ChatParams(chat_template_kwargs=arguments)
     _, (rendered,) = llm.renderer.render_chat([list(chat.messages)], params, tok_params)
     return rendered
 

@@ -12,17 +12,19 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
+from vllm_kvevict.chats import Chat
+from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
 from vllm_kvevict.engine.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.memory import bytes_for
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
-from vllm_kvevict.inspect.chats import Chat
 from vllm_kvevict.inspect.data import Inspection, Kept
 from vllm_kvevict.policy_list import Entry
 from vllm_kvevict.schedules.plan import Plan
@@ -41,14 +43,44 @@ ANSWER_LENGTH = 2
 """With one token the request could end before it is evicted: before a second one it waits for that."""
 
 
-def parse_engine_arguments(program: str, words: Sequence[str]) -> dict[str, Any]:
-    """vLLM's engine arguments from a command line, those alone that were given; ends the command at a bad one."""
-    parser = FlexibleArgumentParser(prog=program, usage=f"{program} ... [vLLM's engine arguments]")
-    EngineArgs.add_cli_args(parser)
+TEMPLATE_ARGUMENTS = (
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "trust_request_chat_template",
+)
+"""Arguments of vLLM's front end that a chat's prompt depends on."""
+
+
+def parse_server_arguments(program: str, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `vllm serve`, those alone that were given; ends the command at a bad one.
+
+    Returns:
+        the engine's, and those of ``TEMPLATE_ARGUMENTS``, with the text of the template.
+
+    Raises:
+        ValueError: one is of the front end's others, or the template cannot be read; one sentence.
+    """
+    parser = FlexibleArgumentParser(prog=program, usage=f"{program} ... [arguments of vllm serve]")
+    versions.load(versions.moves().make_arg_parser)(parser)
     # So that nobody's wish is taken for a default: --no-enforce-eager, or --model with the one that vLLM would take.
     parser.set_defaults(**QUIET, model=None)
-    given = vars(parser.parse_args(list(words)))
-    return {name: value for name, value in given.items() if value != parser.get_default(name)}
+    values = vars(parser.parse_args(list(words)))
+    if values["model_tag"] is not None:
+        parser.error(f"unrecognized arguments: {values['model_tag']}")
+    given = {name: value for name, value in values.items() if value != parser.get_default(name)}
+    template = {name: given.pop(name) for name in TEMPLATE_ARGUMENTS if name in given}
+    try:
+        if "chat_template" in template:
+            template["chat_template"] = load_chat_template(template["chat_template"])
+    except VLLMValidationError as error:
+        raise ValueError(f"--chat-template: {error.args[0]}") from error
+    of_engine = vars(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([]))
+    for name in given:
+        if name not in of_engine:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is for a server's front end, which is not started here: leave it out")
+    return given, template
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,7 @@ class Wanted:
         tell: is told what goes on.
         turns: evict the prompt turn by turn, which end after so many tokens.
         chats: what is read instead of a prompt, turn by turn: a chat, and one that branches off.
+        template: see TEMPLATE_ARGUMENTS.
     """
 
     model: str
@@ -77,6 +110,7 @@ class Wanted:
     tell: Callable[[str], None] = lambda line: None
     turns: Sequence[int] = ()
     chats: Sequence[Chat] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,6 +143,11 @@ def inspect(wanted: Wanted) -> Inspection:
         ValueError: the prompt, a policy or an argument cannot be served.
         RuntimeError: vLLM does not start.
     """
+    for chat in wanted.chats:
+        if chat.has_template and not wanted.template.get("trust_request_chat_template"):
+            raise ValueError(
+                "the chat has a chat_template, which servers take with --trust-request-chat-template only: add it"
+            )
     if wanted.in_turns:
         name = "--chat" if wanted.chats else "--turns"
         for entry in wanted.policies:
@@ -146,7 +185,9 @@ def read(llm: LLM, wanted: Wanted) -> Inspection:
     """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
     if not wanted.chats:
         return _read(llm, wanted, reading_of_text(llm, wanted.text, wanted.turns))
-    first, *branches = (_read(llm, wanted, reading_of_chat(llm, chat)) for chat in wanted.chats)
+    first, *branches = (
+        _read(llm, wanted, reading_of_chat(llm, chat, wanted.template)) for chat in wanted.chats
+    )
     return replace(first, branch=branches[0] if branches else None)
 
 

@@ -1,8 +1,10 @@
 """See which tokens of a prompt a policy keeps, in each layer and KV head.
 
 A real engine reads the prompt once with each policy. What was kept is written as one HTML page that needs no network.
-All other arguments are those of `vllm serve`: --dtype, --max-model-len, --tensor-parallel-size,
---gpu-memory-utilization, --kv-cache-memory-bytes and so on; --kv-eviction-config sets parameters of POLICY.
+All other arguments are those of `vllm serve` for its engine: --dtype, --max-model-len, --tensor-parallel-size,
+--gpu-memory-utilization, --kv-cache-memory-bytes and so on; --kv-eviction-config sets parameters of POLICY. Of its
+front end's arguments, those for chat templates go with --chat: --chat-template, --chat-template-content-format,
+--default-chat-template-kwargs and --trust-request-chat-template.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_kvevict.inspect.chats import Chat, parse_chat
+from vllm_kvevict.chats import read_chat, read_text
 from vllm_kvevict.inspect.data import Inspection
 from vllm_kvevict.inspect.page import render
 from vllm_kvevict.inspect.turns import lines_of
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m vllm_
     """
     parser = argparse.ArgumentParser(
         program,
-        usage=f"{program} MODEL (--prompt FILE | --chat FILE) [options] [vLLM's engine arguments]",
+        usage=f"{program} MODEL (--prompt FILE | --chat FILE) [options] [arguments of vllm serve]",
         description=__doc__,
         allow_abbrev=False,
     )
@@ -199,7 +201,7 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
                 EvictionConfig(entry.policy, keep_ratio=0.5, **entry.parameters)
     except ValueError as error:
         raise ValueError(f"--compare: {error}") from None
-    text = read_file(args.prompt) if args.prompt else ""
+    text = read_text(args.prompt, "--prompt") if args.prompt else ""
     sources = {"--chat": args.chat, "--branch": args.branch}
     chats = [read_chat(name, flag) for flag, name in sources.items() if name]
     _set_environment()
@@ -210,40 +212,21 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
     from vllm_kvevict.engine import inspection, read
 
     budget = read.budget(args.budget, "--budget")
-    given = inspection.parse_engine_arguments(program, words)
+    given, template = inspection.parse_server_arguments(program, words)
     for name, ours in OWN_ARGUMENTS.items():
         if name in given:
             raise ValueError(f"--{name.replace('_', '-')} is not an argument of this command: use {ours}")
+    if template and not chats:
+        raise ValueError(
+            f"--{next(iter(template)).replace('_', '-')} is for --chat: a prompt has no template"
+        )
     try:
         wanted = inspection.Wanted(
-            args.model, text, policies, budget, args.prefix_len, given, _tell, args.turns, chats
+            args.model, text, policies, budget, args.prefix_len, given, _tell, args.turns, chats, template
         )
         return inspection.inspect(wanted)
     except (ValueError, RuntimeError) as error:
         raise ValueError(_by_our_names(str(error))) from error
-
-
-def read_file(name: str, flag: str = "--prompt") -> str:
-    """A text as it is: line ends are part of a prompt."""
-    try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        text = content.decode()
-    except OSError as error:
-        raise ValueError(f"{flag} {name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {name} is not text in UTF-8") from None
-    if not text:
-        raise ValueError(f"{flag} {name} is empty")
-    return text
-
-
-def read_chat(name: str, flag: str) -> Chat:
-    """A chat from a file of JSON."""
-    text = read_file(name, flag)
-    try:
-        return parse_chat(text)
-    except ValueError as error:
-        raise ValueError(f"{flag} {name} {error}") from None
 
 
 def _set_environment() -> None:

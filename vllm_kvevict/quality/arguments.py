@@ -101,9 +101,8 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts",
-        type=Path,
         metavar="FILE",
-        help=f"your own, a file of JSON lines: {SHAPES} (default: real text)",
+        help=f"your own, a file of JSON lines: {SHAPES}; a chat may be a whole request (default: real text)",
     )
     group.add_argument(
         "--tasks",

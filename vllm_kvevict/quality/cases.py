@@ -1,6 +1,7 @@
 """What is asked: generated samples, or those of a suite, in the one form that the driver knows."""
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.quality import tasks
 from vllm_kvevict.quality.results import Sampled
 from vllm_kvevict.quality.suites import SuiteSample, load
@@ -35,6 +37,7 @@ class Case(Sampled):
             ``completion``: the same without a chat template.
         reply_start: the assistant's first words, which the model continues.
         turns: messages of a chat before all this, each a role and what it says.
+        chat: the user's own, instead of all this but the question, which is that of its last user message.
     """
 
     context: str
@@ -45,14 +48,21 @@ class Case(Sampled):
     form: str = "documents"
     reply_start: str = ""
     turns: tuple[tuple[str, str], ...] = ()
+    chat: Chat | None = None
 
     @property
     def has_prefix(self) -> bool:
         """Whether anything comes before the question."""
+        if self.chat is not None:
+            return self.chat.question is not None and bool(
+                self.chat.question or self.chat.settings.get("tools")
+            )
         return bool(self.context or self.turns)
 
     def prompt(self, question: str | None = None) -> dict[str, Any]:
         """What the API calls it, with the case's own question or another one: a chat or a text to complete."""
+        if self.chat is not None:
+            return self.chat.body(question)
         asked = self.question if question is None else question
         if self.form == "completion":
             return {"prompt": self.context + asked + self.reply_start}
@@ -158,7 +168,8 @@ def fingerprint(cases: Sequence[Case]) -> str:
 
 
 def _texts(case: Case) -> list[str]:
-    return [*(said for _, said in case.turns), case.context, case.question]
+    chat = [json.dumps(case.chat.body())] if case.chat else []
+    return [*(said for _, said in case.turns), case.context, case.question, *chat]
 
 
 def _digest(*texts: str) -> str:

@@ -1,7 +1,6 @@
 """The arguments of ``vllm-kvevict quality answers``."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.quality.decoding_tasks import TASKS
@@ -65,7 +64,6 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
     group.add_argument(
         "--prompts",
-        type=Path,
         metavar="FILE",
         help=f"your own, a file of JSON lines: {SHAPES} (default: ours)",
     )

@@ -1,5 +1,6 @@
 """Pages of conversations: what each turn keeps is what a server in scope ``turns`` keeps of it, in branches too."""
 
+import contextlib
 import json
 from itertools import pairwise
 
@@ -12,9 +13,9 @@ from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, kept_by, page_
 from tests.engine.support.running import Ask, evicting_engine, run
 from tests.engine.support.serving import forked_command
 from tests.inspection.pages import read as read_page
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine import inspection
 from vllm_kvevict.engine.worker import recording
-from vllm_kvevict.inspect.chats import Chat
 from vllm_kvevict.policies.registry import policies_for_parts
 
 pytestmark = pytest.mark.engine
@@ -86,6 +87,50 @@ def test_a_chat_is_evicted_as_on_a_server(llm, policy):
     assert [[[x for x in head if x < end] for head in layer] for layer in shown] == kept
     # A control: asked otherwise, the server finds other turns.
     assert kept_on_a_server(llm, chat(SAID[3], *SAID[1:3]), policy)[0] != kept
+
+
+SETTINGS = "{{ 'w5 ' * (tools or []) | length }}{{ 'w6 ' * (documents or []) | length }}{{ word }} "
+"""Shows what a template is given besides messages."""
+TOOL = {"type": "function", "function": {"name": "look"}}
+CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+
+
+def inspected(llm, monkeypatch, tmp_path, body, *words_):
+    """The page that the command writes of a chat, with an engine that is there; None if none may be asked for."""
+    from vllm_kvevict.inspect.__main__ import main
+
+    engine = contextlib.nullcontext(llm) if llm else None
+    monkeypatch.setattr(inspection, "_engine", lambda wanted: engine or pytest.fail("an engine starts"))
+    (tmp_path / "chat.json").write_text(json.dumps(body))
+    page = ["--policy", "snapkv", "--budget", str(BUDGET), "--output", str(tmp_path / "page.html")]
+    main(["MODEL", "--chat", str(tmp_path / "chat.json"), *page, *words_])
+    return read_page((tmp_path / "page.html").read_text())
+
+
+def test_templates_and_what_they_are_given(llm, monkeypatch, tmp_path):
+    messages, tokenizer = chat(*SAID[:3]), llm.get_tokenizer()
+    (tmp_path / "template.jinja").write_text(SETTINGS + tokenizer.chat_template)
+    flags = ["--chat-template", str(tmp_path / "template.jinja")]
+    flags += ["--default-chat-template-kwargs", '{"word": "w8"}']
+    body = {"messages": messages, "tools": [TOOL], "documents": [{"text": "a"}, {"text": "b"}]}
+    page = inspected(llm, monkeypatch, tmp_path, body, *flags)
+    plain = inspected(llm, monkeypatch, tmp_path, messages)
+    assert page["token_ids"] == tokenizer.encode("w5 w6 w6 w8") + plain["token_ids"]
+    assert [end - 4 for end in page["turns"]] == plain["turns"]
+    body |= {"chat_template_kwargs": {"word": "w9"}, "chat_template": SETTINGS + tokenizer.chat_template}
+    trusted = inspected(llm, monkeypatch, tmp_path, body, "--trust-request-chat-template")
+    assert trusted["token_ids"] == tokenizer.encode("w5 w6 w6 w9") + plain["token_ids"]
+
+
+def test_an_answer_that_only_calls_tools(llm, monkeypatch, tmp_path):
+    """Its content may be empty or missing."""
+    result = {"role": "tool", "tool_call_id": "1", "content": words(60, 8)}
+    pages = []
+    for content in ({"content": ""}, {"content": None}, {}):
+        messages = [*chat(SAID[0]), {"role": "assistant", "tool_calls": CALLS, **content}, result]
+        pages.append(inspected(llm, monkeypatch, tmp_path, messages))
+    assert len(pages[0]["turns"]) == 2
+    assert pages[0]["token_ids"] == pages[1]["token_ids"] == pages[2]["token_ids"]
 
 
 def of_turn(page, start, end):
@@ -167,4 +212,36 @@ def test_refusals(words_, sentence, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompt.txt").write_text(TEXT)
     with pytest.raises(SystemExit):
         main(["MODEL", "--prompt", str(tmp_path / "prompt.txt"), "--turns", "100", *words_])
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words_", "sentence"),
+    [
+        (["--port", "80"], "--port is for a server's front end, which is not started here: leave it out"),
+        (
+            ["--chat-template", "no.jinja"],
+            "--chat-template: The supplied chat template (no.jinja) looks like a file",
+        ),
+        (
+            [],
+            "the chat has a chat_template, which servers take with --trust-request-chat-template only: add it",
+        ),
+        (["more"], "unrecognized arguments: more"),
+    ],
+)
+def test_arguments_of_a_front_end(words_, sentence, tmp_path, capsys, monkeypatch):
+    body = {"messages": chat(*SAID[:3]), "chat_template": "{{ messages }}"}
+    with pytest.raises(SystemExit):
+        inspected(None, monkeypatch, tmp_path, body, *words_)
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_prompt_has_no_template(tmp_path, capsys):
+    from vllm_kvevict.inspect.__main__ import main
+
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    with pytest.raises(SystemExit):
+        main(["MODEL", "--prompt", str(tmp_path / "prompt.txt"), "--chat-template", "{{ messages }}"])
+    sentence = "--chat-template is for --chat: a prompt has no template"
     assert sentence in capsys.readouterr().err.splitlines()[-1]

@@ -12,9 +12,9 @@ from tests.engine.support.conversations import SPOKEN, Turn, conversation, found
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.inspecting import page_of
 from tests.engine.support.running import evicting_engine, run, run_preempted
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
-from vllm_kvevict.inspect.chats import Chat
 
 pytestmark = pytest.mark.engine
 
