@@ -319,6 +319,46 @@ def test_what_an_agent_sends_reaches_the_server(tmp_path):
     ]
 
 
+def test_chats_are_evicted_turn_by_turn(prompts, tmp_path):
+    """As the server says when it renders them; what it keeps whole is marked."""
+    folder = tmp_path / "out"
+    with FakeScorer(finds_turns=True) as server:
+        assert (
+            fidelity(server, folder, "--prompts", prompts, "--scopes", "turns", "prefix", "--min-prompt", "0")
+            == 0
+        )
+    found = [one for one in read(folder / FIDELITY, Fidelity) if one.scope == "turns"]
+    assert {(one.index, one.evict_at, one.whole, one.first) for one in found} == {
+        (1, 41, False, 0),
+        (2, 0, True, 0),
+    }
+    asked = [body for body in server.asked if "token_ids" in body]
+    assert len(asked) == len(found) == 4
+    fields = {"kv_eviction": "snapkv", "kv_budget": 0.2, "kv_turns": [41], "kv_repeat_rows": [[1]]}
+    sampling = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 20, "extra_args": fields}
+    assert asked[0]["sampling_params"] == sampling and asked[0]["token_ids"][-3:] == [1001, 1002, 1003]
+    assert quality.main(["report", str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    assert "### Fidelity in scope turns" in text and "2 prompts or prefixes were too short" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "evicts chats whole: start its server with --kv-eviction-config.scope turns"),
+        ({"finds_turns": True, "renders": False}, "start its server with --enable-scale-out"),
+        (
+            {"finds_turns": True, "extra": [7]},
+            "renders prompts, sample 1 and tokenizes it as different tokens",
+        ),
+    ],
+)
+def test_servers_that_do_not_tell_turns(settings, message, prompts, tmp_path, capsys):
+    with FakeScorer(**settings) as server:
+        assert fidelity(server, tmp_path / "out", "--prompts", prompts, "--scopes", "turns") == 2
+    assert message in capsys.readouterr().err
+
+
 TEXTS = "with texts that are not empty: "
 
 

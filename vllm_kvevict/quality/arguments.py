@@ -21,7 +21,7 @@ from vllm_kvevict.quality.options import (
 )
 from vllm_kvevict.quality.prompts import SHAPES
 from vllm_kvevict.quality.questions import TASKS as TEXT_TASKS
-from vllm_kvevict.quality.results import FULL, SCOPES, TURNS
+from vllm_kvevict.quality.results import FULL, TURNS
 from vllm_kvevict.quality.suites import SUITES
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
@@ -59,7 +59,7 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     _add_texts(asking)
     add_real_texts(asking)
     _add_suite(asking)
-    add_columns(asking, SCOPES)
+    add_columns(asking)
     add_patience(asking)
     scoring = commands.add_parser(
         "fidelity",
@@ -67,7 +67,8 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
         description="Lets the full cache of a running server answer greedily, and scores each answer token by token on "
         "the compressed caches: how often their first choice is the same token, the difference of its log-probability, "
         "and the KL divergence. Measures are appended to FOLDER/fidelity.jsonl; started again, it continues. Start the "
-        "server as for run, with --dtype float32 for results that are to be published.",
+        "server as for run, with --dtype float32 for results that are to be published, and with --enable-scale-out for "
+        "--scopes turns.",
     )
     _add_fidelity(scoring)
     decoding = add_answers(commands)

@@ -201,6 +201,45 @@ class Endpoint:
                 f"{self.url}/completions answered with no completion: {str(answer)[:BODY_WIDTH]}"
             ) from None
 
+    async def render(
+        self, chat: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> tuple[list[int], dict[str, Any]]:
+        """A chat's token ids, and the fields with which :meth:`generate` evicts them as if they were the chat.
+
+        Args:
+            chat: the body of a request.
+            fields: of ours, with which it is evicted.
+
+        Raises:
+            EndpointError: in particular if the server does not render.
+        """
+        body = {"model": self.model, **chat, "vllm_xargs": dict(fields)}
+        if "tools" in chat:
+            body["tool_choice"] = "none"  # nothing is answered, so the server needs no parser of calls
+        try:
+            answer = await self._call("POST", f"{self.url}/chat/completions/render", body)
+        except RefusedError as error:
+            if error.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+                raise
+            raise EndpointError(
+                f"{self.url} does not say where the turns of a chat end: start its server with --enable-scale-out, "
+                "which --scopes turns needs here"
+            ) from None
+        return answer["token_ids"], answer["sampling_params"]["extra_args"] or {}
+
+    async def generate(
+        self, tokens: Sequence[int], fields: Mapping[str, Any], **params: Any
+    ) -> dict[str, Any]:
+        """The answer to what was rendered, greedy.
+
+        Args:
+            fields: as of :meth:`render`.
+            params: other sampling parameters.
+        """
+        sampling = {"temperature": 0, **params, "extra_args": dict(fields)}
+        body = {"model": self.model, "token_ids": list(tokens), "sampling_params": sampling}
+        return await self._call("POST", f"{self.root}/inference/v1/generate", body)
+
     async def tokenize(self, prompt: Mapping[str, Any]) -> list[int]:
         """The token ids of a chat or a text, as the server would answer it.
 

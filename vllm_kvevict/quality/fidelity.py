@@ -119,7 +119,7 @@ class Fidelity(Cell):
 
 def first_counted(column: Column) -> int:
     """The place in the answer, from 0, of the first token that is scored on the compressed cache."""
-    return 0 if column.scope == "prefix" else 1
+    return 1 if column.scope in (None, "prompt") else 0
 
 
 def score(

@@ -22,7 +22,7 @@ from vllm_kvevict.quality.fidelity import (
 )
 from vllm_kvevict.quality.fitting import TextQuestions
 from vllm_kvevict.quality.prompts import TASK as PROMPTS
-from vllm_kvevict.quality.results import FULL, Column, Store, write_settings
+from vllm_kvevict.quality.results import FULL, TURNS, Column, Store, write_settings
 from vllm_kvevict.quality.run import (
     Target,
     applicable,
@@ -101,7 +101,7 @@ class FidelityDriver:
             prefix = await prefix_len(self.endpoint, case) if _any_prefix(left) else len(prompt)
             for column in left:
                 if len(answer.tokens) > first_counted(column):
-                    await self.score(prompt, prefix, answer, column)
+                    await self.score(case, prompt, prefix, answer, column)
                 on_done()
         except RefusedError as error:
             advice = f" (--top {self.job.top} needs a server with at least as many --{NO_LIST})"
@@ -133,13 +133,26 @@ class FidelityDriver:
         tokens = tuple(int(token.removeprefix(TOKEN)) for token in lists["tokens"])
         return Answer(*case.sample, digest(prompt), len(prompt), tokens, rows, choice["text"])
 
-    async def score(self, prompt: list[int], prefix: int, answer: Answer, column: Column) -> None:
+    async def score(self, case: Case, prompt: list[int], prefix: int, answer: Answer, column: Column) -> None:
         """Score one answer with one column, and store the measure."""
         evict_at = None if column.budget is None else prefix if column.scope == "prefix" else len(prompt)
         started = time.perf_counter()
-        rows = await forced(self.endpoint, prompt, answer.tokens, column, evict_at, self.job.top)
-        whole = evict_at is not None and evict_at < self.job.min_prompt
+        if column.scope == TURNS:
+            rows, evict_at = await self.in_turns(case, prompt, answer, column)
+        else:
+            rows = await forced(self.endpoint, prompt, answer.tokens, column, evict_at, self.job.top)
+        whole = evict_at is not None and evict_at < max(1, self.job.min_prompt)
         self.measures.add(score(answer, column, rows, evict_at, whole, time.perf_counter() - started))
+
+    async def in_turns(
+        self, case: Case, prompt: list[int], answer: Answer, column: Column
+    ) -> tuple[list[Choices], int]:
+        """The most likely tokens where a chat is evicted turn by turn, and where its last turn ends, 0 without any."""
+        tokens, fields = await self.endpoint.render(case.prompt(), asked_fields(column))
+        if tokens != prompt:
+            raise EndpointError(f"{self.endpoint.url} renders {case} and tokenizes it as different tokens")
+        rows = await scored(self.endpoint, prompt, answer.tokens, fields, self.job.top, rendered=True)
+        return rows, fields.get("kv_turns", [0])[-1]
 
 
 async def forced(
@@ -161,15 +174,28 @@ async def forced(
 
 
 async def scored(
-    endpoint: Endpoint, prompt: Sequence[int], answer: Sequence[int], fields: Mapping[str, Any], top: int
+    endpoint: Endpoint,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    fields: Mapping[str, Any],
+    top: int,
+    *,
+    rendered: bool = False,
 ) -> list[Choices]:
     """The most likely tokens at each place of an answer, when a request with these fields reads it.
+
+    Args:
+        rendered: whether the fields are those of a rendered chat, of which completions do not take all.
 
     Raises:
         EndpointError: the server does not tell.
     """
-    body = {"prompt": [*prompt, *answer], "max_tokens": 1, "prompt_logprobs": top, "vllm_xargs": dict(fields)}
-    rows = (await endpoint.complete(body)).get("prompt_logprobs")
+    tokens, asked = [*prompt, *answer], {"max_tokens": 1, "prompt_logprobs": top}
+    if rendered:
+        found = await endpoint.generate(tokens, fields, **asked)
+    else:
+        found = await endpoint.complete({"prompt": tokens, **asked, "vllm_xargs": dict(fields)})
+    rows = found.get("prompt_logprobs")
     if not isinstance(rows, list) or len(rows) != len(prompt) + len(answer):
         raise EndpointError(
             f"{endpoint.url} does not answer with prompt_logprobs, which only vLLM's servers do"
@@ -192,13 +218,16 @@ async def run_fidelity(job: FidelityJob, console: Console) -> int:
     require_scorable(job.columns)
     async with job.endpoint() as endpoint:
         await endpoint.find_model(job.model)
-        await require_eviction(endpoint, job.columns)
+        await require_eviction(endpoint, job.columns, job.min_prompt)
         cases = job.cases
         if isinstance(cases, TextQuestions):
             cases = await fitted(cases, endpoint, job.concurrency, console)
         total = sum(len(applicable(case, job.columns)) for case in cases)
-        if _any_prefix(job.columns) and not any(case.has_prefix for case in cases):
-            raise ValueError("no prompt has anything before its question, which --scopes prefix needs")
+        scopes = {column.scope for column in job.columns}
+        if scopes & {"prefix", TURNS} and not any(case.has_prefix for case in cases):
+            raise ValueError(
+                "no prompt has anything before its question, which --scopes prefix and turns need"
+            )
         if job.dry_run:
             return await estimate(job, endpoint, cases, total, console)
         with (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_kvevict.policy_list import GRAMMAR, parse
 from vllm_kvevict.quality import chats, questions
-from vllm_kvevict.quality.results import AT_ONCE, FULL, TURNS
+from vllm_kvevict.quality.results import FULL, SCOPES
 
 POLICIES = (
     FULL,
@@ -124,11 +124,8 @@ def add_plain(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_columns(parser: argparse.ArgumentParser, scopes: Sequence[str] = AT_ONCE) -> None:
-    """Policies, budgets and scopes, of which a command may know some only."""
-    turn_by_turn = (
-        "; turns: the same, and each turn of a chat is evicted on its own, on a server with that scope"
-    )
+def add_columns(parser: argparse.ArgumentParser) -> None:
+    """Policies, budgets and scopes."""
     group = parser.add_argument_group("eviction")
     group.add_argument(
         "--policies",
@@ -152,10 +149,11 @@ def add_columns(parser: argparse.ArgumentParser, scopes: Sequence[str] = AT_ONCE
     group.add_argument(
         "--scopes",
         nargs="+",
-        choices=scopes,
+        choices=SCOPES,
         default=["prompt"],
         help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
-        f"server's /tokenize{turn_by_turn if TURNS in scopes else ''} (default: prompt)",
+        "server's /tokenize; turns: the same, and each turn of a chat is evicted on its own, on a server with that "
+        "scope (default: prompt)",
     )
     add_whole(
         group,

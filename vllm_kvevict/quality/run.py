@@ -117,8 +117,11 @@ def asked_fields(column: Column) -> dict[str, Any]:
     return fields | ({PARAMETERS: column.parameters} if column.parameters else {})
 
 
-async def require_eviction(endpoint: Endpoint, columns: Sequence[Column]) -> None:
+async def require_eviction(endpoint: Endpoint, columns: Sequence[Column], min_prompt: int) -> None:
     """Make sure that the server evicts as the columns ask.
+
+    Args:
+        min_prompt: the server's, in tokens.
 
     Raises:
         EndpointError: one sentence says what it needs.
@@ -129,6 +132,8 @@ async def require_eviction(endpoint: Endpoint, columns: Sequence[Column]) -> Non
     await endpoint.require_eviction()
     if given := [column.policy for column in evicting if column.parameters]:
         await endpoint.require_parameters(list(dict.fromkeys(given)))
+    if in_turns := [column for column in evicting if column.scope == TURNS]:
+        await endpoint.require_turns(asked_fields(in_turns[0]), min_prompt)
 
 
 @dataclass
@@ -219,9 +224,7 @@ async def run(job: Job, console: Console) -> int:
     async with job.endpoint() as endpoint:
         await endpoint.find_model(job.model)
         if not job.plain:
-            await require_eviction(endpoint, job.columns)
-        if in_turns := [column for column in job.columns if column.scope == TURNS]:
-            await endpoint.require_turns(asked_fields(in_turns[0]), job.min_prompt)
+            await require_eviction(endpoint, job.columns, job.min_prompt)
         with Store(job.output / RESULTS, Result) as store:
             write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
             driver = Driver(endpoint, store, job.min_prompt, job.plain)
