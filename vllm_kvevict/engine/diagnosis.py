@@ -70,7 +70,7 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     # vLLM's own usage would be hundreds of lines.
     parser = FlexibleArgumentParser(prog=program, usage=f"{program} [MODEL] [flags of vllm serve]")
     make_arg_parser = versions.load(versions.moves().make_arg_parser)
-    namespace = make_arg_parser(parser).parse_args(list(words))
+    namespace = command_line.parse(make_arg_parser(parser), words)
     if namespace.model_tag is not None:
         namespace.model = namespace.model_tag
     try:

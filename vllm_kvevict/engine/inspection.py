@@ -22,6 +22,7 @@ from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
 from vllm_kvevict.engine.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.engine.errors import in_one_line
+from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.memory import bytes_for
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
@@ -65,7 +66,7 @@ def parse_server_arguments(program: str, words: Sequence[str]) -> tuple[dict[str
     versions.load(versions.moves().make_arg_parser)(parser)
     # So that nobody's wish is taken for a default: --no-enforce-eager, or --model with the one that vLLM would take.
     parser.set_defaults(**QUIET, model=None)
-    values = vars(parser.parse_args(list(words)))
+    values = vars(command_line.parse(parser, words))
     if values["model_tag"] is not None:
         parser.error(f"unrecognized arguments: {values['model_tag']}")
     given = {name: value for name, value in values.items() if value != parser.get_default(name)}

@@ -15,6 +15,7 @@ from tests.engine.frontend import test_refusals
 from tests.engine.support.families import SMALL as LLAMA
 from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, WINDOWED, save_config
 from vllm_kvevict import compatibility, doctor, machine
+from vllm_kvevict.engine import inspection
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.kernels import build
@@ -294,6 +295,50 @@ def test_wrong_arguments_end_in_one_line(model, examine, capsys):
     assert end.value.code == 2
     usage, line = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: doctor") and "invalid choice: 'nothing'" in line
+
+
+FILES = {
+    "no file": (None, "No such file or directory"),
+    "no YAML": (b"model: [", "while parsing a flow node"),
+    "no text": (b"\xff\xfe\x00", "can't decode"),
+    "a list": (b"[model, small]", "must map flags to their values"),
+    "nothing": (b"", "must map flags to their values"),
+    "a number for a flag": (b"1: 2", "must map flags to their values"),
+}
+
+
+@pytest.mark.parametrize("content, said", FILES.values(), ids=FILES)
+def test_a_file_of_arguments_that_cannot_be_read(content, said, examine, tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        examine("--config", str(path))
+    assert end.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("doctor: error: --config: ") and said in line
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--config"], "No config file"),
+        (["--config", "FOLDER"], "yaml/yml"),
+        (["--config", "F.yaml"], "directory"),
+    ],
+)
+def test_what_is_no_file_of_arguments(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("FOLDER", "F.yaml"):
+        (tmp_path / name).mkdir()
+    for ask in (doctor.main, inspect_engine):
+        with pytest.raises(SystemExit) as end:
+            ask(words)
+        assert end.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+def inspect_engine(words):
+    inspection.parse_engine_arguments("inspect", words)
 
 
 # The installation.
