@@ -8,8 +8,10 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import struct
 import subprocess
@@ -19,6 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvevict.kernels import processor
+
+logger = logging.getLogger("vllm.kv_eviction")
+warn_once = functools.cache(logger.warning)
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
@@ -61,8 +66,10 @@ def library_file(name: str) -> Path:
 @functools.cache
 def _load(name: str, level: str) -> ctypes.CDLL:
     source = Path(__file__).with_name(f"{name}.cpp")
-    compiler = find_compiler()
-    if compiler is None:
+    compiler, fault = find_compiler()
+    if fault is not None:
+        warn_once("KV eviction: %s", fault)  # not with each kernel
+    if not compiler:
         raise BuildError("no C++ compiler was found: install g++, or set CXX to one")
     flags = _flags(processor.levels()[level])
     library = cache_folder() / f"{name}-{level}-{_fingerprint(source, compiler, flags)}.so"
@@ -74,9 +81,23 @@ def _load(name: str, level: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def find_compiler() -> str | None:
-    """Path of the C++ compiler: the one that CXX names, else g++ or c++."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+def find_compiler() -> tuple[list[str], str | None]:
+    """The words that call the C++ compiler: those of CXX, as make has them, else g++ or c++; empty where there is none.
+
+    With them what is wrong with CXX, in one sentence, where it names a compiler that cannot be run.
+    """
+    given = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(given)
+    except ValueError:  # a quote that does not end
+        words = [given]
+    if words and (program := shutil.which(words[0])):
+        return [program, *words[1:]], None
+    found = [path for name in ("g++", "c++") if (path := shutil.which(name))][:1]
+    if not words:
+        return found, None
+    instead = f"{found[0]} compiles the kernels" if found else "there is no g++ either"
+    return found, f"CXX={given} names no program that can be run, so {instead}: correct it, or unset it"
 
 
 def cache_folder() -> Path:
@@ -98,8 +119,9 @@ def _flags(level: processor.Level) -> list[str]:
     return [*FLAGS, *level.flags, f"-DLANES={level.lanes}"]
 
 
-def _build(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
+def _build(compiler: Sequence[str], flags: Sequence[str], source: Path, library: Path) -> None:
     """Compile a library into the cache."""
+    logger.info("KV eviction: %s is compiled by %s", source.name, shlex.join(compiler))
     folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     _remove_old_scratch(folder)
@@ -124,13 +146,13 @@ def _remove_old_scratch(folder: Path) -> None:
                 path.unlink()
 
 
-def _compile(compiler: str, flags: Sequence[str], source: Path, target: str) -> None:
-    command = [compiler, *flags, str(source), "-o", target]
+def _compile(compiler: Sequence[str], flags: Sequence[str], source: Path, target: str) -> None:
+    command = [*compiler, *flags, str(source), "-o", target]
     # What a compiler that is killed leaves is then found with our own scratch files.
     run = _run(command, TMPDIR=os.path.dirname(target))
     if run.returncode:
         reason = _reason(run.stderr) or f"code {run.returncode}"
-        raise BuildError(f"{compiler} could not compile {source.name}: {reason}")
+        raise BuildError(f"{shlex.join(compiler)} could not compile {source.name}: {reason}")
 
 
 def _run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -170,11 +192,11 @@ def _seal(code: bytes) -> bytes:
     return _SEAL.pack(len(code), hashlib.sha256(code).digest())
 
 
-def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
+def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
     """Changes with whatever changes the machine code."""
-    version = _run([compiler, "--version"]).stdout
+    version = _run([*compiler, "--version"]).stdout
     # -march=native looks at the processor.
     native = [platform.machine(), *sorted(processor.features())]
     sources = [source, *sorted(source.parent.glob("*.h"))]
-    parts = [*(path.read_text() for path in sources), *flags, compiler, version, *native]
+    parts = [*(path.read_text() for path in sources), *flags, *compiler, version, *native]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ vLLM is imported when it is found to be a version that this package knows.
 import argparse
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -71,8 +72,9 @@ def _level() -> str:
 
 
 def _compiler() -> str:
-    path = build.find_compiler()
-    return path or "none: the C++ kernel cannot be built, so decoding on a CPU uses vLLM's attention"
+    words, fault = build.find_compiler()
+    none = "none: the C++ kernel cannot be built, so decoding on a CPU uses vLLM's attention"
+    return "; ".join(filter(None, [shlex.join(words) or none, fault]))
 
 
 def is_supported() -> bool:

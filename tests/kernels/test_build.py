@@ -1,6 +1,7 @@
 """Compiling a kernel: once, and with a reason when it cannot be done."""
 
 import ctypes
+import logging
 import os
 import re
 import resource
@@ -336,7 +337,43 @@ def test_a_build_that_is_killed_leaves_all_its_files_in_the_cache(compiler, tmp_
 
 
 def test_the_compiler_that_cxx_names_comes_first(monkeypatch):
-    found = build.find_compiler()
-    assert found is not None and "++" in found
-    monkeypatch.setenv("CXX", "true")
-    assert build.find_compiler() == build.shutil.which("true") != found
+    ((found,), fault) = build.find_compiler()
+    assert "++" in found and fault is None
+    monkeypatch.setenv("CXX", "true 'a b' -c")
+    assert build.find_compiler() == ([shutil.which("true"), "a b", "-c"], None)
+    for unset in ("", "  "):
+        monkeypatch.setenv("CXX", unset)
+        assert build.find_compiler() == ([found], None)
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    """What the module logs, whatever vLLM has made of its loggers."""
+    build.warn_once.cache_clear()
+    monkeypatch.setattr(build.logger, "propagate", False)
+    build.logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, build.logger.name):
+        yield caplog
+    build.logger.removeHandler(caplog.handler)
+
+
+def test_words_of_cxx_compile_and_the_log_names_them(compiler, monkeypatch, log):
+    """A compiler is called with the words that follow its name, as with ``ccache g++``."""
+    compiler('shift; exec "$@"')
+    caller = os.environ["CXX"]
+    monkeypatch.setenv("CXX", f"{caller} -x {shutil.which('g++')}")
+    build.load("decode_attention")
+    (line,) = log.messages
+    assert line == f"KV eviction: decode_attention.cpp is compiled by {os.environ['CXX']}"
+
+
+@pytest.mark.parametrize("given", ["no-such-compiler", "no-such-compiler g++", "g++ 'a"])
+def test_a_cxx_that_cannot_be_run_is_named_once(given, monkeypatch, log):
+    (found, _) = build.find_compiler()
+    monkeypatch.setenv("CXX", given)
+    for name in ("decode_attention", "prefill_attention"):
+        build.load(name)
+    (line,) = [entry.getMessage() for entry in log.records if entry.levelno == logging.WARNING]
+    assert line.startswith(
+        f"KV eviction: CXX={given} names no program that can be run, so {found[0]} compiles"
+    )

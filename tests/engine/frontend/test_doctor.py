@@ -381,6 +381,7 @@ def test_no_compiler(model, examine, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, text = examine(model)
     assert code == 1 and "finds no C++ compiler" in text
+    assert re.search(r"^compiler +/\S+; CXX=no-such-compiler names no program", text, re.M)
     assert examine(model, "--enforce-eager")[0] == 0
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert "the C++ kernel cannot be built" in examine()[1]
