@@ -15,7 +15,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
         "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
         "max_num_batched_tokens max_num_scheduled_tokens disable_chunked_mm_input _api_process_count "
-        "_api_process_rank",
+        "_api_process_rank watermark",
         "--kv-eviction fails, or no longer refuses what it cannot be combined with",
     ),
     "vllm.config.attention:AttentionConfig": (

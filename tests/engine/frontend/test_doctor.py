@@ -130,6 +130,7 @@ CONFLICTS = {
     "--prefill-context-parallel-size": ["2"],
     "--disable-chunked-mm-input": [],
     "--kv-sharing-fast-prefill": [],
+    "--watermark": ["0.05"],
     "--distributed-executor-backend": ["external_launcher"],
     "--kv-cache-dtype": ["fp8"],
 }

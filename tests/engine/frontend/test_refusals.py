@@ -190,6 +190,7 @@ FLAGS = {
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
     "--disable-chunked-mm-input": {"disable_chunked_mm_input": True},
     "--kv-sharing-fast-prefill": {"kv_sharing_fast_prefill": True},
+    "--watermark": {"watermark": 0.05},
     "--distributed-executor-backend external_launcher": {"distributed_executor_backend": "external_launcher"},
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
     "--kv-cache-dtype fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},

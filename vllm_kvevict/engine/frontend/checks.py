@@ -128,6 +128,9 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in FLOATS
         },
         "every layer needs KV of its own": {"--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill},
+        "what is kept free for answers is --kv-eviction-config.decode_reserve": {
+            "--watermark": args.watermark
+        },
         "the scheduler needs a report from every rank": {
             "--distributed-executor-backend external_launcher": launched
         },
