@@ -15,7 +15,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "decode_context_parallel_size prefill_context_parallel_size kv_cache_dtype "
         "kv_sharing_fast_prefill distributed_executor_backend additional_config max_num_seqs max_num_active_seqs "
         "max_num_batched_tokens max_num_scheduled_tokens disable_chunked_mm_input _api_process_count "
-        "_api_process_rank watermark",
+        "_api_process_rank watermark kv_cache_memory_bytes",
         "--kv-eviction fails, or no longer refuses what it cannot be combined with",
     ),
     "vllm.config.attention:AttentionConfig": (
@@ -35,7 +35,10 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "per_layer_overrides",
         "models whose layers differ in their heads die in the worker",
     ),
-    "vllm.config:CacheConfig": ("cache_dtype block_size num_gpu_blocks sliding_window", "memory checks fail"),
+    "vllm.config:CacheConfig": (
+        "cache_dtype block_size num_gpu_blocks sliding_window kv_cache_memory_bytes",
+        "memory checks fail",
+    ),
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size rank data_parallel_size data_parallel_size_local data_parallel_rank_local "
         "local_engines_only use_ray",

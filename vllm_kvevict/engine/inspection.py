@@ -23,7 +23,7 @@ from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require
 from vllm_kvevict.engine.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import command_line
-from vllm_kvevict.engine.memory import bytes_for
+from vllm_kvevict.engine.memory import bytes_for, overruled_memory
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept
@@ -230,6 +230,8 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
             f"vLLM does not start ({in_one_line(error)}): set VLLM_LOGGING_LEVEL=INFO to see more"
         ) from error
     try:
+        if reason := overruled_memory(settings.get("kv_cache_memory_bytes"), llm.llm_engine.vllm_config):
+            wanted.tell(reason)  # the log's warnings are not shown
         llm.collective_rpc(recording.record)
         yield llm
     finally:

@@ -17,6 +17,16 @@ from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies, repeats_prompt
 
 
+def overruled_memory(asked: int | None, vllm_config: Any) -> str | None:
+    """What to tell who asks for so many bytes of KV where vLLM's configuration has others; None where it has not."""
+    if asked in (None, vllm_config.cache_config.kv_cache_memory_bytes):
+        return None
+    return (
+        f"--kv-cache-memory-bytes {asked} has no effect, since VLLM_CPU_KVCACHE_SPACE comes first on a CPU: unset it, "
+        "or leave the flag out"
+    )
+
+
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
     """The bounds of an engine: one rank of every pipeline stage, with the pages that vLLM's blocks give it.
 

@@ -359,6 +359,22 @@ def test_a_dtype_that_is_slow_on_this_processor_is_named_once(dtype, fast, model
     assert line.startswith(f"KV eviction: {dtype} is slow on this processor") and "--dtype float32" in line
 
 
+@pytest.mark.parametrize(
+    "space, asked, is_said",
+    [("1", 1 << 28, True), ("1", 1 << 30, False), ("1", None, False), (None, 1 << 28, False)],
+)
+def test_memory_that_vllms_variable_overrules_is_named_once(space, asked, is_said, model, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if space is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    lines: list[str] = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    args = EngineArgs(model=model, kv_eviction="snapkv", dtype="float32", kv_cache_memory_bytes=asked)
+    args.create_engine_config()
+    said = "KV eviction: --kv-cache-memory-bytes 268435456 has no effect, since VLLM_CPU_KVCACHE_SPACE comes first"
+    assert [line.startswith(said) for line in lines] == [True] * is_said
+
+
 def test_a_level_that_the_processor_has_not_ends_the_start(model, monkeypatch):
     monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx1024")
     assert "VLLM_KVEVICT_CPU_LEVEL must be one of" in refusal(model)

@@ -90,7 +90,8 @@ def test_command(models, tmp_path):
     flags += ["--output", page, "--json", data]
     engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
     inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
-    done = forked_command(*inspect, *flags, *engine, "--kv-eviction-config.window", "16")
+    engine += ["--kv-eviction-config.window", "16"]
+    done = forked_command(*inspect, *flags, *engine, VLLM_CPU_KVCACHE_SPACE="1")
     assert done.returncode == 0, done.stderr
     content = read_page(page.read_text())
     assert content == json.loads(data.read_text())
@@ -100,6 +101,7 @@ def test_command(models, tmp_path):
         always = set.intersection(*(set(head) for layer in policy["kept"] for head in layer))
         assert {*range(LENGTH - window, LENGTH)} <= always
     assert "snapkv keeps 384 of 2,400 entries" in done.stderr
+    assert "\n--kv-cache-memory-bytes 67108864 has no effect" in done.stderr
 
 
 def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path):

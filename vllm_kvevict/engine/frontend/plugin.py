@@ -20,6 +20,7 @@ from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
+from vllm_kvevict.engine.memory import overruled_memory
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.inputs import Q_WINDOW
@@ -226,6 +227,8 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
         return
     if args.enable_prefix_caching is not False and not vllm_config.cache_config.enable_prefix_caching:
         logger.warning("KV eviction: prefix caching is off, since only some layers of this model are evicted")
+    if reason := overruled_memory(args.kv_cache_memory_bytes, vllm_config):
+        logger.warning("KV eviction: %s", reason)
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
     if options.scope == "turns" and Q_WINDOW in lookup(options.policy).needs:
