@@ -28,6 +28,44 @@ def test_true_and_false(name, value):
     assert said == f"{name} must not be true or false, got {json.dumps(value)}"
 
 
+def escaped(name: str, *places: int, upper: bool = False) -> str:
+    """The name in JSON, some of its letters escaped."""
+    spell = "\\u{:04X}" if upper else "\\u{:04x}"
+    return "".join(spell.format(ord(x)) if i in places else x for i, x in enumerate(name))
+
+
+WRITTEN = {
+    "plain": "kv_turns",
+    "k": escaped("kv_turns", 0),
+    "v": escaped("kv_turns", 1),
+    "_": escaped("kv_turns", 2, upper=True),
+    "all": escaped("kv_turns", *range(8), upper=True),
+    "end": escaped("kv_turns", 7),
+}
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("name", WRITTEN.values(), ids=WRITTEN)
+def test_a_name_however_it_is_written(name, encoding, client):
+    """What the server reads as a field of ours is one; so, too, if it stands there twice."""
+    text = f'{{"prompt": "p", "{name}": [3], "{name}": [4]}}'
+    assert json.loads(text.encode(encoding)) == {"prompt": "p", "kv_turns": [4]}
+    answer = client.post("/echo", content=text.encode(encoding), headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["detail"].startswith(
+        "kv_turns is a field of vllm_xargs"
+    )
+
+
+def test_bodies_without_our_fields_are_not_parsed(monkeypatch):
+    def fail(body):
+        raise AssertionError
+
+    monkeypatch.setattr(json, "loads", fail)
+    body = json.dumps({"prompt": "k\u00e9 \u4f60 \\u006bv_turns kv_turns", "logprobs": 1})
+    check_body(body.encode())
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -39,6 +77,11 @@ def test_true_and_false(name, value):
         b'{"kv_eviction": ',
         b'"kv_' + b"[" * 100_000,
         b'\xff"kv_eviction"',
+        b'\xff\xfe"',
+        b"\x00",
+        ("[" * 100_000).encode("utf-16"),
+        b'{"\\u006bv_turns": ' + b"9" * 5000 + b"}",
+        '{"\ud800kv_turns": 1}'.encode("utf-16", "surrogatepass"),
     ],
 )
 def test_other_bodies_are_left_to_vllm(body):

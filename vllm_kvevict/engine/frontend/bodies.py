@@ -2,14 +2,15 @@
 false."""
 
 import json
+import re
 from typing import Any
 
 from fastapi import HTTPException
 
 from vllm_kvevict.engine.config import REQUEST_FIELDS
 
-MARK = b'"kv_'
-"""How our fields begin in JSON; other bodies, however long, are not parsed here."""
+MARK = re.compile(rb'"(?:k|\\u006[bB])(?:v|\\u0076)(?:_|\\u005[fF])')
+"""How our fields begin in JSON of UTF-8, escaped or not; other bodies of it, however long, are not parsed here."""
 
 
 class BodyCheck:
@@ -48,7 +49,8 @@ def check_body(body: bytes) -> None:
     Raises:
         HTTPException: 400, with a sentence that names the field.
     """
-    if MARK not in body:
+    # As vLLM's server reads it: UTF-16 and UTF-32, too.
+    if json.detect_encoding(body).startswith("utf-8") and not MARK.search(body):
         return
     try:
         request = json.loads(body)
