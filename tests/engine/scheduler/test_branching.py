@@ -69,6 +69,17 @@ def test_each_turn_reads_what_is_new(policy: str, depth: int, asynchronous: bool
     check_end(simulation)
 
 
+def test_a_part_that_ends_with_the_prompt_is_evicted_and_not_cached() -> None:
+    """Nothing would be left to compute for who begins with it; those before it are found."""
+    simulation = without_tails(chatting())
+    prompt = [*SAID[:3], []]
+    assert served(simulation, turn("0", prompt)) == length(prompt)
+    assert [position for _, _, position in simulation.workers.evictions] == ends(SAID[:3])
+    for name, said in (("1", prompt), ("2", [*SAID[:3], OTHER])):
+        assert served(simulation, turn(name, said)) == length(said) - length(SAID[:2])
+    check_end(simulation)
+
+
 BRANCHES = {
     "the same again": (SAID, 5),
     "another question": ([*SAID[:5], OTHER], 5),

@@ -46,6 +46,13 @@ def test_every_policy(llm):
         assert shown["entries_per_turn"] == [8 * int(BUDGET * 96), 8 * int(BUDGET * 104), 8 * 100]
 
 
+def test_the_last_turn_may_end_with_the_prompt(llm):
+    page = page_of(llm, ["snapkv"], turns=(96, LENGTH))
+    assert page["turns"] == [96, LENGTH] and page["evicted_tokens"] == LENGTH
+    (shown,) = page["policies"]
+    assert shown["entries_per_turn"] == [8 * int(BUDGET * 96), 8 * int(BUDGET * (LENGTH - 96))]
+
+
 def test_a_prompt_that_is_evicted_as_one_is_another_page(llm):
     """A control."""
     page = page_of(llm, ["snapkv", "full"], turns=TURNS)
