@@ -128,12 +128,9 @@ def update_weights(worker: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"kv_eviction": "ada-snapkv", "kv_budget": 0.3}], ids=["full", "evicted"]
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_what_is_read_with_old_weights_is_found_by_nobody(
-    asynchronous: bool, fields: dict[str, Any], model
-) -> None:
+def test_what_is_read_with_old_weights_is_found_by_nobody(fields: dict[str, Any], model) -> None:
     """They change, and the cache is reset, while a prompt is being read."""
-    settings = {**BASE, "max_num_batched_tokens": 128, "async_scheduling": asynchronous}
+    settings = {**BASE, "max_num_batched_tokens": 128}
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, extra_args=fields or None)
     prompt: dict[str, Any] = {"prompt_token_ids": tokens("weights", 700)}
     with evicting_engine(model, **settings, enable_prefix_caching=True) as llm:

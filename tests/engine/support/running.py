@@ -1,6 +1,7 @@
 """Run requests through a real engine and bring back tokens, logits, and what every layer and head kept."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import random
@@ -105,6 +106,25 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
 
 
+WITH_EXTRA_ROWS = {
+    "max_num_seqs": "max_num_active_seqs",
+    "max_num_batched_tokens": "max_num_scheduled_tokens",
+}
+"""What bounds a step where workers get buffers for more."""
+
+
+def check_taken(settings: dict[str, Any], vllm_config: Any) -> None:
+    """vLLM overrules some settings, depending on the platform: what tests them would then be another test's copy."""
+    parts = [vars(part) for part in vars(vllm_config).values() if dataclasses.is_dataclass(part)]
+    for name, given in settings.items():
+        names = {name, WITH_EXTRA_ROWS.get(name)}
+        found = [value for part in parts for field, value in part.items() if field in names]
+        if found and given is not None:
+            assert given in found or f"torch.{given}" in map(str, found), (
+                f"vLLM made {found} of {name}={given!r}"
+            )
+
+
 @contextlib.contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     """An engine that is shut down at the end."""
@@ -126,6 +146,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
             str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
         )
         try:
+            check_taken(settings, llm.llm_engine.vllm_config)
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
