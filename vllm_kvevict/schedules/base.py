@@ -55,6 +55,11 @@ class RankCapacity:
         return self.num_layers * self.num_kv_heads
 
     @property
+    def has_some_heads(self) -> bool:
+        """Whether it has some of the KV heads of its layers, and other ranks the rest."""
+        return self.num_kv_heads < self.num_model_kv_heads
+
+    @property
     def columns(self) -> int:
         """Pages for each row."""
         return self.pages // self.rows

@@ -18,7 +18,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "three ahead": {"depth": 3, "asynchronous": True},
     "stages ahead": {"shapes": [(2, 2), (2, 2)], "pipeline": True, "depth": 3, "asynchronous": True},
     "tensor ranks": {"shapes": [(4, 1), (4, 1)], "depth": 2, "asynchronous": True},
+    "tensor stages": {
+        "shapes": [(1, 1)] * 4,
+        "pipeline": True,
+        "tensor": 2,
+        "depth": 3,
+        "asynchronous": True,
+    },
 }
+
+CHUNKED = {"policy": "take", "budget": 64, "take_chunk": 64, "take_probe": 16, "take_warmup_layers": 0}
+"""Prompts may be of any length, since they are evicted chunk by chunk."""
 
 
 def server(pages: int, way: str = "in step", **options: Any) -> Setup:
@@ -190,13 +200,65 @@ def test_no_more_answers_than_the_ring_has_parts(parts: int) -> None:
     assert set(simulation.outputs.values()) == {60, 24}
 
 
+def alone(way: str, prompt: int, answer: int, budget: int, interval: int, **changes: Any) -> Simulation:
+    """A server with one request, whose answer is evicted by heads that compete for all of its budget.
+
+    Args:
+        changes: of the server's setup.
+    """
+    params = {"policy_params": {"ada-snapkv": {"alpha": 0}}, "decode_policy": "ada-snapkv", **CHUNKED}
+    setup = server(32, way, decode_budget=budget, decode_interval=interval, **params)
+    setup = dataclasses.replace(setup, max_model_len=64 * PAGE, max_num_batched_tokens=2048, **changes)
+    simulation = Simulation(setup)
+    simulation.add(make_request("r", prompt, answer, {"kv_eviction": "full"}))
+    return simulation
+
+
+RANKS_AHEAD = [("tensor ranks", 1), ("tensor ranks", 5), ("tensor stages", 2), ("tensor stages", 5)]
+"""With intervals that are shorter than a report's way back, and longer."""
+
+
+@pytest.mark.parametrize("way, interval", RANKS_AHEAD)
+def test_ranks_that_share_an_answer_have_room_for_it_in_pools_of_its_bound(way: str, interval: int) -> None:
+    """Though the ledger hears only steps later what each has dropped, when it may be evicted again already."""
+    for prompt, answer in [(64, 1900), *((prompt, 200) for prompt in range(64, 72))]:
+        simulation = alone(way, prompt, answer, 47, interval)
+        ledger = simulation.ledger
+        plan = ledger.plan(simulation.scheduler.requests["r"])
+        pages = ledger.bounds.after_eviction(plan, prompt + answer)
+        simulation = alone(way, prompt, answer, 47, interval, pages=pages)
+        run(simulation)
+        assert simulation.outputs == {"r": answer} and simulation.preemptions == {"r": 0}
+
+
+def drop_nothing(self: Account, index: int, _: Any, dropped: int, tokens: int) -> None:
+    self.counts[index] = self.counts[index].after_dropping(0, tokens)
+
+
+def forget_what_is_overtaken(self: Account, index: int, count: Any) -> Any:
+    return self.on_report(index, count) if count.tokens == self._answer_evicted_at else None
+
+
+@pytest.mark.parametrize(
+    "way, wrong",
+    [
+        ("tensor ranks", {"on_answer_report": forget_what_is_overtaken}),
+        ("ahead", {"_drop_of_answer": drop_nothing}),
+    ],
+)
+def test_counts_that_only_grow_are_noticed(monkeypatch, way: str, wrong: dict[str, Any]) -> None:
+    """The control: nobody is refused memory yet when the check finds more pages in the ledger than ranks may hold."""
+    for name, method in wrong.items():
+        monkeypatch.setattr(Account, name, method)
+    with pytest.raises(RuntimeError, match=r"of request r at [0-9]+ tokens, the ledger expects"):
+        run(alone(way, 40, 1900, 8, 1))
+
+
 @pytest.mark.long
 def test_an_answer_of_32k_tokens_stays_within_its_bound() -> None:
     """At every step, in a pool that holds 2,048 tokens of each row, by the policy with the looser bound."""
     prompt, answer, budget, interval = 500, 32768, 448, 128
-    # Its prompts may be of any length, since they are evicted chunk by chunk.
-    chunked = {"policy": "take", "budget": 64, "take_chunk": 256, "take_probe": 16, "take_warmup_layers": 0}
-    options = {"decode_policy": "ada-snapkv", "decode_budget": budget, "decode_interval": interval, **chunked}
+    options = {"decode_policy": "ada-snapkv", "decode_budget": budget, "decode_interval": interval, **CHUNKED}
     changes = {"shapes": [(2, 2)], "pages": [4 * 64], "max_model_len": 36000, "max_num_batched_tokens": 2048}
     setup = dataclasses.replace(server(64, **options), **changes)
     simulation, request = Simulation(setup), make_request("r", prompt, answer, {"kv_eviction": "full"})

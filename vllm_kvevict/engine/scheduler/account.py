@@ -81,7 +81,8 @@ class Account:
     _estimated: set[int] = field(default_factory=set)
     """Ranks whose counts are a bound since its answer was evicted last."""
     _crowded: set[int] = field(default_factory=set)
-    """Ranks that may hold more of its answer than their share."""
+    """Ranks that may hold more of its answer than their share: their counts are what they reported last, and only a
+    report lowers them."""
 
     # What is known.
 
@@ -118,10 +119,6 @@ class Account:
     def is_evicted(self) -> bool:
         """Whether its prompt is evicted for good, or never is, and its counts are exact until the next eviction."""
         return not self._unreported and self.is_evicted_on(0)
-
-    def is_estimate(self, index: int) -> bool:
-        """Whether a rank's count is a bound, since an eviction of its answer is not reported; by the rank's index."""
-        return index in self._estimated
 
     def is_evicted_on(self, index: int) -> bool:
         """Whether that is so on a rank, by its index."""
@@ -266,7 +263,7 @@ class Account:
         """Count what it holds at most once the step is done; it goes on without waiting for the report of that."""
         is_ragged = schedule_of(answer).is_ragged(answer.config)
         for index, rank in enumerate(ranks):
-            if is_ragged and rank.num_kv_heads < rank.num_model_kv_heads:
+            if is_ragged and rank.has_some_heads:
                 self._crowded.add(index)
             self._drop_of_answer(index, answer, answer.interval, tokens)
         self._answer_evicted_at = tokens
@@ -277,12 +274,12 @@ class Account:
         Args:
             dropped: entries of each row, on average, that go since its count was taken.
         """
+        if index in self._crowded:
+            return  # Until the report it counts as if it had dropped nothing.
         count, is_bound = self.counts[index], index in self._estimated
         is_ragged = schedule_of(answer).is_ragged(answer.config)
         if is_ragged:
             self._estimated.add(index)
-        if index in self._crowded:
-            return  # Until the report it counts as if it had dropped nothing.
         if is_ragged and not is_bound:
             entries = count.entries + count.rows * (tokens - dropped - count.tokens)
             self.counts[index] = PageCount.most(entries, tokens, count.rows, count.page_size)
@@ -336,9 +333,10 @@ class Account:
     def on_answer_report(self, index: int, count: PageCount) -> Need | None:
         """A rank has evicted its answer and holds so much; what it needs now.
 
-        None if it was evicted again meanwhile: what it held in between says nothing any more.
+        None if it was evicted again meanwhile and the share that is left of it is known: what it held in between says
+        nothing any more. Where the share is not known, it is a bound: from then on rows only grow or drop entries.
         """
-        if count.tokens < self._answer_evicted_at:
+        if count.tokens < self._answer_evicted_at and index not in self._crowded:
             return None
         self._estimated.discard(index)
         return self.on_report(index, count)
