@@ -19,7 +19,10 @@ COUNTERS = {
     "freed_pages": "Pages that evictions freed, over all ranks; the prefix cache may keep them.",
 }
 HISTOGRAMS = {
-    "kept_ratio": ("Share of a request's KV entries kept by its eviction.", [i / 20 for i in range(1, 21)]),
+    "kept_ratio": (
+        "Share of the KV entries that one eviction could drop and kept.",
+        [i / 20 for i in range(1, 21)],
+    ),
     "decision_seconds": (
         "Seconds spent choosing what one request keeps, on its slowest rank.",
         [1e-4 * 2**i for i in range(18)],
@@ -61,7 +64,7 @@ class EvictionStats(KVConnectorStats):
             "evicted_tokens": eviction.stored - eviction.kept,
             "freed_pages": eviction.freed_pages,
             "evictions": {eviction.policy: 1},
-            "kept_ratio": [eviction.kept / eviction.stored],
+            "kept_ratio": [eviction.kept_ratio],
             "decision_seconds": [eviction.decision_seconds],
             "compaction_seconds": [eviction.compaction_seconds],
         }

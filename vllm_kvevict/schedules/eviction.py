@@ -392,6 +392,7 @@ class Eviction(ABC):
             decision_seconds=self._deciding,
             compaction_seconds=self._moving,
             stored=self.stored_before(),
+            pinned=None if self.pinned is None else self.pinned.tolist(),
             phase="decode" if self.phase.of_answer else "prefill",
         )
         self._freed_pages = self._peak_pages = 0

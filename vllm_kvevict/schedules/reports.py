@@ -69,6 +69,7 @@ class PartOfEviction:
         kept: [layers][KV heads] of the rank, entries kept.
         decision_seconds, compaction_seconds: spent on choosing and on moving.
         stored: as kept, before the eviction; None where these were all tokens of each row.
+        pinned: as kept, the entries that it could not drop since they are not of its phase; None where there are none.
         phase: as of :class:`EvictionRecord`.
     """
 
@@ -81,6 +82,7 @@ class PartOfEviction:
     decision_seconds: float
     compaction_seconds: float
     stored: Sequence[Sequence[int]] | None = None
+    pinned: Sequence[Sequence[int]] | None = None
     phase: str = "prefill"
 
 
@@ -114,6 +116,7 @@ class EvictionRecord:
         tokens: the request's token count when it was evicted.
         policy: label of the policy that chose.
         kept, stored: KV entries after and before, over all layers and KV heads.
+        pinned: of those the entries of earlier parts of the prompt, or of the prompt where its answer was evicted.
         freed_pages: pages returned to the pools.
         held_pages: the most pages that the request held until then.
         heads: [layers][KV heads] of the model, entries kept.
@@ -132,6 +135,12 @@ class EvictionRecord:
     decision_seconds: float
     compaction_seconds: float
     phase: str = "prefill"
+    pinned: int = 0
+
+    @property
+    def kept_ratio(self) -> float:
+        """Share of the entries it could drop that it kept."""
+        return (self.kept - self.pinned) / (self.stored - self.pinned)
 
 
 def read_evictions(path: Path) -> Iterator[EvictionRecord]:
@@ -152,14 +161,12 @@ def read_evictions(path: Path) -> Iterator[EvictionRecord]:
 def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> EvictionRecord:
     """Make one eviction, after so many tokens, of what all ranks did, one part of each."""
     heads = kept_by_head(parts)
-    stored = sum(map(len, heads)) * tokens
-    if parts[0].stored is not None:
-        stored = sum(map(sum, _by_head([(part, part.stored or ()) for part in parts])))
+    stored = _total([(part, part.stored or ()) for part in parts]) or sum(map(len, heads)) * tokens
     return EvictionRecord(
         request=request_id,
         tokens=tokens,
         policy=parts[0].policy,
-        kept=sum(map(sum, heads)),
+        kept=_total([(part, part.kept) for part in parts]),
         stored=stored,
         freed_pages=sum(part.freed_pages for part in parts),
         held_pages=sum(part.peak_pages for part in parts),
@@ -167,12 +174,18 @@ def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> Evict
         decision_seconds=max(part.decision_seconds for part in parts),
         compaction_seconds=max(part.compaction_seconds for part in parts),
         phase=parts[0].phase,
+        pinned=_total([(part, part.pinned or ()) for part in parts]),
     )
 
 
 def kept_by_head(parts: Sequence[PartOfEviction]) -> list[list[int]]:
     """[layers][KV heads] of the model, entries kept."""
     return _by_head([(part, part.kept) for part in parts])
+
+
+def _total(told: Sequence[tuple[PartOfEviction, Sequence[Sequence[int]]]]) -> int:
+    """Entries of the model, from what the ranks tell of theirs."""
+    return sum(map(sum, _by_head(told)))
 
 
 def _by_head(told: Sequence[tuple[PartOfEviction, Sequence[Sequence[int]]]]) -> list[list[int]]:

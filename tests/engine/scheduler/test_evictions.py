@@ -84,6 +84,7 @@ def test_the_lines_for_programs(eviction, tmp_path):
         "decision_seconds": 7,
         "compaction_seconds": 14,
         "phase": "prefill",
+        "pinned": 0,
     }
     assert json.loads(second)["request"] == 'a "name"\nof a client'
 
