@@ -256,6 +256,13 @@ class Plan:
             (inputs.size(part.config.inputs, part.n, dims, in_one_step) for part in self.parts), default=0
         )
 
+    def keeps_queries(self, last_token: int) -> bool:
+        """Whether the workers keep queries of an answer that ends there: some that choose are stored at all."""
+        answer = self.answer
+        if answer is None or not answer.keeps_queries:
+            return False
+        return last_token > answer.positions[0] - answer.window
+
     def is_read_by(self, tokens: int) -> bool:
         """Whether a first step of so many tokens ends where the prompt is evicted, which it is only once."""
         return len(self.parts) == 1 and self.parts[0].end == tokens

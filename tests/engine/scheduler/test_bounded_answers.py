@@ -200,6 +200,29 @@ def test_no_more_answers_than_the_ring_has_parts(parts: int) -> None:
     assert set(simulation.outputs.values()) == {60, 24}
 
 
+def test_who_waits_for_the_ring_blocks_nobody_who_needs_none() -> None:
+    """Nobody overtakes it in what it waits for or needs besides: the reserve, for a prompt that is read in parts."""
+    options = {"policy": "h2o", "budget": 40, "decode_policy": "ada-snapkv", "decode_interval": 20}
+    simulation = Simulation(dataclasses.replace(server(200, **options), ring_parts=1))
+    whole, kept = {"kv_eviction": "full"}, {"kv_decode_budget": 0}
+    simulation.add(make_request("has it", 40, 60, whole))
+    simulation.add(make_request("needs both", 300, 60))
+    simulation.add(make_request("needs the reserve", 300, 60, kept))
+    simulation.add(make_request("needs it", 40, 60, whole))
+    simulation.add(make_request("needs none", 40, 5, {**whole, **kept}))
+    for index in range(40):  # a stream of such requests
+        simulation.add(make_request(f"later {index}", 300, 5, kept))
+        simulation.add(make_request(f"last {index}", 40, 60, whole))
+    names: list[str] = []
+    while simulation.scheduler.has_requests():
+        admissions = simulation.step().kv_connector_metadata.admissions
+        names += [admission.request_id for admission in admissions]
+    run(simulation)
+    assert names[:5] == ["has it", "needs none", "needs both", "needs the reserve", "later 0"]
+    order = [name for name in names if name.startswith(("needs it", "last"))]
+    assert order == ["needs it", *(f"last {index}" for index in range(40))]
+
+
 def alone(way: str, prompt: int, answer: int, budget: int, interval: int, **changes: Any) -> Simulation:
     """A server with one request, whose answer is evicted by heads that compete for all of its budget.
 

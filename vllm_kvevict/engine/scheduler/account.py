@@ -158,11 +158,8 @@ class Account:
 
     @property
     def keeps_queries(self) -> bool:
-        """Whether the workers keep queries of its answer: some that choose are stored at all."""
-        answer = self.plan.answer
-        if answer is None or not answer.keeps_queries:
-            return False
-        return self.last_token > answer.positions[0] - answer.window
+        """As of :meth:`Plan.keeps_queries`."""
+        return self.plan.keeps_queries(self.last_token)
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""

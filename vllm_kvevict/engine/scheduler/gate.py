@@ -1,6 +1,6 @@
-"""Whether a waiting request may begin: beside those in flight, with a place in the reserve, and in its turn.
+"""Whether a waiting request may begin: beside those in flight, with places in reserve and ring, and in its turn.
 
-Owns the reserve's places, and whether it is closed in this step. A question here takes nothing.
+Owns the reserve's places, and whether it or the ring is closed in this step. A question here takes nothing.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class Gate:
         tokens_left: tokens of the step that is being scheduled that nobody takes so far.
 
     Attributes:
-        reserve_is_closed: whether a request of this step found no room in the reserve; nobody behind it in the queue
-            overtakes it.
+        is_closed: whether a request of this step found no place in the reserve or in the ring; nobody behind it in the
+            queue overtakes it in what it needs of both.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Gate:
     ):
         self._requests, self._books, self._shared = requests, books, shared
         self._reserve, self._head_dims, self._tokens_left = reserve, head_dims, tokens_left
-        self.reserve_is_closed = False
+        self.begin_step()
 
     def begin_step(self) -> None:
-        """The reserve is open again, before anybody asks."""
-        self.reserve_is_closed = False
+        """Reserve and ring are open again, before anybody asks."""
+        self.is_closed = self._reserve_is_closed = self._ring_is_closed = False
 
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
@@ -49,27 +49,31 @@ class Gate:
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.give_back(name)
 
-    def awaits_reserve(self, request: Request) -> bool:
-        """Whether a waiting request must be passed over until there is room in the reserve.
+    def awaits_place(self, request: Request) -> bool:
+        """Whether a waiting request must be passed over until there is room in the reserve, or in the ring.
 
-        One that begins with all that is evicted of it needs none, nor do most that this step can read whole.
+        One that begins with all that is evicted of it needs no reserve, nor do most that this step can read whole.
 
-        Others go on meanwhile. Of those that need the reserve nobody overtakes, lest long prompts never have room:
+        Others go on meanwhile. Of those that need what it needs nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
         """
         if self.is_closed_to(request):
             return True
-        needed = self._needed(request)
-        if not needed or self._begins_evicted(request):
-            return False
-        if self._reserve.find(needed) is None:
-            self.reserve_is_closed = True
-        return self.reserve_is_closed
+        needed, keeps_queries = self._needed(request), self._keeps_queries(request)
+        needs_reserve = needed > 0 and not self._begins_evicted(request)
+        lacks_reserve = needs_reserve and self._reserve.find(needed) is None
+        if lacks_reserve or (keeps_queries and self._ring_is_full):
+            self.is_closed = True
+            self._reserve_is_closed |= needs_reserve
+            self._ring_is_closed |= keeps_queries
+        return (needs_reserve and self._reserve_is_closed) or (keeps_queries and self._ring_is_closed)
 
     def is_closed_to(self, request: Request) -> bool:
         """Whether a waiting request must be passed over because one before it was, as far as that can be told before
         what it begins with is looked up: thousands may wait behind that one. Changes nothing."""
-        if not self.reserve_is_closed or not self._needed(request):
+        if self._ring_is_closed and self._keeps_queries(request):
+            return True
+        if not self._reserve_is_closed or not self._needed(request):
             return False
         return request.skip_reading_prefix_cache or not self._shared.compressed.knows_all(request)
 
@@ -77,6 +81,17 @@ class Gate:
         """What a waiting request takes of the reserve if it begins in this step, with nothing cached."""
         most = min(self._tokens_left(), self._requests.control.bounds.longest_step)
         return self._requests.reserved(request, self._head_dims, most)
+
+    def _keeps_queries(self, request: Request) -> bool:
+        """Whether a waiting request needs a part of the ring."""
+        last_token = request.num_prompt_tokens + request.max_tokens - 1
+        return self._requests.plan(request).keeps_queries(last_token)
+
+    @property
+    def _ring_is_full(self) -> bool:
+        """Whether all memory for queries of answers is in use."""
+        keeping = sum(account.keeps_queries for account in self._requests.accounts.values())
+        return keeping >= self._requests.ring_parts
 
     def _begins_evicted(self, request: Request) -> bool:
         """Whether a waiting request begins with all that is evicted of it."""
@@ -96,21 +111,14 @@ class Gate:
         spare = [pages + before - after for pages, before, after in zip(freed, now, then, strict=True)]
         return self._books.fits(account, account.need_at(num_new_tokens), spare)
 
-    def _lacks_part_of_ring(self, new: Account) -> bool:
-        """Whether a request's queries have to be kept while it answers, and all memory for that is in use."""
-        if not new.keeps_queries:
-            return False
-        keeping = sum(account.keeps_queries for account in self._requests.accounts.values())
-        return keeping >= self._requests.ring_parts
-
     def has_room_for(self, request: Request, new: Account) -> bool:
-        """Whether there is a place in the reserve, if the request needs one, and pages beside the others."""
+        """Whether there are places in reserve and ring, if the request needs them, and pages beside the others."""
         place = None
         if reserved := new.reserved(self._head_dims):
             place = self._reserve.find(reserved)
             if place is None:
                 return False
-        if self._lacks_part_of_ring(new):
+        if new.keeps_queries and self._ring_is_full:
             return False
         books, accounts = self._books, self._requests.accounts
         new.take_place(place, books.others.blocks_beside(request))

@@ -270,8 +270,8 @@ class PageLedger(KVCacheManager):
         nothing is taken from the cache.
         """
         is_asked = max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request)
-        # Thousands may wait for the reserve or a prefix. vLLM asks next whether they have to, and then nothing else.
-        is_asked = is_asked and not (self.gate.reserve_is_closed and self.gate.is_closed_to(request))
+        # Thousands may wait for a place or a prefix. vLLM asks next whether they have to, and then nothing else.
+        is_asked = is_asked and not (self.gate.is_closed and self.gate.is_closed_to(request))
         is_asked = is_asked and not self.shared.is_awaited(request)
         return self.empty_kv_cache_blocks, self.shared.tokens_found(request) if is_asked else 0, 0
 
