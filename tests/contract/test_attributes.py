@@ -28,7 +28,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "hf_text_config runner_type is_encoder_decoder is_diffusion is_mm_prefix_lm is_attention_free is_hybrid "
         "use_mla uses_alibi get_sliding_window attention_chunk_size has_noops model dtype max_model_len "
         "get_total_num_hidden_layers get_num_kv_heads get_total_num_kv_heads get_layers_start_end_indices "
-        "get_num_layers get_num_attention_heads get_head_size model_arch_config",
+        "get_num_attention_heads get_head_size model_arch_config",
         "models that eviction cannot serve are not refused, or none can be",
     ),
     "vllm.config.model_arch:ModelArchitectureConfig": (

@@ -304,7 +304,6 @@ CALLED: dict[str, tuple[str, str]] = {
     "vllm.renderers.base:BaseRenderer.tokenize_prompt": ("prompt params", "scope=prefix fails"),
     "vllm.config:ModelConfig.get_num_kv_heads": ("parallel_config", "memory checks fail"),
     "vllm.config:ModelConfig.get_head_size": ("", "what compactor and expected-attention reserve is unknown"),
-    "vllm.config:ModelConfig.get_num_layers": ("parallel_config", "workers of a server that allows h2o fail"),
     "vllm.config:ModelConfig.get_num_attention_heads": (
         "parallel_config",
         "workers of a server that allows h2o fail",

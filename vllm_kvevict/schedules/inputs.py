@@ -39,7 +39,7 @@ class Sources:
             kernel for it.
         kernel_windows: numbers of a window's rows that `window_attention` is compiled for; None: it is for any. Others
             are scored from queries and keys, since compiling would hold up all requests.
-        reserve: fp32 [size, local layers * Hq], for :attr:`Collected.sums`; None where no policy needs it.
+        reserve: fp32 [size, local evicted layers * Hq], for :attr:`Collected.sums`; None where no policy needs it.
     """
 
     cache: PagedKVCache

@@ -16,11 +16,16 @@ from vllm_kvevict.schedules.ring import QueryRing
 
 
 def allocate(vllm_config: Any, size: int, device: torch.device) -> Tensor:
-    """A rank's reserve, fp32 [size, local layers * local query heads], every page of it written once."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    rows = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
+    """A rank's reserve, fp32 [size, local evicted layers * local query heads], every page of it written once."""
+    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    rows = _evicted_layers(vllm_config) * heads
     # A system gives a page of memory when it is written, and vLLM counts on a CPU what was given.
     return torch.empty(size, rows, dtype=torch.float32, device=device).fill_(0)
+
+
+def _evicted_layers(vllm_config: Any) -> int:
+    """Layers of this rank that are evicted."""
+    return len(evicted_layers_of_stages(vllm_config)[get_pp_group().rank_in_group])
 
 
 def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> QueryRing | None:
@@ -29,7 +34,7 @@ def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> Q
     if answer is None or not answer.keeps_queries:
         return None
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    layers = len(evicted_layers_of_stages(vllm_config)[get_pp_group().rank_in_group])
+    layers = _evicted_layers(vllm_config)
     each = answer.positions[0] - answer.begins
     entry = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     # No less than the KV cache will have, which is not known yet.
