@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy_list": set(),
     "decode_interval": set(),
     "chats": set(),
+    "quiet": set(),
     "quality": {"quality", "schedules", "machine", "policy_list", "decode_interval", "chats"},
     "inspect": {"inspect", "policies", "policy_list", "chats"},
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict import compatibility, machine
 from vllm_kvevict.kernels import build, processor
+from vllm_kvevict.quiet import quieten
 
 if TYPE_CHECKING:
     from vllm_kvevict.engine.diagnosis import Diagnosis
@@ -34,7 +35,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
     parser = argparse.ArgumentParser(program, usage=usage, description=DESCRIPTION)
     if {"-h", "--help"} & set(words):
         parser.parse_args(["--help"])
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what it logs is not what was asked for
+    quieten()
     for name, value in facts():
         print(f"{name:<14}{value}")
     found = problems()

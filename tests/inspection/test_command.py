@@ -27,7 +27,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def refusal(monkeypatch, capsys):
     """The sentence that the command ends with, which must come before an engine is asked for."""
-    monkeypatch.setattr(command, "_set_environment", lambda: pytest.fail("an engine would be started"))
+    monkeypatch.setattr(command, "quieten", lambda: pytest.fail("an engine would be started"))
 
     def of(*words):
         with pytest.raises(SystemExit) as ended:

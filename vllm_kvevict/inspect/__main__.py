@@ -9,11 +9,9 @@ front end's arguments, those for chat templates go with --chat: --chat-template,
 
 import argparse
 import json
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from vllm_kvevict.inspect.page import render
 from vllm_kvevict.inspect.turns import lines_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policy_list import GRAMMAR, checked
+from vllm_kvevict.quiet import quieten
 
 FLAGS = {
     "--kv-eviction": "--policy",
@@ -40,13 +39,6 @@ OWN_ARGUMENTS = {
     "model": "the first argument",
 }
 """vLLM's arguments that are given in another way here."""
-
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # of workers
-}
-"""What is set before vLLM is imported, unless the user has set it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +196,9 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
     text = read_text(args.prompt, "--prompt") if args.prompt else ""
     sources = {"--chat": args.chat, "--branch": args.branch}
     chats = [read_chat(name, flag) for flag, name in sources.items() if name]
-    _set_environment()
+    quieten()
+    # The engine runs in this process: its workers are asked by functions, which vLLM sends nowhere else.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm_kvevict.engine import registration
 
     if reason := registration.install():
@@ -227,15 +221,6 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
         return inspection.inspect(wanted)
     except (ValueError, RuntimeError) as error:
         raise ValueError(_by_our_names(str(error))) from error
-
-
-def _set_environment() -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # The engine runs in this process: its workers are asked by functions, which vLLM sends nowhere else.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    warnings.simplefilter("ignore", FutureWarning)
 
 
 def _tell(line: str) -> None:
