@@ -15,7 +15,7 @@ from vllm_kvevict.quality.tasks import make
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "benchmarks/quality/needle"
 POLICIES = ["--policy", "ada-snapkv", "--budget", "0.1", "--compare", "streaming-llm"]
-ENGINE = ["--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(1 << 28)]
+ENGINE = ["--dtype", "float32", "--max-model-len", "2048"]
 SIZE, SCALE = "1280,800", "1.25"
 
 

@@ -60,7 +60,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "checkpoints that ask for fp8 KV die in the worker",
     ),
     "vllm.platforms.interface:Platform": (
-        "is_cpu is_cuda device_name ray_device_key",
+        "is_cpu is_cuda device_name ray_device_key _align_hybrid_block_size",
         "the kind of device is not known",
     ),
     "vllm.v1.core.sched.scheduler:Scheduler": (

@@ -125,3 +125,42 @@ def test_our_layers_have_a_manager_without_blocks() -> None:
         manager = KVCacheSpecRegistry.get_manager_class(ours)
     if manager is not NoBlocksManager or ours.page_size_bytes != plain.page_size_bytes:
         source.broken(f"our layers are managed by {manager}", "they get blocks beside their pages")
+
+
+def test_blocks_that_vllm_keeps_back(tmp_path: Path) -> None:
+    """Its check at start-up passes with exactly what we say that it asks for, and its pool then has the rest free."""
+    with one_line("the check at start-up"):
+        importlib.import_module("vllm_kvevict.engine.frontend.plugin").register()
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.engine import core
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vllm_kvevict.engine.config import require_options
+        from vllm_kvevict.engine.groups import NULL_BLOCKS
+        from vllm_kvevict.engine.memory import bytes_for
+        from vllm_kvevict.engine.spec import BoundedAttentionSpec
+
+        settings: dict[str, Any] = {"additional_config": {"kv_eviction": {"policy": "full"}}}
+        settings |= {
+            "dtype": "float32",
+            "block_size": 128,
+            "max_model_len": 1024,
+            "skip_tokenizer_init": True,
+        }
+        config = EngineArgs(str(make_model(tmp_path / "model")), **settings).create_engine_config()
+        config.cache_config.kv_cache_layout = "LBHNC"  # which engines ask their workers for
+        layer = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        specs = [{f"layers.{index}.attn": BoundedAttentionSpec.of(layer) for index in range(4)}]
+        needed = bytes_for(config, [require_options(config).plan(1024)], 1024)
+        find_groups = getattr(core, "get_global_kv_cache_groups", None)  # in 0.32 the check finds them itself
+        groups = [] if find_groups is None else [find_groups(config, specs)]
+        (cache,) = core.get_kv_cache_configs(config, specs, [needed], *groups)
+        pool = BlockPool(cache.num_blocks, enable_caching=False, hash_block_size=128)
+    breaks = "vllm-kvevict inspect does not start, or takes more memory than it needs"
+    if (cache.num_blocks, pool.get_num_free_blocks()) != (8 + NULL_BLOCKS, 8):
+        source.broken(f"of {cache.num_blocks} blocks {pool.get_num_free_blocks()} are free", breaks)
+    with contextlib.suppress(ValueError):
+        core.get_kv_cache_configs(config, specs, [needed - 1], *groups)
+        source.broken("the check at start-up passes with less than we say", breaks)

@@ -314,6 +314,12 @@ CALLED: dict[str, tuple[str, str]] = {
         "criticalkv and defensivekv cannot read projections",
     ),
     "vllm.config:set_current_vllm_config": ("vllm_config", "GPU servers do not start"),
+    "vllm.engine.arg_utils:EngineArgs.create_model_config": ("", "vllm-kvevict sizing knows no model"),
+    "vllm.platforms.interface:Platform._align_hybrid_block_size": (
+        "vllm_config backend_cls",
+        "vllm-kvevict inspect does not start for models with states",
+    ),
+    "vllm.tokenizers:cached_tokenizer_from_config": ("model_config", "vllm-kvevict inspect fails"),
 }
 
 BY_KEYWORD = {

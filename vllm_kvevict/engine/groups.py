@@ -11,6 +11,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 from vllm_kvevict.engine import versions
 
+NULL_BLOCKS = 1
+"""Blocks that vLLM's pool keeps back and its check at start-up does not count: the null block."""
+
 FULL_ATTENTION = {"attention", "full_attention"}
 WINDOW = "sliding_attention"
 STATES = {"linear_attention", "mamba", "conv"}
@@ -47,7 +50,7 @@ class LayerGroups:
 
     def reserve(self, vllm_config: Any) -> int:
         """Blocks that are never used for pages: as many as the other groups hold of one request at most, besides
-        vLLM's block of padding. So whatever else there is, one request can go on."""
+        vLLM's null block. So whatever else there is, one request can go on."""
         return reserve_for(self.specs, vllm_config)
 
 
@@ -56,7 +59,7 @@ def reserve_for(specs: Sequence[KVCacheSpec], vllm_config: Any) -> int:
     of_one_request = sum(
         cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs
     )
-    return of_one_request + 1 if specs else 0
+    return of_one_request + NULL_BLOCKS if specs else 0
 
 
 def layer_types(text_config: Any) -> Sequence[str]:

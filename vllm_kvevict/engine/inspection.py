@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.renderers.chat_utils import load_chat_template
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -27,6 +28,7 @@ from vllm_kvevict.engine.memory import bytes_for, overruled_memory
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept
+from vllm_kvevict.inspect.text import tokenize
 from vllm_kvevict.policy_list import Entry
 from vllm_kvevict.schedules.plan import Plan
 
@@ -36,6 +38,9 @@ QUIET = {
     "use_tqdm_on_load": False,
 }
 """How the engine runs unless its arguments say otherwise."""
+
+BLOCK = 128
+"""Tokens of a block on CPUs: what vLLM takes there by itself, in 0.33 only once layers exist, too late to ask."""
 
 MEMORY_ARGUMENTS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 """Arguments of vLLM's with which users choose the KV memory."""
@@ -220,9 +225,12 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
     scope = "turns" if wanted.in_turns else "prompt"
     config |= {"scope": scope, "policies": list(dict.fromkeys(others))}
     ours = {"kv_eviction": own, "kv_budget": wanted.budget, "kv_eviction_config": config}
-    settings = {**QUIET, **wanted.arguments, **ours}
+    blocks = {"block_size": BLOCK} if current_platform.is_cpu() else {}
+    settings = {**QUIET, **blocks, **wanted.arguments, **ours}
     try:
-        llm = LLM(wanted.model, **settings, **_kv_memory(wanted, settings))
+        config = EngineArgs(model=wanted.model, **settings).create_engine_config(UsageContext.LLM_CLASS)
+        _check_length(wanted, config.model_config)
+        llm = LLM(wanted.model, **settings, **_kv_memory(wanted, settings, config))
     except KVEvictionError:
         raise
     except Exception as error:
@@ -240,7 +248,24 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
         gc.collect()  # engines refer to themselves, and another one may follow
 
 
-def _kv_memory(wanted: Wanted, settings: Mapping[str, Any]) -> dict[str, int]:
+def _check_length(wanted: Wanted, model: Any) -> None:
+    """Refuse a text that is too long for the model before an engine starts for it.
+
+    Raises:
+        KVEvictionError: one sentence.
+    """
+    if wanted.chats:
+        return
+    tokens = len(tokenize(cached_tokenizer_from_config(model), wanted.text).ids)
+    if tokens >= model.max_model_len:
+        raise KVEvictionError(
+            f"the prompt's {tokens:,} tokens and one of an answer exceed the {model.max_model_len:,} tokens of "
+            "--max-model-len: shorten the prompt or, if the model allows it, raise --max-model-len",
+            "prompt",
+        )
+
+
+def _kv_memory(wanted: Wanted, settings: Mapping[str, Any], config: Any) -> dict[str, int]:
     """On a CPU, the KV memory that one prompt of the longest length needs with any of the policies.
 
     By itself vLLM would take nearly all memory of the machine. Nothing where the user has chosen; where there is less
@@ -248,7 +273,6 @@ def _kv_memory(wanted: Wanted, settings: Mapping[str, Any]) -> dict[str, int]:
     """
     if any(settings.get(name) is not None for name in MEMORY_ARGUMENTS) or not current_platform.is_cpu():
         return {}
-    config = EngineArgs(model=wanted.model, **settings).create_engine_config(UsageContext.LLM_CLASS)
     if config.cache_config.kv_cache_memory_bytes is not None:  # by vLLM's environment variable
         return {}
     options, tokens = require_options(config), config.model_config.max_model_len
@@ -261,7 +285,7 @@ def _kv_memory(wanted: Wanted, settings: Mapping[str, Any]) -> dict[str, int]:
     # vLLM's check at start-up asks for the longest prompt with the engine's own policy.
     plans = [options.plan(tokens), *(options.plan(tokens, fields) for fields in asked)]
     needed = bytes_for(config, plans, tokens)
-    return {"kv_cache_memory_bytes": needed} if needed and needed < psutil.virtual_memory().available else {}
+    return {"kv_cache_memory_bytes": needed} if needed < psutil.virtual_memory().available else {}
 
 
 def _mask(

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.groups import layer_groups
+from vllm_kvevict.engine.groups import NULL_BLOCKS, layer_groups
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -76,26 +77,33 @@ def engines_of_front_end(parallel_config: Any) -> int:
     return int(parallel_config.data_parallel_size)
 
 
-def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int | None:
-    """Bytes of KV memory that the fullest rank needs for one request of ``tokens`` tokens, whichever plan it has.
+def pages_of_place(vllm_config: Any, plan: Plan, tokens: int) -> int:
+    """Pages that a request of ``tokens`` tokens needs at once in each place of each evicted group's blocks, on the
+    fullest rank. vLLM adds up groups, which have as many places each."""
+    bounds, groups = bounds_of(vllm_config), layer_groups(vllm_config)
+    peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
+    places = [groups.places(stage) * len(groups.evicted) for stage in stages_of(vllm_config)]
+    return max(map(cdiv, peaks, places))
 
-    None where the configuration alone does not tell, before layers exist: with layers that are not evicted vLLM may
-    make blocks larger, and some types of KV entries have scales beside them.
+
+def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
+    """Bytes of KV memory with which vLLM starts and serves one request of ``tokens`` tokens, whichever plan it has.
+
+    Args:
+        vllm_config: with the size of blocks that workers will find; on models with states it is enlarged, as they do.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    groups, bounds = layer_groups(vllm_config), bounds_of(vllm_config)
-    if groups.others or cache.cache_dtype != "auto":
-        return None
-    heads = model.get_num_kv_heads(parallel)
-    entry = 2 * model.get_head_size() * model.dtype.itemsize
-    most = 0
-    for plan in plans:
-        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
-        for pages, stage in zip(peaks, stages_of(vllm_config), strict=True):
-            place = cache.block_size * heads
-            blocks = cdiv(pages * bounds.page_size, place * groups.places(stage))
-            most = max(most, blocks * place * groups.places(stage) * entry)
-    return most
+    if model.is_hybrid:
+        device = this_device()
+        assert device is not None
+        current_platform._align_hybrid_block_size(vllm_config, device.load(device.backend))
+    groups, page_size = layer_groups(vllm_config), require_options(vllm_config).page_size
+    place = cache.block_size * model.get_num_kv_heads(parallel)
+    pages = max(pages_of_place(vllm_config, plan, tokens) for plan in plans)
+    blocks = len(groups.evicted) * cdiv(pages * page_size, place)
+    blocks += max(groups.reserve(vllm_config), NULL_BLOCKS)
+    places = max(map(groups.places, stages_of(vllm_config)))
+    return blocks * places * place * 2 * model.get_head_size() * model.dtype.itemsize
 
 
 def head_dims(vllm_config: Any) -> HeadDims:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.groups import layer_groups, reserve_for
-from vllm_kvevict.engine.memory import bounds_of, stages_of
+from vllm_kvevict.engine.groups import reserve_for
+from vllm_kvevict.engine.memory import pages_of_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +28,10 @@ class BoundedAttentionSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank."""
-        bounds, tokens = bounds_of(vllm_config), vllm_config.model_config.max_model_len
-        plan = require_options(vllm_config).plan(tokens)
-        peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
-        groups = layer_groups(vllm_config)
-        # vLLM adds up groups, which have as many places each.
-        places = [groups.places(stage) * len(groups.evicted) for stage in stages_of(vllm_config)]
-        pages = max(map(cdiv, peaks, places))
-        page_bytes = self.page_size_bytes * bounds.page_size // (self.block_size * self.num_kv_heads)
+        tokens = vllm_config.model_config.max_model_len
+        options = require_options(vllm_config)
+        pages = pages_of_place(vllm_config, options.plan(tokens), tokens)
+        page_bytes = self.page_size_bytes * options.page_size // (self.block_size * self.num_kv_heads)
         return pages * page_bytes
 
 

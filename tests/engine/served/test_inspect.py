@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import os
 import re
 import sys
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
+from tests.documents import ROOT, commands
 from tests.engine.support.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.support.running import Ask, evicting_engine, run
 from tests.engine.support.serving import command, forked_command
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.engine import inspection
+from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policies import available
 from vllm_kvevict.policy_list import Entry
@@ -88,7 +92,7 @@ def test_command(models, tmp_path):
     page, data = tmp_path / "page.html", tmp_path / "data.json"
     flags = ["--policy", "snapkv", "--budget", "48", "--compare", "lava", "snapkv"]
     flags += ["--output", page, "--json", data]
-    engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
+    engine = ["--dtype", "float32", "--max-model-len", "512"]
     inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
     engine += ["--kv-eviction-config.window", "16"]
     done = forked_command(*inspect, *flags, *engine, VLLM_CPU_KVCACHE_SPACE="1")
@@ -110,7 +114,7 @@ def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path
 
     def shown(*words):
         flags = ["--budget", str(BUDGET), *words, "--output", tmp_path / "page.html", "--json", data]
-        engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
+        engine = ["--dtype", "float32", "--max-model-len", "512"]
         inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
         done = forked_command(*inspect, *flags, *engine, "--kv-eviction-config.page_size", "64")
         assert done.returncode == 0, done.stderr
@@ -128,47 +132,75 @@ def test_a_policy_with_parameters_is_that_of_a_server_with_them(models, tmp_path
 
 
 def test_the_engine_takes_the_memory_that_it_needs(llm, models, tmp_path):
-    """Not nearly all of the machine's; the page is the same."""
-    prompt, data = tmp_path / "prompt.txt", tmp_path / "data.json"
+    """Not nearly all of the machine's, in the words of README, where a user's environment has nothing to say of it;
+    the page is the same."""
+    prompt = tmp_path / "prompt.txt"
     prompt.write_text(TEXT)
-    flags = ["--budget", str(BUDGET), "--compare", *POLICIES[1:], "--output", tmp_path / "page.html"]
-    engine = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
-    inspect = [sys.executable, "-m", "vllm_kvevict.inspect", models("llama"), "--prompt", prompt]
-    unset = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE"]
-    done = command(*unset, *inspect, *flags, "--json", data, *engine, VLLM_LOGGING_LEVEL="INFO")
+    (line,) = (line for line in commands(ROOT / "README.md") if line[:2] == ["vllm-kvevict", "inspect"])
+    line = [{"MODEL": models("llama"), "FILE": prompt}.get(word, word) for word in line[1:]]
+    kept = ["PATH", "HOME", "HF_HUB_OFFLINE", "VLLM_CPU_OMP_THREADS_BIND"]
+    bare = ["env", "-i", *(f"{name}={os.environ[name]}" for name in kept if name in os.environ)]
+    program = [f"PYTHONPATH={ROOT}", "VLLM_LOGGING_LEVEL=INFO", sys.executable, "-m", "vllm_kvevict"]
+    out = ["--output", tmp_path / "page.html", "--dtype", "float32"]
+    done = command(*bare, *program, *line, *out)
     assert done.returncode == 0, done.stderr
     gibibytes = re.search(r"Explicitly set \(([\d.]+)/", done.stdout + done.stderr)
     assert gibibytes is not None and float(gibibytes[1]) < 0.1
-    assert json.loads(data.read_text())["policies"] == page_of(llm, POLICIES)["policies"]
+    policies = read_page((tmp_path / "page.html").read_text())["policies"]
+    assert policies == page_of(llm, ["ada-snapkv", "lava"])["policies"]
+
+
+@pytest.fixture
+def no_choice(monkeypatch):
+    """Nobody has chosen how much memory there is."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+
+
+def wanted_of(model, text=TEXT, policies=("ada-snapkv", "lava"), **how):
+    return inspection.Wanted(str(model), text, [Entry(policy) for policy in policies], BUDGET, **how)
+
+
+def test_a_text_that_is_too_long_is_refused_before_an_engine_starts(models, no_choice, monkeypatch):
+    monkeypatch.setattr(inspection, "LLM", None)
+    says = f"the prompt's {LENGTH} tokens and one of an answer exceed the {LENGTH} tokens of --max-model-len: shorten"
+    with pytest.raises(KVEvictionError, match=says):
+        inspection.inspect(wanted_of(models("llama"), arguments={"max_model_len": LENGTH}))
+    # A control: one that fits gets as far as the engine.
+    with pytest.raises(RuntimeError, match="'NoneType' object is not callable"):
+        inspection.inspect(wanted_of(models("llama"), arguments={"max_model_len": LENGTH + 1}))
+
+
+def memory(wanted, **settings):
+    """What the engine is given."""
+    ours = {"kv_eviction": str(wanted.policies[0]), "kv_budget": BUDGET, "block_size": inspection.BLOCK}
+    settings = {"dtype": "float32", "max_model_len": 512, **ours, **settings}
+    config = EngineArgs(model=wanted.model, **settings).create_engine_config()
+    return inspection._kv_memory(wanted, settings, config)
 
 
 @pytest.mark.parametrize(
     ("chosen", "space", "gets"),
     [
-        # Pages of all 512 tokens and of those that kvzip repeats, in 4 layers of 2 KV heads.
-        ({}, None, {"kv_cache_memory_bytes": 288 * 32 * 2 * 32 * 4}),
+        # Pages of all 512 tokens and of those that kvzip repeats, in 4 layers of 2 KV heads, and vLLM's own block.
+        ({}, None, {"kv_cache_memory_bytes": (288 * 32 + 8 * 128) * 2 * 32 * 4}),
         ({}, "1", {}),
         ({"kv_cache_memory_bytes": 1 << 26}, None, {}),
         ({"gpu_memory_utilization": 0.1}, None, {}),
     ],
 )
-def test_the_user_may_choose_the_memory(chosen, space, gets, models, monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+def test_the_user_may_choose_the_memory(chosen, space, gets, models, no_choice, monkeypatch):
     if space is not None:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
     config = {"min_prompt": 0, "scope": "prompt", "policies": POLICIES[1:]}
-    ours = {"kv_eviction": POLICIES[0], "kv_budget": BUDGET, "kv_eviction_config": config}
-    settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, **ours, **chosen}
-    wanted = inspection.Wanted(str(models("llama")), "", [Entry(policy) for policy in POLICIES], BUDGET)
-    assert inspection._kv_memory(wanted, settings) == gets
+    wanted = wanted_of(models("llama"), policies=POLICIES)
+    assert memory(wanted, kv_eviction_config=config, max_num_batched_tokens=128, **chosen) == gets
 
 
-def test_who_is_evicted_turn_by_turn_gets_memory_for_all_of_it(models, monkeypatch):
+def test_who_is_evicted_turn_by_turn_gets_memory_for_all_of_it(models, no_choice):
     """Not layer by layer, though one step may read it."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    ours = {"kv_eviction": "snapkv", "kv_budget": BUDGET, "kv_eviction_config": {"min_prompt": 0}}
-    settings = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 512, **ours}
-    wanted = inspection.Wanted(str(models("llama")), "", [Entry("snapkv")], BUDGET)
-    in_turns = inspection._kv_memory(dataclasses.replace(wanted, turns=(100,)), settings)
-    as_one = inspection._kv_memory(wanted, settings)
-    assert as_one["kv_cache_memory_bytes"] < in_turns["kv_cache_memory_bytes"] == 8 * 512 * 2 * 32 * 4
+    wanted = wanted_of(models("llama"), policies=["snapkv"])
+    settings = {"kv_eviction_config": {"min_prompt": 0}, "max_num_batched_tokens": 512}
+    in_turns = memory(dataclasses.replace(wanted, turns=(100,)), **settings)
+    as_one = memory(wanted, **settings)
+    whole = 8 * (512 + 128) * 2 * 32 * 4
+    assert as_one["kv_cache_memory_bytes"] < in_turns["kv_cache_memory_bytes"] == whole

@@ -47,7 +47,7 @@ class SharedBlocks:
 
     @property
     def of_others(self) -> int:
-        """Blocks that are neither free nor pages. vLLM's padding is one of them; it is among those withheld."""
+        """Blocks that are neither free nor pages. vLLM's null block is one of them; it is among those withheld."""
         return self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - len(self.as_pages)
 
     def beyond_withheld(self, others: int) -> int:

@@ -20,6 +20,7 @@ from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.config import KVEvictionError, Options
 from vllm_kvevict.engine.devices import Device
 from vllm_kvevict.engine.errors import finds_none
+from vllm_kvevict.engine.groups import NULL_BLOCKS
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
 from vllm_kvevict.engine.worker.batch import Batch, Served
@@ -76,7 +77,7 @@ class Rank:
         if self.block_pages is None:
             yield
             return
-        pages = self.block_pages.in_blocks(range(1, self.num_blocks), self.cache.device)
+        pages = self.block_pages.in_blocks(range(NULL_BLOCKS, self.num_blocks), self.cache.device)
         self.cache.add_pages(pages)
         yield
         self.cache.remove_pages(pages)
