@@ -62,6 +62,20 @@ def test_sizing_and_quality_need_no_vllm_for_their_help():
     assert loaded("quality", "--help") == ["rich"]
 
 
+@pytest.mark.parametrize("words", [["sizing", "--memory", "1GiB", "--model"], ["doctor"]])
+def test_vllm_says_nothing_of_its_own(words, tmp_path):
+    """In an environment with no variables for it."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16384}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    run = [sys.executable, "-m", "vllm_kvevict", *words, str(tmp_path)]
+    ended = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith({"sizing": "KV of one token", "doctor": "python "}[words[0]])
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(["--version"])

@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.engine.support.quick_starts import quick_starts
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import sizing
@@ -119,12 +123,13 @@ def test_bytes_and_limits_of_even_heads() -> None:
         row["reading"] == (HEADS * 64 + HEADS * 8 * (LAYERS - 1)) * page
     )  # one layer whole, the others evicted
     assert row["at end"] == 4 * 64 // 16
-    assert (row["limit"], row["longest"]) == ("answers", 4 * 2048)
+    assert row["limit"] == "answers"
+    assert row["longest"] == 4 * 2048 - PAGE  # in blocks of a page, of which vLLM keeps one back
     assert row["cached"] == 4 * 64 // 8
     whole = size(machine, {"policy": "full"}, 2048, 256)
     assert whole["cached"] == 0
     assert (whole["kept"], whole["at once"], whole["at end"], whole["layered"]) == (2048, 3, 3, "no")
-    assert whole["longest"] == 4 * 2048
+    assert whole["longest"] == 4 * 2048 - PAGE
     none = size(machine, {"policy": "full"}, 9000, 256)
     assert none["at once"] == none["at end"] == 0
 
@@ -201,8 +206,25 @@ def test_a_conversation_holds_what_its_prefixes_do_in_the_scheduler(policy: str,
     assert conversations(machine, {**settings, "min_turn": 1}, 2048, 64)["chats"] < fit
 
 
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """The command lets vLLM say less in all of its process. Classes of models are looked at in this one."""
+    with mock.patch.dict(os.environ), warnings.catch_warnings(), quick_starts():
+        yield
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 16}
+
+
 def write_model(folder: Path, **changes: Any) -> str:
     config = {
+        **LLAMA,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 2 * HEADS,
         "num_key_value_heads": HEADS,
@@ -211,7 +233,7 @@ def write_model(folder: Path, **changes: Any) -> str:
         **changes,
     }
     path = folder / "config.json"
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    path.write_text(json.dumps(config))
     return str(path)
 
 
@@ -220,12 +242,26 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizing.main(["--model", model, "--memory", "64MiB", "--prompt", "2048", "--budget", "0.1", "256"])
     lines = capsys.readouterr().out.splitlines()
     assert (
-        lines[0] == "KV of one token: 2,048 bytes in all layers and heads; 32,768 tokens fit without eviction"
+        lines[0] == "KV of one token: 2,048 bytes in all layers and heads; 32,640 tokens fit without eviction"
     )
     assert [line.split()[:2] for line in lines[2:5]] == [["full", "2048"], ["0.1", "204"], ["256", "256"]]
     sizing.main(["--model", str(tmp_path), "--memory", "64MiB", "--policy", "full", "--dtype", "float32"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("16,384 tokens fit without eviction") and not lines[3]
+    assert lines[0].endswith("16,256 tokens fit without eviction") and not lines[3]
+
+
+def test_the_model_is_as_vllm_serves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With scaled positions, in a file of any name, up to the length that is asked for."""
+    scaled = {"max_position_embeddings": 8192, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    named = Path(write_model(tmp_path, **scaled)).rename(tmp_path / "scaled.json")
+    words = ["--model", str(named), "--memory", "64MiB", "--policy", "full"]
+    sizing.main([*words, "--prompt", "15000"])
+    assert capsys.readouterr().out.splitlines()[2].split()[8] == "16384"
+    sizing.main([*words, "--prompt", "5000", "--max-model-len", "6000"])
+    assert capsys.readouterr().out.splitlines()[2].split()[8] == "6000"
+    with pytest.raises(SystemExit):
+        sizing.main([*words, "--prompt", "16000"])
+    assert "--prompt and --output exceed the 16384 tokens of the model: lower" in capsys.readouterr().err
 
 
 def test_table_with_evicted_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +332,16 @@ def test_what_is_set_aside_beside_the_kv_memory(
         ({}, ["--budget", "2.5"], "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
         ({}, ["--decode-budget", "2"], "--decode-budget must be 0 (off) or at least 4, got 2"),
         ({}, ["--prompt", "0"], "--prompt must be at least 1, got 0"),
-        ({}, ["--prompt", "40000"], "--prompt and --output exceed the 32768 tokens of --max-model-len"),
+        (
+            {},
+            ["--max-model-len", "8192"],
+            "--prompt and --output exceed the 8192 tokens of --max-model-len: lower them",
+        ),
+        (
+            {},
+            ["--max-model-len", "40000"],
+            "config.json: vLLM refuses it (User-specified --max-model-len (40000) is greater than the derived",
+        ),
         ({}, ["--turn", "0"], "--turn must be from 1 to the 8192 tokens of --prompt, got 0"),
         ({}, ["--turn", "9000"], "--turn must be from 1 to the 8192 tokens of --prompt, got 9000"),
         ({}, ["--turn", "512", "--policy", "take"], "--turn cannot be used with policy take (choose from "),
@@ -309,10 +354,14 @@ def test_what_is_set_aside_beside_the_kv_memory(
             ["--policy", "take", "--config", '{"take_warmup_layers": 3}', "--pipeline-parallel-size", "2"],
             "--policy take cannot be combined with --pipeline-parallel-size",
         ),
-        ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: found no configuration"),
-        ({"num_hidden_layers": None}, [], "its configuration has no num_hidden_layers"),
-        ({"layer_types": ["sliding_attention"]}, [], "or with MLA, are not supported"),
-        ({"kv_lora_rank": 512}, [], "or with MLA, are not supported"),
+        ({}, ["--model", "nowhere/at-all"], "--model nowhere/at-all: vLLM refuses it (Cannot find an"),
+        (
+            {"model_type": "foo"},
+            [],
+            "/config.json: vLLM refuses it (The checkpoint you are trying to load has",
+        ),
+        (GEMMA, [], "or with MLA, are not supported"),
+        (DEEPSEEK, [], "or with MLA, are not supported"),
     ],
 )
 def test_errors_name_the_flag(

@@ -10,19 +10,20 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.policies import available
+from vllm_kvevict.quiet import quieten
 from vllm_kvevict.server import Server
 
-DTYPES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 FLAGS = {
     "--kv-eviction-config": "--config",
     "--kv-eviction": "--policy",
     "--kv-budget": "--budget",
     "--kv-decode-budget": "--decode-budget",
     "kv_turns": "--turn",
+    "max_model_len": "--max-model-len",
 }
 COLUMNS = (
     "budget",
@@ -51,7 +52,9 @@ kept: KV entries per KV head of a prompt; answer: of its answer, at most. readin
 holds on its fullest rank: at most while its prompt is read, after its eviction, at its last token, or, where
 --decode-budget bounds the answer, at most until then. at once: how many requests run when many arrive together; limit:
 what limits that number. at end: how many requests fit if all hold what they do at the end; if that is less than at
-once, some may be preempted. longest: the longest prompt that fits alone. layered: whether the prompt is evicted layer
+once, some may be preempted. longest: the longest prompt that fits alone, and the longest
+--max-model-len that vLLM starts with: it keeps one block back, which the tokens that fit without eviction leave out,
+too. layered: whether the prompt is evicted layer
 by layer while it is read. cached: how many compressed prefixes as long as the prompt fit if the memory holds nothing
 else; they are cached with kv_prefix_len, kv_turns and scopes prefix and turns. Where heads compete, the numbers assume
 that all ranks keep as much. chats, with --turn: how many conversations as long as the prompt stay cached if the memory
@@ -66,37 +69,6 @@ ABOUT = {
     "output": "tokens of each answer",
     "page_size": "tokens in a page, as for --kv-eviction-config.page_size",
 }
-
-
-def read_model(name: str) -> dict[str, int]:
-    """What the KV cache depends on, from a folder, a config.json or a Hugging Face id that transformers can find."""
-    path = Path(name)
-    try:
-        if path.exists():
-            config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        else:
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(name).to_dict()
-        config = config.get("text_config") or config
-        heads = config["num_attention_heads"]
-        unlike = {*(config.get("layer_types") or ())} - {"attention", "full_attention"}
-        if unlike or config.get("kv_lora_rank"):
-            raise NotImplementedError
-        return {
-            "layers": config["num_hidden_layers"],
-            "query_heads": heads,
-            "kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "max_len": config["max_position_embeddings"],
-        }
-    except NotImplementedError:
-        reason = "models with layers of several kinds, or with MLA, are not supported by this command"
-    except KeyError as error:
-        reason = f"its configuration has no {error.args[0]}"
-    except (OSError, ValueError, ImportError) as error:
-        reason = f"found no configuration ({' '.join(str(error).split())[:200]})"
-    raise ValueError(f"--model {name}: {reason}")
 
 
 def parse_memory(text: str) -> int:
@@ -178,27 +150,27 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
 
 def report(args: argparse.Namespace) -> str:
     """The model's figures and the table, a line without eviction first."""
-    model = read_model(args.model)
-    model["max_len"] = args.max_model_len or model["max_len"]
     for name in ("prompt", "output", *SIZES):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.prompt + args.output > model["max_len"]:
-        raise ValueError(f"--prompt and --output exceed the {model['max_len']} tokens of --max-model-len")
     if args.turn is not None and not 1 <= args.turn <= args.prompt:
         raise ValueError(f"--turn must be from 1 to the {args.prompt} tokens of --prompt, got {args.turn}")
     if args.block_size % args.page_size:
         raise ValueError(f"--page-size {args.page_size} must divide --block-size {args.block_size}")
-    model |= {name: getattr(args, name) for name in SIZES}
-    server = Server(**model, memory=args.memory, dtype_size=DTYPES[args.dtype])
+    quieten("CRITICAL")  # what is wrong is said below
+    from vllm_kvevict.engine import sizing
+
+    model = sizing.read_model(args.model, args.max_model_len, args.dtype)
+    if args.prompt + args.output > model["max_len"]:
+        limit = "--max-model-len" if args.max_model_len else "the model"
+        raise ValueError(f"--prompt and --output exceed the {model['max_len']} tokens of {limit}: lower them")
+    server = Server(**model, memory=args.memory, **{name: getattr(args, name) for name in SIZES})
     runs: list[dict[str, Any]] = [{"policy": "full"}]
     settings = {**args.config, "policy": args.policy, "decode_budget": args.decode_budget}
     if args.policy != "full":
         runs += [{**settings, "budget": budget} for budget in args.budget]
     elif args.decode_budget:
         runs.append(settings)
-    from vllm_kvevict.engine import sizing
-
     rows = [sizing.size(server, settings, args.prompt, args.output) for settings in runs]
     columns = list(COLUMNS)
     if args.turn is not None:
@@ -206,7 +178,10 @@ def report(args: argparse.Namespace) -> str:
         chats = [sizing.conversations(server, settings, args.prompt, args.turn) for settings in runs]
         rows = [row | more for row, more in zip(rows, chats, strict=True)]
     table = _table(columns, rows)
-    token, fit = server.entry * server.kv_heads * server.layers, sizing.blocks(server) * server.block_size
+    token, fit = (
+        server.entry * server.kv_heads * server.layers,
+        sizing.counted_blocks(server) * server.block_size,
+    )
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"
     reserve, policies = sizing.reserve(server, settings)
     if policies:

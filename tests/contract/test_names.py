@@ -14,6 +14,7 @@ NAMES = {
     "vllm:SamplingParams": "vllm-kvevict inspect asks for nothing",
     "vllm:envs": "settings in environment variables cannot be refused or followed",
     "vllm.config:KVTransferConfig": "scheduler and workers get no channel; --kv-eviction cannot start",
+    "vllm.config:ParallelConfig": "vllm-kvevict sizing knows no model",
     "vllm.config:VllmConfig": "the plugin cannot read the server's configuration",
     "vllm.config:get_current_vllm_config_or_none": "on GPUs the page size is not known when blocks are chosen",
     "vllm.config:set_current_vllm_config": "on GPUs FlashAttention's version cannot be asked for",

@@ -1,13 +1,20 @@
 """What a server would admit, without one: the numbers of ``vllm-kvevict sizing``."""
 
 import itertools
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
+from vllm_kvevict.engine.groups import FULL_ATTENTION, NULL_BLOCKS, layer_types
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
@@ -28,6 +35,52 @@ def most_layers(server: Server) -> int:
 def blocks(server: Server) -> int:
     """vLLM's blocks: the stage with the most layers has room for the fewest, and every stage gets as many."""
     return server.memory // (server.entry * server.heads * server.block_size * most_layers(server))
+
+
+def counted_blocks(server: Server) -> int:
+    """Those that vLLM's check at start-up counts."""
+    return max(0, blocks(server) - NULL_BLOCKS)
+
+
+def read_model(name: str, max_model_len: int | None, dtype: str) -> dict[str, int]:
+    """What the KV cache depends on, as vLLM would serve it; no weights are read.
+
+    Args:
+        name: a folder, a file of a configuration or a Hugging Face id.
+        max_model_len, dtype: as for ``vllm serve``.
+
+    Raises:
+        ValueError: one sentence that names ``--model``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = name
+        if Path(name).is_file():
+            path = folder
+            Path(folder, "config.json").symlink_to(Path(name).resolve())
+        try:
+            args = EngineArgs(model=path, max_model_len=max_model_len, dtype=dtype, skip_tokenizer_init=True)
+            model = args.create_model_config()
+        except Exception as error:
+            sentence = (
+                in_one_line(error)
+                .replace(f"{folder}/config.json", name)
+                .replace(folder, name)
+                .partition(". ")[0]
+                .rstrip(".")
+            )
+            raise ValueError(f"--model {name}: vLLM refuses it ({sentence})") from error
+    if model.use_mla or not set(layer_types(model.hf_text_config)) <= FULL_ATTENTION:
+        raise ValueError(
+            f"--model {name}: models with layers of several kinds, or with MLA, are not supported by this command"
+        )
+    return {
+        "layers": model.get_total_num_hidden_layers(),
+        "query_heads": model.get_num_attention_heads(ParallelConfig()),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_dim": model.get_head_size(),
+        "max_len": model.max_model_len,
+        "dtype_size": model.dtype.itemsize,
+    }
 
 
 def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) -> dict[str, Any]:
@@ -58,7 +111,9 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "end": page_bytes * max(ends),
         "at once": at_once,
         "at end": min(rank.pages // pages for rank, pages in zip(bounds.ranks, ends, strict=True)),
-        "longest": bounds.longest_prompt(options.plan, server.max_len),
+        "longest": _bounds(server, stages, counted_blocks(server)).longest_prompt(
+            options.plan, server.max_len
+        ),
         "layered": "yes" if alone.terms.by_layer else "no",
         "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
@@ -210,10 +265,15 @@ def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) 
 
 
 def _admission_control(server: Server, options: Options, stages: Sequence[range]) -> AdmissionControl:
-    """The one that the server's ledger would ask."""
-    pages_per_row = blocks(server) * server.block_size // server.page_size
+    """The one that the server's ledger would ask. All of vLLM's blocks are pages."""
+    bounds = _bounds(server, stages, blocks(server))
+    return AdmissionControl(bounds, server.max_num_batched_tokens, options.decode_reserve, server.max_len)
+
+
+def _bounds(server: Server, stages: Sequence[range], num_blocks: int) -> MemoryBounds:
+    """With so many of vLLM's blocks."""
+    pages_per_row = num_blocks * server.block_size // server.page_size
     pages = [pages_per_row * server.heads * len(stage) for stage in stages]
     ranks = rank_capacities(list(stages), server.heads, server.kv_heads, pages)
     step = server.max_num_batched_tokens
-    bounds = MemoryBounds(ranks, server.page_size, step, len(stages), is_asynchronous())
-    return AdmissionControl(bounds, step, options.decode_reserve, server.max_len)
+    return MemoryBounds(ranks, server.page_size, step, len(stages), is_asynchronous())

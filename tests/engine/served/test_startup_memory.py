@@ -1,0 +1,91 @@
+"""An engine starts with exactly the memory that ``inspect`` takes and ``sizing`` names, and not with a block less."""
+
+import re
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.documents import ROOT
+from tests.engine.support.inspecting import BUDGET, TEXT
+from tests.engine.support.inspecting import LENGTH as PROMPT
+from tests.engine.support.running import Ask, evicting_engine, run
+from tests.real_model import real_model
+from vllm_kvevict.engine import inspection, sizing
+from vllm_kvevict.engine.config import require_options
+from vllm_kvevict.engine.groups import layer_groups
+from vllm_kvevict.engine.memory import bytes_for, stages_of
+from vllm_kvevict.policy_list import Entry
+from vllm_kvevict.server import Server
+
+pytestmark = pytest.mark.engine
+LENGTH = 1024
+OPTIONS = {"policy": "full", "min_prompt": 0, "policies": "all"}
+SETTINGS = {"dtype": "float32", "max_model_len": LENGTH, "max_num_batched_tokens": 256, "block_size": 128}
+
+
+def memory_for(model):
+    """What one request of the longest length needs, kept whole or evicted; and a block's part of it."""
+    additional = {"kv_eviction": OPTIONS}
+    config = EngineArgs(str(model), additional_config=additional, **SETTINGS).create_engine_config()
+    options = require_options(config)
+    plans = [options.plan(LENGTH, {"kv_eviction": policy, "kv_budget": 0.5}) for policy in ("full", "snapkv")]
+    needed = bytes_for(config, plans, LENGTH)
+    places = max(map(layer_groups(config).places, stages_of(config)))
+    return needed, places * config.cache_config.block_size * 2 * (2 * 32 * 4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "nemotron_h", "falcon_h1", "gemma3_text"])
+def test_the_memory_that_is_asked_for_is_enough(models, architecture):
+    """What is foreseen of windows may be a block more than they need."""
+    model = models(architecture)
+    needed, block = memory_for(model)
+    assert needed % block == 0
+    with evicting_engine(model, kv_cache_memory_bytes=needed, **SETTINGS) as llm:
+        longest = [Ask(LENGTH - 1, policy, 0.5, max_tokens=1) for policy in ("full", "snapkv")]
+        assert all(len(answer.tokens) == 1 for answer in run(llm, longest))
+    less = needed - (2 if architecture == "gemma3_text" else 1) * block
+    with (
+        pytest.raises(ValueError, match=f"the model's max seq len .{LENGTH}."),
+        evicting_engine(model, kv_cache_memory_bytes=less, **SETTINGS),
+    ):
+        pass
+
+
+def test_sizing_names_the_longest_model_len_that_vllm_starts_with(models):
+    model = models("llama")
+    needed, block = memory_for(model)
+    shape = sizing.read_model(str(model), LENGTH, "float32")
+
+    def longest(memory):
+        server = Server(**shape, memory=memory, max_num_batched_tokens=256)
+        row = sizing.size(server, {"policy": "full"}, 512, 16)
+        assert row["longest"] == sizing.counted_blocks(server) * server.block_size
+        return row["longest"]
+
+    assert longest(needed) == LENGTH
+    with (
+        pytest.raises(ValueError) as refusal,
+        evicting_engine(model, kv_cache_memory_bytes=needed - block, **SETTINGS),
+    ):
+        pass
+    named = int(re.search(r"estimated maximum model length is (\d+)", str(refusal.value))[1])
+    assert longest(needed - block) == named == LENGTH - 128
+    with evicting_engine(model, kv_cache_memory_bytes=needed - block, **SETTINGS | {"max_model_len": named}):
+        pass
+
+
+@pytest.mark.parametrize("model", ["needle", "real", "nemotron_h", "gemma3_text"])
+def test_what_inspect_takes_by_itself_is_enough(model, models, monkeypatch):
+    """Also where blocks have to be as large as states, and where others look at windows."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    named = {"needle": lambda: ROOT / "benchmarks/quality/needle", "real": real_model}
+    folder = named.get(model, lambda: models(model))()
+    policies = [Entry("ada-snapkv"), Entry("lava")]
+    found = inspection.inspect(
+        inspection.Wanted(str(folder), TEXT, policies, BUDGET, arguments={"dtype": "float32"})
+    )
+    full = len(found.prompt.ids)
+    assert full >= PROMPT
+    for kept in found.kept:
+        heads = kept.mask.shape[0] * kept.mask.shape[1]
+        assert kept.mask.sum() == heads * int(BUDGET * full)
