@@ -339,7 +339,7 @@ def test_what_is_no_file_of_arguments(words, said, tmp_path, capsys, monkeypatch
 
 
 def inspect_engine(words):
-    inspection.parse_engine_arguments("inspect", words)
+    inspection.parse_server_arguments("inspect", words)
 
 
 # The installation.
