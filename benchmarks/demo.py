@@ -13,15 +13,15 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
+from benchmarks.harness.at_once import Load, measure
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.growing import Growth, growth_shown, watch
@@ -172,13 +172,21 @@ async def compare(
             )
             seen = functools.partial(_advance, bar, task, before=before)
             with alone(server, servers.values()):
-                rounds[name].append(await measure(name, server, arguments, number, seen))
+                rounds[name].append(
+                    await measure(name, server, load_of(arguments), number, POLL_SECONDS, seen)
+                )
         last = [*servers.values()][-1]
         bar.update(task, description="answering questions", state="")
         with alone(last, servers.values()):
             await then(last)
         bar.update(task, description="done")
     return [Run.typical(runs) for runs in rounds.values()]
+
+
+def load_of(arguments: argparse.Namespace) -> Load:
+    """The requests of a round."""
+    words = range(FIRST_WORD, len(vocabulary()))
+    return Load(arguments.requests, arguments.prompt, arguments.output, words)
 
 
 def comparison_server(flags: Sequence[str], arguments: argparse.Namespace) -> Server:
@@ -263,60 +271,6 @@ async def write_long_answer(arguments: argparse.Namespace) -> list[Growth]:
                 found.append(await watch(name, server, prompt, arguments.answer, kept, POLL_SECONDS, seen))
         bar.update(task, description="a long answer: done", state="")
     return found
-
-
-async def measure(
-    name: str,
-    server: Server,
-    arguments: argparse.Namespace,
-    number: int,
-    on_progress: Callable[[Snapshot], None],
-) -> Run:
-    """Send all requests at once and watch ``/metrics`` until they are answered; those of another round are others."""
-    choose = random.Random(number)
-    prompts = [
-        [choose.randrange(FIRST_WORD, len(vocabulary())) for _ in range(arguments.prompt)]
-        for _ in range(arguments.requests)
-    ]
-    seen = [Snapshot()]
-    started = time.perf_counter()
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
-
-        async def ask(prompt: list[int]) -> int:
-            answer = await client.completions.create(
-                model=server.model,
-                prompt=prompt,
-                max_tokens=arguments.output,
-                temperature=0,
-                extra_body={"ignore_eos": True},
-            )
-            return answer.usage.completion_tokens if answer.usage else 0
-
-        tasks = [asyncio.create_task(ask(prompt)) for prompt in prompts]
-        try:
-            while any(not task.done() for task in tasks):
-                done, _ = await asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                server.check()
-                for task in done:
-                    task.result()
-                seen.append(await server.snapshot())
-                on_progress(seen[-1])
-            seconds = time.perf_counter() - started
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-    tokens = sum(task.result() for task in tasks)
-    return Run(
-        name=name,
-        requests=arguments.requests,
-        prompt_tokens=arguments.prompt,
-        output_tokens=tokens,
-        seconds=seconds,
-        peak=max(seen, key=lambda snapshot: snapshot.running),
-        peak_usage=max(snapshot.kv_usage for snapshot in seen),
-        final=await server.snapshot(),
-    )
 
 
 def progress() -> Progress:

@@ -154,8 +154,9 @@ def test_sides_take_turns_alone(monkeypatch):
     waiting = iter(servers)
     monkeypatch.setattr(demo, "comparison_server", lambda flags, arguments: next(waiting))
 
-    async def measure(name, server, arguments, number, seen):
+    async def measure(name, server, load, number, poll, seen):
         assert [other.paused for other in servers] == [other is not server for other in servers]
+        assert load.prompts(0) != load.prompts(1) and len(load.prompts(0)[0]) == 2048
         said.append(f"{name} {number}")
         seconds = {"stock": [4.0, 8.0], "ours": [3.0, 1.0]}[name][number]
         peak = Snapshot(running=number)

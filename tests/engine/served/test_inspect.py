@@ -92,7 +92,7 @@ def test_command(models, tmp_path):
     page, data = tmp_path / "page.html", tmp_path / "data.json"
     flags = ["--policy", "snapkv", "--budget", "48", "--compare", "lava", "snapkv"]
     flags += ["--output", page, "--json", data]
-    engine = ["--dtype", "float32", "--max-model-len", "512"]
+    engine = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**26)]
     inspect = ["vllm-kvevict", "inspect", models("llama"), "--prompt", prompt]
     engine += ["--kv-eviction-config.window", "16"]
     done = forked_command(*inspect, *flags, *engine, VLLM_CPU_KVCACHE_SPACE="1")
