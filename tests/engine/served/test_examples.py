@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
 MEASURING = ROOT / "docs/MEASURING-QUALITY.md"
 NEEDLE = ROOT / "benchmarks/quality/needle"
-MEMORY = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--dtype", "float32")
+SMALL = ("--enforce-eager", "--dtype", "float32")
 """What fits a test's machine, which may have no instructions for the model's own bfloat16."""
 
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     flags = ("--served-model-name", "MODEL", "--enable-prompt-tokens-details", "--override-generation-config")
     flags += ('{"max_new_tokens": 128}',)  # the documents' requests say no length
-    with ForkedServer(NEEDLE, folder / "server.log", *serve[3:], *MEMORY, *flags) as running:
+    with ForkedServer(NEEDLE, folder / "server.log", *serve[3:], *SMALL, *flags) as running:
         yield running
 
 
@@ -67,7 +67,7 @@ SERVES = [line for line in commands(CONFIGURATION) if line[:3] == ["vllm", "serv
 def test_serves(line, tmp_path):
     """As printed, but for the model, whose context is shorter than the longest in the documents."""
     flags = ["4096" if word == "131072" else word for word in line[3:]]
-    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *SMALL) as running:
         body: dict[str, Any] = {"model": running.model, "prompt": words(3000), "max_tokens": 4}
         if "full" in line:
             body["vllm_xargs"] = {"kv_eviction": "snapkv"}
@@ -157,7 +157,7 @@ def test_measuring_with_another_server(flag, lines, policy, tmp_path):
     (serve,) = (line for line in commands(MEASURING) if flag in line)
     asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
     with ForkedServer(
-        NEEDLE, tmp_path / "log", *serve[3:], *MEMORY, "--served-model-name", "MODEL"
+        NEEDLE, tmp_path / "log", *serve[3:], *SMALL, "--served-model-name", "MODEL"
     ) as running:
         measure(running.url, tmp_path, asked[lines], policy)
 
@@ -174,7 +174,7 @@ def test_policies_per_request(server):
 def test_one_document_with_many_questions(tmp_path):
     flags = serve_flags("rag_shared_document")
     assert "kvzip" in flags
-    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *MEMORY) as running:
+    with ForkedServer(NEEDLE, tmp_path / "log", *flags, *SMALL) as running:
         done = command(sys.executable, "examples/rag_shared_document.py", "--url", f"{running.url}/v1")
     assert done.returncode == 0, done.stderr
     cached, tokens = zip(*re.findall(r"(\d+) of (\d+) tokens cached", done.stdout), strict=True)

@@ -104,7 +104,7 @@ def sentence(scope: str, reason: str) -> str:
 def server(scope, model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     flags = [*FLAGS, scope, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
-    flags += ["--kv-cache-memory-bytes", str(1 << 28), "--enable-scale-out"]
+    flags += ["--enable-scale-out"]
     env = {"VLLM_KVEVICT_CHECK": "1", "VLLM_ENABLE_COHERE_API": "1"}
     with ForkedServer(model, log, *flags, *log_evictions(log), env=env) as server:
         yield server

@@ -71,15 +71,7 @@ def forked_command(*words: str | Path, timeout: float = 300, **env: str) -> subp
         return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
 
 
-ON_REQUEST = (
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--kv-cache-memory-bytes",
-    str(1 << 28),
-    "--kv-eviction",
-    "full",
-)
+ON_REQUEST = ("--dtype", "float32", "--enforce-eager", "--kv-eviction", "full")
 """Flags of a small server that evicts what requests ask for, and nothing else."""
 
 
