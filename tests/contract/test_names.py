@@ -66,7 +66,7 @@ NAMES = {
     "vllm.model_executor.models.utils:extract_layer_index": "layers cannot be put in order",
     "vllm.platforms:current_platform": "the plugin does not know whether it runs on a CPU or a GPU",
     "vllm.platforms.interface:DeviceCapability": "GPUs that are too old are not refused",
-    "vllm.tokenizers:cached_tokenizer_from_config": "vllm-kvevict inspect cannot count the tokens of a prompt",
+    "vllm.renderers:renderer_from_config": "vllm-kvevict inspect cannot count the tokens of a prompt",
     "vllm.renderers.base:BaseRenderer": "scope=prefix cannot find where a chat's question begins",
     "vllm.renderers.online_renderer:OnlineRenderer": "chats of gpt-oss models are refused under scope=prefix",
     "vllm.renderers.chat_utils:load_chat_template": "inspect --chat-template cannot be read",

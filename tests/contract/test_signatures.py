@@ -319,7 +319,7 @@ CALLED: dict[str, tuple[str, str]] = {
         "vllm_config backend_cls",
         "vllm-kvevict inspect does not start for models with states",
     ),
-    "vllm.tokenizers:cached_tokenizer_from_config": ("model_config", "vllm-kvevict inspect fails"),
+    "vllm.renderers:renderer_from_config": ("config", "vllm-kvevict inspect fails"),
 }
 
 BY_KEYWORD = {

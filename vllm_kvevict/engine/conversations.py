@@ -49,34 +49,35 @@ class Reading:
         return passed_on_fields(llm.llm_engine.vllm_config, llm.renderer, self.rendered, params) or fields
 
 
-def reading_of_text(llm: LLM, text: str, turns: Sequence[int]) -> Reading:
+def reading_of_text(vllm_config: Any, renderer: Any, text: str, turns: Sequence[int]) -> Reading:
     """Raises ValueError, as below."""
-    prompt = tokenize(llm.get_tokenizer(), text)
+    prompt = tokenize(renderer.get_tokenizer(), text)
     if not prompt.ids:
         raise ValueError("the prompt has no tokens")
     if turns:
-        _check_last(llm, turns[-1])
+        _check_last(vllm_config, turns[-1])
     return Reading(prompt, tuple(turns))
 
 
-def reading_of_chat(llm: LLM, chat: Chat, template: Mapping[str, Any]) -> Reading:
+def reading_of_chat(vllm_config: Any, renderer: Any, chat: Chat, template: Mapping[str, Any]) -> Reading:
     """A chat, whose turns end where a server finds that they do in scope ``turns``.
 
     Args:
+        renderer: of an engine with this configuration.
         template: arguments of `vllm serve` for chat templates, with the text of the template itself.
 
     Raises:
         ValueError: the chat has no turn that would be evicted, or cannot be shown; one sentence.
     """
     try:
-        rendered = _rendered(llm, chat, template)
+        rendered = _rendered(renderer, chat, template)
     except REFUSALS as error:
         raise ValueError(f"the chat cannot be rendered: {error}") from error
     if "prompt" not in rendered or media.has_media(rendered):
         raise ValueError(
             "only chats that are rendered as text can be shown: images and some models' own formats are not"
         )
-    prompt = tokenize(llm.get_tokenizer(), rendered["prompt"], with_special=False)
+    prompt = tokenize(renderer.get_tokenizer(), rendered["prompt"], with_special=False)
     if prompt.ids != list(rendered["prompt_token_ids"]):
         raise ValueError("the chat's tokens are not those of its text, so they cannot be shown")
     turns = find_turns(rendered[CHAT], rendered)
@@ -84,27 +85,27 @@ def reading_of_chat(llm: LLM, chat: Chat, template: Mapping[str, Any]) -> Readin
         raise ValueError(
             "no turn of the chat ends: instructions, or an answer, have to come before its last message"
         )
-    options = require_options(llm.llm_engine.vllm_config)
+    options = require_options(vllm_config)
     whole = rendered.get(WHOLE, 0) if options.keep_first else 0
     if whole < options.page_size:
-        _check_last(llm, turns[-1])
+        _check_last(vllm_config, turns[-1])
     return Reading(prompt, tuple(turns), whole, rendered)
 
 
-def _rendered(llm: LLM, chat: Chat, template: Mapping[str, Any]) -> Any:
+def _rendered(renderer: Any, chat: Chat, template: Mapping[str, Any]) -> Any:
     """As a server would; the frontend notes in it what it was rendered from."""
     request = ChatCompletionRequest(**chat.body())
     tools = [tool.model_dump() for tool in request.tools] if request.tools else None
     defaults = {**template.get("default_chat_template_kwargs", {}), "tools": tools, "tokenize": False}
     form = template.get("chat_template_content_format", "auto")
     params = request.build_chat_params(template.get("chat_template"), form).with_defaults(defaults)
-    tok_params = llm.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
-    _, (rendered,) = llm.renderer.render_chat([list(chat.messages)], params, tok_params)
+    tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+    _, (rendered,) = renderer.render_chat([list(chat.messages)], params, tok_params)
     return rendered
 
 
-def _check_last(llm: LLM, end: int) -> None:
-    least = require_options(llm.llm_engine.vllm_config).least_turn
+def _check_last(vllm_config: Any, end: int) -> None:
+    least = require_options(vllm_config).least_turn
     if end < least:
         raise ValueError(
             f"the turns have {end} tokens in all, and turns of fewer than {least} are evicted with the next one: lower "

@@ -12,8 +12,8 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -28,7 +28,6 @@ from vllm_kvevict.engine.memory import bytes_for, overruled_memory
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.data import Inspection, Kept
-from vllm_kvevict.inspect.text import tokenize
 from vllm_kvevict.policy_list import Entry
 from vllm_kvevict.schedules.plan import Plan
 
@@ -189,12 +188,16 @@ def _inspected(wanted: Wanted) -> Inspection:
 
 def read(llm: LLM, wanted: Wanted) -> Inspection:
     """The same in an engine that runs, records (:func:`recording.record`) and evicts prompts of any length."""
-    if not wanted.chats:
-        return _read(llm, wanted, reading_of_text(llm, wanted.text, wanted.turns))
-    first, *branches = (
-        _read(llm, wanted, reading_of_chat(llm, chat, wanted.template)) for chat in wanted.chats
-    )
+    readings = _readings(llm.llm_engine.vllm_config, llm.renderer, wanted)
+    first, *branches = (_read(llm, wanted, reading) for reading in readings)
     return replace(first, branch=branches[0] if branches else None)
+
+
+def _readings(vllm_config: Any, renderer: Any, wanted: Wanted) -> list[Reading]:
+    """What is read: a text, or a chat and perhaps another one."""
+    if not wanted.chats:
+        return [reading_of_text(vllm_config, renderer, wanted.text, wanted.turns)]
+    return [reading_of_chat(vllm_config, renderer, chat, wanted.template) for chat in wanted.chats]
 
 
 def _read(llm: LLM, wanted: Wanted, reading: Reading) -> Inspection:
@@ -227,16 +230,15 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
     ours = {"kv_eviction": own, "kv_budget": wanted.budget, "kv_eviction_config": config}
     blocks = {"block_size": BLOCK} if current_platform.is_cpu() else {}
     settings = {**QUIET, **blocks, **wanted.arguments, **ours}
+    with _starting():
+        vllm_config = EngineArgs(model=wanted.model, **settings).create_engine_config(UsageContext.LLM_CLASS)
+        renderer = renderer_from_config(vllm_config)
     try:
-        config = EngineArgs(model=wanted.model, **settings).create_engine_config(UsageContext.LLM_CLASS)
-        _check_length(wanted, config.model_config)
-        llm = LLM(wanted.model, **settings, **_kv_memory(wanted, settings, config))
-    except KVEvictionError:
-        raise
-    except Exception as error:
-        raise RuntimeError(
-            f"vLLM does not start ({in_one_line(error)}): set VLLM_LOGGING_LEVEL=INFO to see more"
-        ) from error
+        _check_lengths(_readings(vllm_config, renderer, wanted), vllm_config.model_config.max_model_len)
+    finally:
+        renderer.shutdown()
+    with _starting():
+        llm = LLM(wanted.model, **settings, **_kv_memory(wanted, settings, vllm_config))
     try:
         if reason := overruled_memory(settings.get("kv_cache_memory_bytes"), llm.llm_engine.vllm_config):
             wanted.tell(reason)  # the log's warnings are not shown
@@ -248,19 +250,30 @@ def _engine(wanted: Wanted) -> Iterator[LLM]:
         gc.collect()  # engines refer to themselves, and another one may follow
 
 
-def _check_length(wanted: Wanted, model: Any) -> None:
-    """Refuse a text that is too long for the model before an engine starts for it.
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Say in one sentence why vLLM does not start."""
+    try:
+        yield
+    except KVEvictionError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"vLLM does not start ({in_one_line(error)}): set VLLM_LOGGING_LEVEL=INFO to see more"
+        ) from error
+
+
+def _check_lengths(readings: Sequence[Reading], longest: int) -> None:
+    """Refuse prompts that are too long for the model before an engine starts for them.
 
     Raises:
         KVEvictionError: one sentence.
     """
-    if wanted.chats:
-        return
-    tokens = len(tokenize(cached_tokenizer_from_config(model), wanted.text).ids)
-    if tokens >= model.max_model_len:
+    tokens = max(len(reading.prompt.ids) for reading in readings)
+    if tokens >= longest:
         raise KVEvictionError(
-            f"the prompt's {tokens:,} tokens and one of an answer exceed the {model.max_model_len:,} tokens of "
-            "--max-model-len: shorten the prompt or, if the model allows it, raise --max-model-len",
+            f"the prompt's {tokens:,} tokens and one of an answer exceed the {longest:,} tokens of --max-model-len: "
+            "shorten the prompt or, if the model allows it, raise --max-model-len",
             "prompt",
         )
 

@@ -14,6 +14,7 @@ from tests.engine.support.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, 
 from tests.engine.support.running import Ask, evicting_engine, run
 from tests.engine.support.serving import command, forked_command
 from tests.inspection.pages import read as read_page
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine import inspection
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.inspect.page import render
@@ -160,11 +161,16 @@ def wanted_of(model, text=TEXT, policies=("ada-snapkv", "lava"), **how):
     return inspection.Wanted(str(model), text, [Entry(policy) for policy in policies], BUDGET, **how)
 
 
-def test_a_text_that_is_too_long_is_refused_before_an_engine_starts(models, no_choice, monkeypatch):
+def test_what_is_too_long_is_refused_before_an_engine_starts(models, no_choice, monkeypatch):
     monkeypatch.setattr(inspection, "LLM", None)
     says = f"the prompt's {LENGTH} tokens and one of an answer exceed the {LENGTH} tokens of --max-model-len: shorten"
     with pytest.raises(KVEvictionError, match=says):
         inspection.inspect(wanted_of(models("llama"), arguments={"max_model_len": LENGTH}))
+    chat = Chat([{"role": role, "content": f"{role} {TEXT}"} for role in ("user", "assistant", "user")])
+    with pytest.raises(
+        ValueError, match=r"the chat cannot be rendered: .* maximum context length is 400 tokens"
+    ):
+        inspection.inspect(wanted_of(models("llama"), "", chats=[chat], arguments={"max_model_len": 400}))
     # A control: one that fits gets as far as the engine.
     with pytest.raises(RuntimeError, match="'NoneType' object is not callable"):
         inspection.inspect(wanted_of(models("llama"), arguments={"max_model_len": LENGTH + 1}))
