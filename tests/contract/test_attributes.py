@@ -36,7 +36,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
         "models whose layers differ in their heads die in the worker",
     ),
     "vllm.config:CacheConfig": (
-        "cache_dtype block_size num_gpu_blocks sliding_window kv_cache_memory_bytes",
+        "cache_dtype block_size num_gpu_blocks sliding_window kv_cache_memory_bytes gpu_memory_utilization",
         "memory checks fail",
     ),
     "vllm.config:ParallelConfig": (

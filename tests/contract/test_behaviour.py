@@ -316,6 +316,11 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["current_platform.get_attn_backend_cls("],
         "CPU workers use vLLM's attention, so nothing is evicted",
     ),
+    "memory-asked-for": (
+        "vllm.v1.worker.cpu_worker:CPUWorker.__init__",
+        ["memory_fraction = vllm_config.cache_config.gpu_memory_utilization"],
+        "servers on CPUs do not start beside other programs",
+    ),
     "memory-in-use-cpu": (
         "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
         ["memory_info().rss", "self.requested_cpu_memory - consumed_memory"],

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
+from vllm_kvevict.engine.worker.host_memory import ask_for_half_of_what_is_free
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
 from vllm_kvevict.engine.worker.sampling import repair_sampling
@@ -105,12 +106,20 @@ class _EvictionMixin:
             generators.update(spared)
 
 
+class _OnCPU(_EvictionMixin):
+    """The same, where vLLM looks for memory as soon as the worker is made."""
+
+    def __init__(self, vllm_config: Any, *rest: Any, **named: Any):
+        ask_for_half_of_what_is_free(vllm_config.cache_config)
+        super().__init__(vllm_config, *rest, **named)  # type: ignore[call-arg]
+
+
 def __getattr__(name: str) -> Any:
     # Each class is made on demand: vLLM's CPU worker module cannot be imported on a GPU machine.
     if name == "EvictionCPUWorker":
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        return type(name, (_EvictionMixin, CPUWorker), {"__module__": __name__})
+        return type(name, (_OnCPU, CPUWorker), {"__module__": __name__})
     if name == "EvictionGPUWorker":
         from vllm.v1.worker.gpu_worker import Worker
 
