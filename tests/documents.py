@@ -21,28 +21,25 @@ def blocks(document: Path, language: str = "") -> list[str]:
     return [text for name, text in _BLOCK.findall(document.read_text()) if name in names]
 
 
+def block_lines(block: str) -> list[str]:
+    """Each command as it stands in a block, with the variables before it."""
+    return [line for line in block.replace("\\\n", " ").splitlines() if words_of(line)]
+
+
 def lines(document: Path) -> list[str]:
-    """Each command as it stands there, with the variables before it."""
-    joined = "\n".join(blocks(document)).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line]
+    """Each command of a document as it stands there."""
+    return [line for block in blocks(document) for line in block_lines(block)]
+
+
+def words_of(line: str) -> list[str]:
+    """Words of a command, without comments, variables before it, and `&`; of `NAME="$(command)"` those within."""
+    line = re.sub(r'^[A-Z_]+="\$\((.*)\)"$', r"\1", line)
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    return words[:-1] if words and words[-1] == "&" else words
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Words of each command, without comments, variables before it, and `&`."""
-    found = []
-    for block in blocks(document):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words.pop(0)
-            if words:
-                found.append(words[:-1] if words[-1] == "&" else words)
-    return found
-
-
-def first_commands(document: Path) -> list[str]:
-    """What a new user types: the lines of the document's first block that installs the package."""
-    for block in blocks(document):
-        if block.startswith("pip install"):
-            return block.splitlines()
-    raise ValueError(f"{document.name} does not say how to install the package")
+    """Words of each command of a document."""
+    return [words_of(line) for line in lines(document)]

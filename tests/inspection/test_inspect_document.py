@@ -1,21 +1,14 @@
-"""The command and the picture of docs/INSPECT.md, made as a reader would."""
+"""The picture of docs/INSPECT.md, made as a reader would."""
 
-import json
-import random
 import runpy
 import subprocess
 import sys
 
 import pytest
 
-from tests.documents import ROOT, blocks, commands
+from tests.documents import ROOT
 from tests.engine.support.serving import ENVIRONMENT, forked_command
 from tests.inspection.pages import read
-from vllm_kvevict.quality.tasks import make
-
-DOCUMENT = ROOT / "docs/INSPECT.md"
-ENGINE = ("--dtype", "float32")
-"""A test's machine may have no instructions for the model's own bfloat16."""
 
 pytestmark = pytest.mark.engine
 
@@ -24,45 +17,6 @@ pytestmark = pytest.mark.engine
 def _no_memory_is_chosen(monkeypatch):
     """As where a reader starts it."""
     monkeypatch.delitem(ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE")
-
-
-def test_the_command(tmp_path):
-    line, _ = commands(DOCUMENT)
-    (tmp_path / "prompt.txt").write_text("what is kept of a text like this one ? " * 40)
-    places = {
-        "MODEL": ROOT / "benchmarks/quality/needle",
-        "prompt.txt": tmp_path / "prompt.txt",
-    }
-    page = tmp_path / "inspect.html"
-    done = forked_command(*(places.get(word, word) for word in line), "--output", page, *ENGINE)
-    assert done.returncode == 0, done.stderr
-    assert [policy["policy"] for policy in read(page.read_text())["policies"]] == [
-        "ada-snapkv",
-        "lava",
-        "snapkv",
-    ]
-
-
-def said(role, number, words):
-    """A message in the small model's words."""
-    sample = make("single", words, random.Random(number))
-    return {"role": role, "content": f"{sample.context} {sample.question}"}
-
-
-def test_the_command_for_conversations(tmp_path):
-    """The table of the document is what it prints."""
-    _, line = commands(DOCUMENT)
-    begin = [said("system", 1, 400), said("user", 2, 150), said("assistant", 3, 150), said("user", 4, 200)]
-    for name, answer in (("chat", said("assistant", 6, 80)), ("branch", said("assistant", 7, 120))):
-        chat = [*begin, answer, {"role": "user", "content": "what is kept ?"}]
-        (tmp_path / f"{name}.json").write_text(json.dumps(chat))
-    places = {name: tmp_path / name for name in ("chat.json", "branch.json")}
-    places["MODEL"] = ROOT / "benchmarks/quality/needle"
-    page = tmp_path / "inspect.html"
-    done = forked_command(*(places.get(word, word) for word in line), "--output", page, *ENGINE)
-    assert done.returncode == 0, done.stderr
-    assert read(page.read_text())["shared_turns"] == 2
-    assert "".join(blocks(DOCUMENT, "text")) in done.stderr
 
 
 @pytest.fixture

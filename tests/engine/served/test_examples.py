@@ -1,4 +1,4 @@
-"""The code of README and docs, and the examples, run as a reader would: against a server, and alone."""
+"""The code of README and docs, and the examples that ask a server, with small servers that are forked."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ from benchmarks import demo
 from tests.documents import ROOT, blocks, commands
 from tests.engine.support.clients import eventually, words
 from tests.engine.support.forks import Forked, fork
-from tests.engine.support.serving import ENVIRONMENT, ForkedServer, bare_command, command, forked_command
+from tests.engine.support.serving import ENVIRONMENT, ForkedServer, bare_command, command
 
 README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
@@ -77,20 +77,6 @@ def test_serves(line, tmp_path):
         assert eventually(lambda: running.metrics()["evicted_tokens_total"] > 0)
 
 
-def run_ours(line: list[str], places: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of `vllm-kvevict` with other words in some places."""
-    assert line[0] == "vllm-kvevict"
-    words = (places.get(word, word) for word in line[1:])
-    return forked_command("vllm-kvevict", *words, *more)
-
-
-def test_sizing():
-    (line,) = (line for line in commands(CONFIGURATION) if line[:2] == ["vllm-kvevict", "sizing"])
-    done = run_ours(line, {"MODEL": str(NEEDLE), "8192": "3072"})
-    assert done.returncode == 0, done.stderr
-    assert "0.1" in done.stdout and "0.2" in done.stdout and "  with tail\n" in done.stdout
-
-
 @pytest.mark.engine
 def test_demo(monkeypatch, capsys):
     """What ``make demo`` runs, smaller, with servers that are forked."""
@@ -107,59 +93,6 @@ def test_demo(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert code == 0, out + err
     assert "ada-snapkv" in out and "pages" in out and "One answer of 400 tokens" in out
-
-
-ON_WORDS = ("--tasks", "single", "--samples", "1", "--lengths", "512")
-ON_TEXT = ("--tasks", "number", "--samples", "1")
-ON_CHATS = ("--tasks", "turns-number", "--samples", "1")
-ON_ANSWERS = ("--tasks", "recall", "--samples", "1", "--answer-tokens", "400", "--budgets", "32")
-"""Not those that the model writes: the needle model repeats itself always."""
-
-
-def measure(url: str, folder: Path, lines: list[list[str]], policy: str) -> None:
-    """Run commands of the page in their order, each pair of a run and its report in a folder of its own."""
-    prompts, page = folder / "prompts.jsonl", folder / "report.md"
-    prompts.write_text("\n".join(blocks(MEASURING, "json")))
-    places = {"http://localhost:8000/v1": f"{url}/v1", "report.md": str(page), "prompts.jsonl": str(prompts)}
-    runs = 0
-    for line in lines:
-        runs += line[2] != "report"
-        on_text = ON_CHATS if "chats" in line else ON_TEXT
-        small = {"run": on_text if "--family" in line else ON_WORDS, "answers": ON_ANSWERS}
-        done = run_ours(line, {**places, "out": str(folder / f"out{runs}")}, *small.get(line[2], ()))
-        assert done.returncode == 0, done.stderr
-        if line[2] == "report":
-            assert policy in page.read_text()
-            page.unlink()
-
-
-@pytest.mark.engine
-def test_measuring_quality(server, tmp_path):
-    """All commands of the page but those about turns and answers, which need other servers."""
-    asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
-    words = [line[2] for line in asked]
-    first, turns, answers = ["fidelity", "report", "run"], ["run", "report"], ["answers", "report"]
-    assert words == [*first, *turns, *answers, "run", "run", "report"]
-    measure(server.url, tmp_path, [*asked[:3], *asked[7:]], "ada-snapkv")
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "flag, lines, policy",
-    [
-        ("--kv-eviction-config.scope", slice(3, 5), "kvzip"),
-        ("--kv-decode-budget", slice(5, 7), "snapkv"),
-    ],
-    ids=["turns", "answers"],
-)
-def test_measuring_with_another_server(flag, lines, policy, tmp_path):
-    """The page's commands about turns, or answers, with the server that it starts for them."""
-    (serve,) = (line for line in commands(MEASURING) if flag in line)
-    asked = [line for line in commands(MEASURING) if line[:2] == ["vllm-kvevict", "quality"]]
-    with ForkedServer(
-        NEEDLE, tmp_path / "log", *serve[3:], *SMALL, "--served-model-name", "MODEL"
-    ) as running:
-        measure(running.url, tmp_path, asked[lines], policy)
 
 
 @pytest.mark.engine
@@ -198,14 +131,6 @@ def test_a_chat_of_many_turns(server):
     assert eventually(lambda: server.metrics()['evictions_total{policy="ada-snapkv"}'] >= 8)
 
 
-@pytest.mark.engine
-def test_offline():
-    done = bare_command("examples/offline.py", NEEDLE)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"evicted_tokens [1-9]", done.stdout), done.stdout
-    assert {"full", "ada-snapkv", "lava"} == set(re.findall(r"^(\S+): \d+ prompt", done.stdout, re.M))
-
-
 def test_every_example_is_listed():
     page = (ROOT / "docs/EXAMPLES.md").read_text()
     assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} == set(
@@ -224,13 +149,6 @@ def test_readme_offline(tmp_path):
     # In one process: that of the example before has the engine and its worker in processes of their own.
     done = bare_command(script, PYTHONPATH=path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["decide", "custom_policy"])
-def test_policies_alone(name):
-    done = command(sys.executable, f"examples/{name}.py")
-    assert done.returncode == 0, done.stderr
-    assert "keeps" in done.stdout or "kept" in done.stdout
 
 
 def test_pictures(tmp_path):
