@@ -128,6 +128,7 @@ def check_taken(settings: dict[str, Any], vllm_config: Any) -> None:
 @contextlib.contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     """An engine that is shut down at the end."""
+    asked = dict(settings)  # by the test; how much memory there is, a process's environment may say
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -146,7 +147,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
             str(model), max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, **settings
         )
         try:
-            check_taken(settings, llm.llm_engine.vllm_config)
+            check_taken(asked, llm.llm_engine.vllm_config)
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
