@@ -12,12 +12,14 @@ from vllm import LLM
 
 from benchmarks.harness.models import make_model
 from tests.engine.served.test_speculation import NGRAM
+from tests.engine.support.answers import Rules
+from tests.engine.support.conversations import conversation
+from tests.engine.support.loads import PROMPT_POLICIES
 from tests.engine.support.quick_starts import quick_starts
 from tests.engine.support.running import Ask, evicting_engine
 from vllm_kvevict.engine.worker import recording
-from vllm_kvevict.policies import available
 
-EVICTING = sorted(set(available()) - {"full"})
+EVICTING = sorted(set(PROMPT_POLICIES) - {"full"})
 SMALL = {"max_num_seqs": 16, "max_model_len": 1024, "async_scheduling": False}
 CHUNKED = {**SMALL, "max_num_batched_tokens": 128}
 WHOLE = {**SMALL, "max_num_batched_tokens": 1024}
@@ -71,6 +73,22 @@ def preempted() -> list[Ask]:
     return [Ask(300, policy, 0.2, seed=i, max_tokens=150) for i, policy in enumerate(EVICTING)]
 
 
+def with_conversations() -> list[Ask]:
+    """Conversations that go on, branch and are edited, beside each other."""
+    chats = [
+        conversation(policy, seed) for seed, policy in enumerate(("ada-snapkv", "kvzip", "streaming-llm"))
+    ]
+    return [ask for turns in zip(*chats, strict=True) for ask in turns]
+
+
+def long_answers() -> list[Ask]:
+    """Answers that are far longer than what is kept of them, behind prompts of some policies."""
+    policies = ("ada-snapkv", "lava", "kvzip", "streaming-llm", "full")
+    asks = [Ask(90 + 31 * i, policy, 0.3, max_tokens=90, seed=i) for i, policy in enumerate(policies)]
+    return [*asks, Ask(200, "ada-snapkv", 0.3, max_tokens=60, decode_budget=0)]
+
+
+RULES = Rules(20, 12, 8)
 BASE = {"heads": 8, "kv_heads": 4, "layers": 4}
 SCENARIOS: dict[str, Scenario] = {
     "whole": Scenario(every_policy(), WHOLE, BASE),
@@ -92,6 +110,11 @@ SCENARIOS: dict[str, Scenario] = {
         {**CHUNKED, "num_gpu_blocks_override": 1024 // BLOCK + 1, "eviction": {"decode_reserve": 8}},
         BASE,
     ),
+    "conversations": Scenario(
+        with_conversations(), {**CHUNKED, "enable_prefix_caching": True, "eviction": {"min_turn": 16}}, BASE
+    ),
+    "answers": Scenario(long_answers(), {**CHUNKED, "eviction": RULES.options("ada-snapkv")}, BASE),
+    "answers by redundancy": Scenario(long_answers(), {**CHUNKED, "eviction": RULES.options("rkv")}, BASE),
     # Last: no engine starts in a process after the library that drafts are made with.
     "drafts": Scenario(every_policy(24), {**CHUNKED, "speculative_config": NGRAM}),
 }

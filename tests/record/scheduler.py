@@ -1,7 +1,6 @@
 """vLLM's real scheduler with the ledger, against simulated workers: a line for each step."""
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from unittest import mock
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine.scheduler.test_scheduler import with_room_for_repeats
 from tests.engine.support import hostile_loads, loads
 from tests.engine.support.loads import Load
+from tests.engine.support.loads_in_turns import CONVERSATIONS, with_turns
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.policies.cuts import Question
 from vllm_kvevict.schedules.plan import Admission, Plan
@@ -29,19 +28,32 @@ Record = dict[str, list[str]]
 # Loads.
 
 
+def any_server(seed: int) -> Load:
+    """A load whose server is of a kind that depends on the seed."""
+    return (loads.mixed, loads.staged, loads.tight)[seed % 3](seed)
+
+
 def taking(seed: int) -> Load:
     """A mixed load whose prompts are evicted chunk by chunk."""
-    load = loads.mixed(seed)
-    options = {**(load.setup.options or {}), "policy": "take", "budget": (48, 0.3)[seed % 2], **TAKE}
-    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+    return loads.with_policy(loads.mixed(seed), "take", budget=(48, 0.3)[seed % 2], **TAKE)
 
 
 def repeating(seed: int) -> Load:
     """A load whose prompts are repeated."""
-    load = with_room_for_repeats((loads.mixed, loads.staged, loads.tight)[seed % 3](seed))
-    params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
-    options = {**(load.setup.options or {}), "policy": "kvzip", "budget": 64, **params}
-    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+    return loads.repeated(any_server(seed), seed, budget=64)
+
+
+def in_turns(seed: int) -> Load:
+    """A load whose prompts are evicted turn by turn; every fourth server repeats them."""
+    load = with_turns(any_server(seed), seed)
+    return loads.repeated(load, seed) if seed % 4 == 3 else load
+
+
+def in_conversations(seed: int) -> Load:
+    """A load of conversations that go on and branch; every fourth server repeats prompts."""
+    kinds = tuple(CONVERSATIONS.values())
+    load = kinds[seed % 3](seed)
+    return loads.repeated(load, seed) if seed % 4 == 3 else load
 
 
 def simulated(load: Load, seed: int) -> None:
@@ -74,6 +86,10 @@ MIXES: dict[str, tuple[Callable[[int], Load], Play]] = {
     "layers": (hostile("layers"), play_hostile),
     "adapters": (hostile("adapters"), play_hostile),
     "pauses": (hostile("pauses"), play_hostile),
+    "turns": (in_turns, simulated),
+    "conversations": (in_conversations, simulated),
+    "answers": (hostile("answers"), play_hostile),
+    "answers and drafts": (hostile("answers", "drafts", "resets"), play_hostile),
     "crowd": (lambda seed: hostile_loads.load_of(seed, crowd=True), play_hostile),
 }
 """What is played, by name: how a seed becomes a load, and how that is played."""
@@ -118,6 +134,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
         "gone": sorted(output.finished_req_ids),
         "preempted": sorted(output.preempted_req_ids or ()),
         "drops": numbers.by_kind(message.drops),
+        "cuts": {numbers.of(number): count for number, count in message.cuts.items()},
         "blocks": [message.new_blocks, message.lost_blocks],
         "answers": {name: _answer(answer) for name, answer in message.answers.items()},
         "admitted": [_admission(admission, numbers) for admission in message.admissions],
@@ -126,6 +143,7 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
             name: [[numbers.of_segment(number), columns] for number, columns in segments]
             for name, segments in message.freezes.items()
         },
+        "leaves": {name: [numbers.of(number), tokens] for name, (number, tokens) in message.leaves.items()},
         "scheduled": _scheduled(output, {name: resident.plan for name, resident in workers.live.items()}),
         "evicted": workers.evictions[evicted:],
         "most": message.most_pages,
@@ -151,7 +169,8 @@ def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
     last = admission.prefixes[-1] if admission.prefixes else None
     how = [admission.by_layer, admission.reserved_at, numbers.of(last), segments]
     end = plan.prompt and plan.prompt.end
-    return [admission.request_id, admission.epoch, plan.config.label, end, *how, admission.tokens]
+    tail = [] if admission.tail is None else [numbers.of(admission.tail)]
+    return [admission.request_id, admission.epoch, plan.config.label, end, *how, admission.tokens, *tail]
 
 
 def _scheduled(output: SchedulerOutput, plans: Mapping[str, Plan]) -> list[list[Any]]:

@@ -11,6 +11,7 @@ from tests.record.__main__ import recorded
 from tests.record.lines import differences, digests
 from vllm_kvevict.engine.scheduler import admission
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.policies import attention
 
 SEEDS = 2
@@ -43,11 +44,13 @@ def is_as_before(mix: str, seed: int) -> bool:
 
 
 def test_a_change_of_the_scheduler_is_seen() -> None:
-    """Each line changes one thing that the record is of: whom admission lets in, and which prefix goes first."""
+    """Each changes one thing that the record is of: admission, which prefix is dropped first, what requests leave."""
     with mock.patch.object(admission, "PATIENCE", 1):
         assert not all(is_as_before("tight", seed) for seed in range(8))
     with mock.patch.object(CompressedPrefixes, "touch", lambda cache, prefix: None):
         assert not all(is_as_before("salts", seed) for seed in range(8))
+    with mock.patch.object(Tails, "part_from", lambda tails, request, account, untold: None):
+        assert not all(is_as_before("conversations", seed) for seed in range(4))
 
 
 @pytest.mark.engine

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scheduler.test_loads_with_turns import with_policy
 from tests.engine.scheduler.test_prefixes import check_end, document, finish, server, steps
-from tests.engine.scheduler.test_scheduler import tens, with_room_for_repeats
+from tests.engine.scheduler.test_scheduler import tens
 from tests.engine.scheduler.test_shared_prefixes import served
 from tests.engine.support.chains import Watched, without_tails
-from tests.engine.support.loads import Load, mixed, play, staged, tight, with_conversations
+from tests.engine.support.loads import Load, play, repeated
+from tests.engine.support.loads_in_turns import CONVERSATIONS
 from tests.engine.support.servers import Setup, make_request, options_of
 from vllm_kvevict.engine.scheduler import scheduler
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
@@ -365,18 +365,6 @@ def test_what_frees_nothing_goes_where_its_parent_does() -> None:
 
 # Anything at once.
 
-LOADS: dict[str, Callable[[int], Load]] = {
-    "mixed": lambda seed: with_conversations(mixed(seed), seed, times=(1.5, 2.5, None)[seed % 3]),
-    "staged": lambda seed: with_conversations(staged(seed), seed),
-    "tight": lambda seed: with_conversations(tight(seed), seed, times=1.1),
-}
-
-
-def repeated(seed: int) -> Load:
-    """A tight load whose prompts are repeated."""
-    params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
-    return with_policy(with_room_for_repeats(LOADS["tight"](seed)), "kvzip", **params)
-
 
 def play_checked(load: Load, seed: int, repeats: bool = False) -> Watched:
     simulation = play(load, seed, repeats, Watched)
@@ -414,16 +402,19 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
 
 
 @pytest.mark.parametrize("first", tens(60))
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_loads(name: str, first: int) -> None:
     seeds = range(first, first + 10)
-    check_much_happened([play_checked(LOADS[name](seed), seed) for seed in seeds])
+    check_much_happened([play_checked(CONVERSATIONS[name](seed), seed) for seed in seeds])
 
 
 @pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.long) for first in (0, 50)])
 def test_loads_that_are_repeated(first: int) -> None:
     check_much_happened(
-        [play_checked(repeated(seed), seed, repeats=True) for seed in range(first, first + 10)]
+        [
+            play_checked(repeated(CONVERSATIONS["tight"](seed), seed), seed, repeats=True)
+            for seed in range(first, first + 10)
+        ]
     )
 
 
@@ -506,4 +497,4 @@ def test_a_mistake_is_noticed(mutate: Callable[[Any], None], monkeypatch) -> Non
     mutate(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(10):
-            play(LOADS["tight"](seed), seed, kind=Watched)
+            play(CONVERSATIONS["tight"](seed), seed, kind=Watched)

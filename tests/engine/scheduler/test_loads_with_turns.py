@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scheduler.test_scheduler import check_end, tens, with_room_for_repeats
-from tests.engine.support.loads import Ask, Load, mixed, play, staged, tight, with_turns
+from tests.engine.scheduler.test_scheduler import check_end, tens
+from tests.engine.support.loads import Ask, Load, mixed, play, repeated, staged, tight, with_policy
+from tests.engine.support.loads_in_turns import with_turns
 from tests.engine.support.servers import PAGE, TOKEN, Setup
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.config import REPEAT_ROWS
@@ -15,12 +16,6 @@ from vllm_kvevict.schedules import bounds
 from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
 
 LOADS = {"mixed": mixed, "staged": staged, "tight": tight}
-
-
-def with_policy(load: Load, policy: str, **params: Any) -> Load:
-    """On a server with another policy."""
-    options = {**(load.setup.options or {}), "policy": policy, **params}
-    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
 
 
 def evicted_in_parts(load: Load, simulation: Any) -> int:
@@ -70,9 +65,7 @@ def test_loads(name: str, first: int) -> None:
 def test_loads_that_are_repeated(name: str, first: int) -> None:
     in_parts = 0
     for seed in range(first, first + 10):
-        params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
-        load = with_room_for_repeats(LOADS[name](seed))
-        load = with_policy(with_turns(load, seed), "kvzip", **params)
+        load = repeated(with_turns(LOADS[name](seed), seed), seed)
         simulation = play(load, seed, repeats=True)
         check_end(load, simulation)
         assert max(simulation.preemptions.values()) <= 4

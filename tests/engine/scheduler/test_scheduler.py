@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.support.loads import Load, mixed, play, staged, tight
+from tests.engine.support.loads import Load, mixed, play, repeated, staged, tight
 from tests.engine.support.servers import (
     PAGE,
     Setup,
@@ -517,16 +517,16 @@ def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
     simulation = Simulation(repeating(options={"kvzip_sees": sees}, max_num_batched_tokens=300, **flight))
     for index in range(6):
         simulation.add(make_request(f"r{index}", 500, 20))
-    repeated: dict[str, list[tuple[int, int]]] = {}
+    chunks: dict[str, list[tuple[int, int]]] = {}
     while simulation.scheduler.has_requests():
         output = simulation.step()
         extra = output.kv_connector_metadata.extra
         assert output.total_num_scheduled_tokens <= 300 + 128 + 8
         if extra:
-            repeated.setdefault(extra.request_id, []).append((extra.start, extra.stop))
+            chunks.setdefault(extra.request_id, []).append((extra.start, extra.stop))
     while simulation.in_flight:
         simulation.deliver()
-    assert repeated == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
+    assert chunks == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
     assert sorted(simulation.workers.evictions) == [(f"r{index}", 1, 500) for index in range(6)]
     assert set(simulation.outputs.values()) == {20}
     assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
@@ -597,21 +597,7 @@ def test_probes_and_repeats_take_turns() -> None:
 def test_mixed_loads_that_are_repeated(loads: Any, first: int) -> None:
     """With each of twelve sets of parameters at least once."""
     for seed in range(first, first + 10):
-        load = with_room_for_repeats(loads(seed))
-        params = {"kvzip_chunk": 64 + 32 * (seed % 3), "kvzip_sees": ("all", "chunk")[seed % 2]}
-        params |= {"window": (0, 24)[seed // 2 % 2]}
-        options = {**(load.setup.options or {}), "policy": "kvzip", "budget": 64, **params}
-        load = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
+        load = repeated(loads(seed), seed, budget=64, window=(0, 24)[seed // 2 % 2])
         simulation = play(load, seed, repeats=True)
         check_end(load, simulation)
         assert max(simulation.preemptions.values()) <= 4
-
-
-def with_room_for_repeats(load: Load) -> Load:
-    """The same on a server whose requests may have as many tokens more as a chunk and what is before it."""
-    setup = load.setup
-    longest = setup.max_model_len + 64 + 128 + 1
-    # What a repeat holds at most: 4 sinks and 128 tokens twice, 128 rows before them, in pages of their own.
-    most = longest + 2 * 128 + 128 + 4 + 2 * PAGE
-    pages = [pages * most // setup.max_model_len + 1 for pages in setup.pages]
-    return dataclasses.replace(load, setup=dataclasses.replace(setup, max_model_len=longest, pages=pages))

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.harness.measure import RESULTS, save
-from tests.engine.support.loads import Ask, Load
+from tests.engine.support.loads import ANSWER_POLICIES, PROMPT_POLICIES, Ask, Load
 from tests.engine.support.overtaking import MOST_OVERTAKEN, Overtaking
 from tests.engine.support.servers import (
     PAGE,
@@ -44,8 +44,8 @@ from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.requests import check_length
 from vllm_kvevict.engine.memory import check_fits
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
-from vllm_kvevict.policies import available, parameters
-from vllm_kvevict.policies.registry import decoding_policies, lookup
+from vllm_kvevict.policies import parameters
+from vllm_kvevict.policies.registry import lookup
 
 SMALL = 50
 """Tokens of a request, its answer included, that nobody should have to wait for long."""
@@ -222,7 +222,7 @@ def with_layers(load: Load, seed: int) -> Load:
 def with_answers(load: Load, seed: int) -> Load:
     """The same load on a server that evicts answers, some of them far longer than what is kept of them."""
     choose = random.Random(f"answers {seed}")
-    policy, window = choose.choice(decoding_policies()), choose.choice((1, 4, 16))
+    policy, window = choose.choice(ANSWER_POLICIES), choose.choice((1, 4, 16))
     least = max(LEAST_BUDGET, window + 1)
     budget = least + choose.choice((0, 3, 20, 60))
     options = {
@@ -254,7 +254,7 @@ def with_streams(load: Load, seed: int) -> Load:
         return load
     every, asks = choose.choice((0.5, 1, 2)), list(load.asks)
     for index in range(choose.choice((200, 300))):
-        extra = {} if choose.random() < 0.7 else {"kv_eviction": choose.choice(available())}
+        extra = {} if choose.random() < 0.7 else {"kv_eviction": choose.choice(PROMPT_POLICIES)}
         prompt, answer = choose.randrange(1, SMALL - 10), choose.randrange(1, 6)
         step, name = int(index * every), f"s{seed}stream{index}"
         asks.append(Ask(step, name, prompt, answer, extra, choose.randrange(3)))
@@ -324,12 +324,12 @@ def _server(choose: random.Random) -> Setup:
 
 
 def _options(choose: random.Random, tight: bool, stages: int) -> dict[str, Any]:
-    """Options of a server, the policy any that there is, or any that needs less memory than the whole prompt."""
-    policy = choose.choice(available())
+    """Options of a server, the policy any, or any that needs less memory than the whole prompt."""
+    policy = choose.choice(PROMPT_POLICIES)
     while tight and (lookup(policy).schedule == "by score" or policy == "full"):
-        policy = choose.choice(available())
+        policy = choose.choice(PROMPT_POLICIES)
     while tight and stages > 1 and lookup(policy).schedule != "whole":
-        policy = choose.choice(available())
+        policy = choose.choice(PROMPT_POLICIES)
     known = parameters(policy)
     params = dict(choose.choice([{}, *SETTINGS.get(policy, [])]))
     if "window" in known:
@@ -367,7 +367,7 @@ def _ask(choose: random.Random, setup: Setup, name: str, step: int, crowd: bool)
         )
     extra: dict[str, Any] = {}
     if choose.random() < (0.1 if crowd else 0.5):
-        extra["kv_eviction"] = choose.choice(available())
+        extra["kv_eviction"] = choose.choice(PROMPT_POLICIES)
     if choose.random() < 0.5:
         extra["kv_budget"] = choose.choice((0.02, 0.1, 0.3, 0.6, 1.0, 40, 64, 130))
     if choose.random() < 0.2:
