@@ -186,7 +186,7 @@ def lava(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         for hq in t.group(head):
             mean = window_attention(t, window, hq, head)[:, :m].mean(0).tolist()
             rows.append(pooled(mean, p["pooling"], p.get("kernel", 0)))
-        largest = max(norms(t.v[head])[: m if p["lava_vnorm"] == "past" else t.n])
+        largest = max(norms(t.v[head]))
         result.append([largest * s for s in reduced(rows, p["gqa"])])
     flat = [s for row in result for s in row]
     total = math.fsum(flat)
@@ -227,8 +227,6 @@ def tova(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
         [window_attention(t, 1, hq, head)[0, : t.n - 1].tolist() for hq in t.group(head)]
         for head in range(t.heads)
     ]
-    if p["tova_heads"] == "kv":
-        return Scored([reduced(rows, "mean") for rows in per_head])
     return Scored([reduced([row for rows in per_head for row in rows], "mean")] * t.heads)
 
 
@@ -281,9 +279,8 @@ def defensivekv(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
             rows.append([x * (math.fsum(row) / mass if mass else 0.0) for x in smooth])
         worst = reduced(rows, "max")
         floor = math.fsum(worst) / m
-        over_tokens = math.fsum(sizes[head])
         for i in range(m):
-            norm = over_tokens if p["norm_axis"] == "tokens" else math.fsum(row[i] for row in sizes)
+            norm = math.fsum(row[i] for row in sizes)
             worst[i] = max(worst[i], floor) * (sizes[head][i] / norm if norm else 0.0)
         result.append(worst)
         means.append(reduced([row.tolist() for a in attention for row in a], "mean"))

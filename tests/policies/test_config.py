@@ -158,13 +158,12 @@ WITHOUT_ROWS = (
         ("ada-pyramid", {"ada_safeguard": "on"}, ["ada_safeguard", "interp, paper, guarantee", "'on'"]),
         ("vatp-snapkv", {"budget": 36, "sinks": 4}, ["budget=36", "window=32", "sinks=4"]),
         ("tova", {"budget": 1}, ["budget", "1"]),
-        ("tova", {"budget": 9, "window": 1}, ["window does not apply", "tova", "tova_heads"]),
+        ("tova", {"budget": 9, "window": 1}, ["window does not apply", "tova"]),
         ("h2o", {"budget": 32}, ["budget=32", "window=32"]),
         ("h2o", {"window": -1}, ["window", ">= 0", "-1"]),
         ("h2o", {"budget": 64, "kernel": 5}, ["kernel does not apply", "h2o", "h2o_norm"]),
         ("h2o", {"budget": 64, "h2o_norm": "max"}, ["h2o_norm", "sum, mean", "'max'"]),
         ("lava-uniform-head", {"budget": 64, "alpha": 0.1}, ["alpha does not apply", "lava-uniform-head"]),
-        ("lava", {"budget": 64, "lava_vnorm": "l1"}, ["lava_vnorm", "all, past", "'l1'"]),
         ("take", {"budget": 32}, ["budget=32", "take_probe=32"]),
         ("take", {"budget": 64, "take_chunk": 16}, ["take_probe", "take_chunk", "32", "16"]),
         *[
@@ -178,7 +177,6 @@ WITHOUT_ROWS = (
         *[("knorm", {"budget": 64, "skip_layers": x}, ["skip_layers", ">= 0", repr(x)]) for x in (-1, 0.5)],
         *[("criticalkv", {"budget": 64, "first": x}, ["first", "[0, 1]", repr(x)]) for x in (-0.1, 2, NAN)],
         *[("defensivekv", {"budget": 64, "mass": x}, ["mass", "[0, 1]", repr(x)]) for x in (-0.1, 1.5)],
-        ("defensivekv", {"budget": 64, "norm_axis": "rows"}, ["norm_axis", "heads, tokens", "'rows'"]),
         ("layer-defensivekv", {"budget": 64, "tp_local": 1}, ["tp_local does not apply"]),
         ("compactor", {"budget": 80}, ["budget=80", "window=64", "sinks=16"]),
         (
@@ -233,7 +231,7 @@ def test_parameters_are_those_of_the_policy():
         "ada_safeguard": "interp",
         "tp_local": 0,
     }
-    lava_head = {"window": 32, "kernel": 7, "pooling": "decay", "gqa": "max", "lava_vnorm": "all"}
+    lava_head = {"window": 32, "kernel": 7, "pooling": "decay", "gqa": "max"}
     cake = {
         "window": 32,
         "kernel": 5,
@@ -247,7 +245,7 @@ def test_parameters_are_those_of_the_policy():
     critical = {**snapkv, "first": 0.5}
     ada = {"alpha": 0.2, "ada_safeguard": "interp", "tp_local": 0}
     lava = {**lava_head, "alpha": 0.0, "tp_local": 0}
-    defensive = {"window": 32, "kernel": 31, "mass": 0.9, "norm_axis": "heads"}
+    defensive = {"window": 32, "kernel": 31, "mass": 0.9}
     wanted = {
         "snapkv": snapkv,
         "ada-snapkv": snapkv | ada,
@@ -258,7 +256,7 @@ def test_parameters_are_those_of_the_policy():
         "lava-uniform-head": lava_head,
         "cake": cake,
         "vatp-snapkv": {**snapkv, "sinks": 0},
-        "tova": {"tova_heads": "all"},
+        "tova": {},
         "knorm": {"window": 32, "skip_layers": 0},
         "keydiff": {"window": 32},
         "criticalkv": critical,

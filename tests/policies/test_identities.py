@@ -78,8 +78,6 @@ def test_limits_of_the_parameters(seed):
     assert kept("criticalkv", seed, first=1) == snapkv
     assert kept("ada-criticalkv", seed, first=1) == kept("ada-snapkv", seed)
     assert kept("ada-criticalkv", seed, alpha=1) == kept("criticalkv", seed)
-    tova = kept("tova", seed, tova_heads="kv")
-    assert tova == kept("snapkv", seed, window=1, pooling="none")
     assert kept("snapkv", seed, window=1, rows="max") == kept("snapkv", seed, window=1)
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
@@ -210,12 +208,11 @@ def test_keydiff_sees_directions_alone_and_knorm_lengths_alone():
 
 def test_no_token_is_lifted_without_mass():
     """Lifted tokens are the only ones that share the highest score."""
-    for norm_axis in ("heads", "tokens"):
-        for mass, at_least, at_most in ((0.0, 1, 1), (1.0, 3, 1 + 3 * 22)):
-            cfg = config("defensivekv", mass=mass, norm_axis=norm_axis)
-            for x in inputs(1):
-                scores = score_layer(cfg, x, 0, 1).scores
-                assert at_least <= int((scores == scores.max()).sum()) <= at_most
+    for mass, at_least, at_most in ((0.0, 1, 1), (1.0, 3, 1 + 3 * 22)):
+        cfg = config("defensivekv", mass=mass)
+        for x in inputs(1):
+            scores = score_layer(cfg, x, 0, 1).scores
+            assert at_least <= int((scores == scores.max()).sum()) <= at_most
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.25, 0.5, 1.0])
@@ -237,15 +234,12 @@ OTHER = {
     "alpha": 0.9,
     "ada_safeguard": "guarantee",
     "h2o_norm": "mean",
-    "lava_vnorm": "past",
     "gamma": 0.0,
     "tau1": 0.2,
     "tau2": 4.0,
-    "tova_heads": "kv",
     "skip_layers": 1,
     "first": 0.1,
     "mass": 0.3,
-    "norm_axis": "tokens",
     "take_probe": 3,
     "take_warmup_layers": 0,
     "leverage_chunk": 20,

@@ -45,8 +45,8 @@ CASES = {
         {"window_size": 16, "kernel_size": 7},
         False,
     ),
-    "tova": ("tova", {"tova_heads": "all"}, "tova", "TOVAPress", {}, False),
-    "tova-observed": ("tova", {"tova_heads": "all"}, "tova", "TOVAPress", {}, True),
+    "tova": ("tova", {}, "tova", "TOVAPress", {}, False),
+    "tova-observed": ("tova", {}, "tova", "TOVAPress", {}, True),
     "streaming-llm": (
         "streaming-llm",
         {"sinks": 4},

@@ -5,8 +5,7 @@ the attention of the window's rows r in its query heads hq to the m candidates:
 
 p[hq, r]    = average-pooled A[hq, r] (the paper: kernel 5), rescaled to the sum of A[hq, r]
 worst[h, i] = max over hq and r of p[hq, r, i]
-s[h, i]     = max(worst[h, i], mean_i worst[h]) * N[h, i] / sum_h' N[h', i], N the projected value norm of criticalkv;
-              norm_axis="tokens" divides by sum_i' N[h, i'] instead
+s[h, i]     = max(worst[h, i], mean_i worst[h]) * N[h, i] / sum_h' N[h', i], N the projected value norm of criticalkv
 lift: tokens in order of a[h, i] = mean over hq and r of A, at most B - window of them, while the share of the head's
       past mass (sum_i a) that they hold stays below mass=0.9 less the window's mass, get the layer's largest s
 
@@ -23,14 +22,13 @@ from .heads import best_of_each_layer
 from .inputs import Q_WINDOW, VALUES, W_O
 from .layer import Comm, LayerInputs, LayerScores
 from .norms import projected_norms
-from .params import TP_LOCAL, WINDOW, choice, kernel_width, measured, unit_interval
+from .params import TP_LOCAL, WINDOW, kernel_width, measured, unit_interval
 from .registry import Policy, register
 
 SCORING = (
     WINDOW,
     measured(kernel_width(5), 31),
     unit_interval("mass", 0.9),
-    choice("norm_axis", "heads", "tokens"),
 )
 PARAMETERS = (*SCORING, TP_LOCAL)
 
@@ -42,10 +40,7 @@ def score(
     p = cfg.params
     n, window = inputs.num_tokens, cfg.window_for(inputs.num_tokens)
     norms = projected_norms(inputs, n - window, comm)
-    if p["norm_axis"] == "tokens":
-        shares = torch.stack([_ratio(row, row.sum()) for row in norms])
-    else:
-        shares = _ratio(norms, add_rows(norms if comm is None else comm.gather_heads(norms)))
+    shares = _ratio(norms, add_rows(norms if comm is None else comm.gather_heads(norms)))
     scores, lifted = [], []
     for rows in window_rows(inputs, window):
         past = rows[:, :, : n - window]

@@ -9,8 +9,8 @@ A layer's budget is in proportion to its e (Alg. 1-2; the window is taken off fi
 candidates of the layer stay, whichever heads they belong to. The paper's cascade, which lowers budgets layer by
 layer as prefill proceeds, ends with the same set as this one decision after the last layer: shares only shrink.
 
-Options: lava_vnorm="past" leaves the window out of the value norm and alpha > 0 gives heads a floor, both as the
-authors' code does; pooling, kernel and gqa as in snapkv, with the reduction over query heads last.
+Options: alpha > 0 gives heads a floor, as the authors' code does, which also leaves the window out of the value norm;
+pooling, kernel and gqa as in snapkv, with the reduction over query heads last.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ SCORING = (
     KERNEL,
     measured(POOLING, "decay"),
     choice("gqa", "max", "mean"),
-    choice("lava_vnorm", "all", "past"),
 )
 PARAMETERS = (*SCORING, unit_interval("alpha", 0.0), TP_LOCAL)
 
@@ -53,9 +52,8 @@ def score_unweighted(
     """The same without a weight, for layer budgets that do not ask for it."""
     p = cfg.params
     window = cfg.window_for(inputs.num_tokens)
-    m = inputs.num_tokens - window
     values = inputs.read(VALUES)
-    norms = value_norms(values[:, :m] if p["lava_vnorm"] == "past" else values).amax(1)
+    norms = value_norms(values).amax(1)
     # A maximum of maxima: pooling one row does for all query heads, and one call for all KV heads.
     pools_last = p["pooling"] != "avg" and p["gqa"] != "mean"
     best = []

@@ -3,8 +3,7 @@
 s[i] = mean over all query heads of the layer of the attention of token n-1 to token i, no pooling
 
 The last token always stays, so that each head keeps it and the B - 1 best of the n - 1 others, the same ones in
-every KV head of the layer. tova_heads="kv": the mean over the query heads of each KV head, whose tokens then differ.
-The paper repeats this at every decoding step; here it is done once, after the prompt.
+every KV head of the layer. The paper repeats this at every decoding step; here it is done once, after the prompt.
 """
 
 import torch
@@ -14,7 +13,6 @@ from .config import EvictionConfig
 from .heads import best_of_each_head
 from .inputs import Q_WINDOW
 from .layer import Comm, LayerInputs, LayerScores
-from .params import choice
 from .registry import Policy, register
 
 
@@ -24,10 +22,9 @@ def score(
     """Attention of the last query."""
     heads = inputs.num_kv_heads
     scores = torch.stack([reduce_group(rows, "mean", comm) for rows in received(inputs, 1)])
-    if cfg.params["tova_heads"] == "all":
-        # Groups are of one size: the mean of their means is that of all heads. Every rank adds in head order.
-        means = scores if comm is None else comm.gather_heads(scores)
-        scores = add_rows(means).div_(len(means)).repeat(heads, 1)
+    # Groups are of one size: the mean of their means is that of all heads. Every rank adds in head order.
+    means = scores if comm is None else comm.gather_heads(scores)
+    scores = add_rows(means).div_(len(means)).repeat(heads, 1)
     return LayerScores(layer, num_layers, heads, scores, device=scores.device)
 
 
@@ -38,7 +35,6 @@ register(
         "TOVA",
         score,
         best_of_each_head,
-        (choice("tova_heads", "all", "kv"),),
         needs=(Q_WINDOW,),
         window_rows="mean",
         last=1,

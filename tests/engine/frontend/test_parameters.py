@@ -60,7 +60,7 @@ def refused(options: Options, *words: str, named: str = "kv_params", **fields) -
         ({"eviction": "lava", "params": "alpha=0.2"}, "lava", {"kernel": 21, "pooling": "max", "alpha": 0.2}),
         ({"eviction": "lava", "params": "kernel=5.0"}, "lava", {"kernel": 5, "pooling": "max"}),
         ({"eviction": "cake", "params": "tau1=2,gamma=10"}, "cake", {"tau1": 2.0, "gamma": 10.0}),
-        ({"eviction": "tova", "params": "tova_heads=kv"}, "tova", {"tova_heads": "kv"}),
+        ({"eviction": "h2o", "params": "h2o_norm=mean"}, "h2o", {"h2o_norm": "mean"}),
     ],
 )
 def test_requests_override_the_server_and_the_server_the_policy(fields, policy, changed):
@@ -245,7 +245,7 @@ def test_no_value_that_a_request_can_give_keeps_a_policy_from_deciding(policy):
     [
         ({"policy_params": {"snapkv": {"kernel": 9}}}, ["policies other than the server's own", "snapkv"]),
         ({"policy_params": {"nope": {}}}, ["unknown policy 'nope'", "lava"]),
-        ({"policy_params": {"lava": {"rows": "max"}}}, ["policy_params.lava.rows", "does not apply", "lava_vnorm"]),
+        ({"policy_params": {"lava": {"rows": "max"}}}, ["policy_params.lava.rows", "does not apply", "gqa"]),
         ({"policy_params": {"lava": {"kernel": 4}}}, ["policy_params.lava", "kernel must be an odd integer"]),
         ({"policy_params": {"lava": {"pooling": "decay", "kernel": 9}}}, ["lava: kernel is not used with"]),
         ({"policy_params": {"full": {"window": 9}}}, ["policy_params.full.window", "valid: none"]),
