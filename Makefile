@@ -1,11 +1,11 @@
 # `make demo` and `make test` need nothing but Python >=3.11,<3.15 and git: both build .venv first.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help check install demo test test-fast test-next test-vllm record docs lint types format clean
+.PHONY: help check install demo test test-more durations test-next test-vllm record docs lint types format clean
 
 BIN := .venv/bin
-# Two processes; each runs whole files, so that the tests of a file share their engines and servers. In the order of the
-# folders, which ends with many short files: the processes then end together.
+# Two processes; each runs whole files, so that the tests of a file share their engines and servers. The order is that of
+# tests/durations.py, longest first: the processes then end together.
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
@@ -21,16 +21,20 @@ help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 check: lint  ## after each edit, in less than a minute: lint, and the tests of what needs no engine, with few seeds
-	$(PYTEST) -q -m "not engine and not long" $(CHECKED) $(ARGS)
+	$(PYTEST) -q -m "not engine and not long and not more" $(CHECKED) $(ARGS)
 
 demo: $(INSTALLED)  ## show what eviction does, on a small model (ARGS=... are passed on)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-test: lint types  ## lint, type check and all tests (ARGS=... are passed to pytest)
-	$(PYTEST) $(ARGS)
+test: lint types  ## lint, types, and one proof of each kind, in twelve minutes on two cores (ARGS=... go to pytest)
+	$(PYTEST) -m "not more" $(ARGS)
 
-test-fast: $(INSTALLED)  ## the tests that start no engine and no server, in a few minutes
-	$(PYTEST) -m "not engine" $(ARGS)
+test-more: $(INSTALLED)  ## the same proofs over more policies, models, versions and faults: what `make test` leaves out
+	$(PYTEST) -m more $(ARGS)
+
+durations: $(INSTALLED)  ## measure how long each test takes, which decides the order of files, and show the dearest
+	$(PYTEST) --junitxml=build/tests.xml $(ARGS)
+	$(BIN)/python -m tests.durations --read build/tests.xml
 
 test-next: $(INSTALLED)  ## the tests that use vLLM, on vLLM 0.33 (NEXT="paths" chooses some of them)
 	PYTHONPATH=$$(tools/vllm-next.sh) $(PYTEST) $(or $(NEXT),tests/contract tests/engine) $(ARGS)

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from tests import durations, more
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests build their models; none is downloaded
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Threads that wait for each other cost more than they bring on models this small, and workers are forked.
@@ -14,6 +16,18 @@ os.environ.setdefault("VLLM_KVEVICT_CHECK", "1")  # compare ledger and worker af
 
 
 gc.disable()  # what is imported stays, and is not looked through meanwhile
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    starts_engine = item.get_closest_marker("engine") is not None
+    if more.is_more(item.nodeid, starts_engine):
+        item.add_marker("more")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest first. Which tests are left out is known by then."""
+    items[:] = [items[place] for place in durations.longest_first([item.nodeid for item in items])]
 
 
 def pytest_collection_finish() -> None:

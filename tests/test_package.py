@@ -125,4 +125,6 @@ def test_every_parameter_is_explained():
 def test_ci_runs_the_readme_test_command():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text().splitlines()
+    runs = script.read_text().splitlines()
+    assert runs[-3:] == ['make test | tee "$last"', "make test-more", 'tail -n 1 "$last"']
+    assert "set -euo pipefail" in runs
