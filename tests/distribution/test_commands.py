@@ -69,7 +69,16 @@ TABLE: dict[str, dict[str, Run | None]] = {
         "vllm-kvevict quality run": PARSED,
     },
     "CONTRIBUTING.md": dict.fromkeys(
-        ("make check", "make install", "make test$", "make test-more", "make durations", "make record", "make docs"), PARSED
+        (
+            "make check",
+            "make install",
+            "make test$",
+            "make test-more",
+            "make durations",
+            "make record",
+            "make docs",
+        ),
+        PARSED,
     ),
     "BENCHMARKS.md": dict.fromkeys(("git worktree", "make -C", "python -m benchmarks.throughput"), PARSED),
     "CLUSTER.md": dict.fromkeys(
