@@ -18,7 +18,7 @@ def policy_table() -> str:
     rows = ["| policy | keeps | of | source | parameters |", "|---|---|---|---|---|"]
     for name in known():
         policy = lookup(name)
-        evicted = " and ".join(["prompts"] * policy.prompts + ["answers"] * policy.decodes)
+        evicted = ", ".join(["prompts"] * policy.prompts + ["answers"] * policy.decodes)
         mark = " (experimental)" if policy.experimental else ""
         settings = ", ".join(f"`{parameter.setting}`" for parameter in policy.parameters)
         source = f"[{policy.source}]({policy.url})" if policy.url else policy.source

@@ -198,45 +198,42 @@ TP_LOCAL = server_only(flag("tp_local"))
 """1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
 
 MEANINGS = {
-    "window": "number of last tokens that always stay; their queries score the others (may be 0 with h2o, knorm, "
-    "keydiff, compactor, kvzip)",
-    "kernel": "width of the pooling over neighbouring tokens; not used with `pooling=decay`",
-    "pooling": "how a token's score is combined with its neighbours' scores: the maximum or average of `kernel` "
-    "scores, or `decay`: a score also counts for the 31 tokens after it and the 7 before it, 0.95 times for each token "
-    "of distance; the first token, which most heads attend to in any case, only for itself. In kvzip only what the "
-    "window attends to is pooled",
-    "rows": "how a token's attention from the window's queries is combined, before `gqa` and `pooling`: their mean, "
-    "their maximum, or `recent`: the maximum, where a query counts half as much for each 12 tokens that it lies "
-    "further back",
-    "gqa": "how the scores of the query heads that share a KV head are combined",
-    "sinks": "number of first tokens that always stay (up to 64 per request with kvzip)",
-    "beta": "how steeply budgets fall: the top layer gets 1/beta of the average; 1 is uniform",
+    "window": "last tokens that always stay; their queries score the others (0 is allowed with h2o, knorm, keydiff, "
+    "compactor, kvzip)",
+    "kernel": "width of the pooling; not used with `pooling=decay`",
+    "pooling": "combines neighbouring tokens: the maximum or average of `kernel` scores, or `decay`: a score also "
+    "counts for the 31 tokens after it and the 7 before it, 0.95 times for each token of distance (the first token's "
+    "only for itself); in kvzip for the window alone",
+    "rows": "combines the window's queries, before `gqa` and `pooling`: mean, maximum, or `recent`: the maximum, where "
+    "a query counts half for each 12 tokens that it lies further back",
+    "gqa": "combines the query heads that share a KV head",
+    "sinks": "first tokens that always stay (up to 64 per request with kvzip)",
+    "beta": "the top layer gets 1/beta of the average budget; 1 is uniform",
     "pyramid_rounding": "`official` rounds like the authors' code, which exceeds the total",
-    "alpha": "share of a head's budget that is fixed; with 0 heads compete for all of it, 1 is uniform",
-    "ada_safeguard": "how `alpha` is applied: as in the authors' code, as in the paper, or as a minimum per head",
-    "tp_local": "1: heads compete within their tensor-parallel rank only, which is another policy",
-    "gamma": "weight of the variance compared with the mean",
-    "tau1": "the layer's dispersion is raised to the power 1/tau1",
-    "tau2": "the layer's variance is raised to the power 1/tau2",
+    "alpha": "share of a head's budget that is fixed: with 0 heads compete for all, 1 is uniform",
+    "ada_safeguard": "applies `alpha` as the authors' code, as the paper, or as a minimum per head",
+    "tp_local": "1: heads compete within their tensor-parallel rank only",
+    "gamma": "weight of the variance against the mean",
+    "tau1": "exponent of the layer's dispersion: 1/tau1",
+    "tau2": "exponent of the layer's variance: 1/tau2",
     "h2o_norm": "`mean` divides by the number of queries that see a token",
-    "skip_layers": "number of lowest layers that keep everything, on top of the budget",
+    "skip_layers": "lowest layers that keep everything, on top of the budget",
     "first": "share of a head's budget that is filled by attention alone",
     "mass": "share of the attention that is protected",
-    "leverage_chunk": "number of tokens whose keys are compared with one another",
-    "blend": "weight of the keys' leverage compared with the attention among neighbours",
-    "n_future": "number of positions after the prompt over which future queries are averaged",
-    "epsilon": "added to the expected attention before it is multiplied by the value's norm",
-    "mix": "weight of the attention compared with the redundancy",
+    "leverage_chunk": "tokens whose keys are compared with one another",
+    "blend": "weight of the keys' leverage against the attention among neighbours",
+    "n_future": "positions after the prompt over which future queries are averaged",
+    "epsilon": "added to the expected attention before the value's norm multiplies it",
+    "mix": "weight of the attention against the redundancy",
     "threshold": "cosine above which two keys say the same",
-    "take_chunk": "tokens of a chunk; the prompt is evicted after each chunk",
-    "take_probe": "number of last tokens of the prompt; their queries guide every eviction, and they always stay",
-    "take_guide": "whose queries choose: those of the prompt's last tokens, or of each chunk (for comparison)",
-    "kvzip_chunk": "tokens that the model repeats at once; each chunk is repeated on its own",
-    "kvzip_sees": "what the model sees while it repeats: the whole prompt, or the first tokens and the chunk, which is "
-    "cheaper",
+    "take_chunk": "tokens of a chunk; each ends with an eviction",
+    "take_probe": "last tokens of the prompt, which always stay; their queries guide every eviction",
+    "take_guide": "whose queries choose: the prompt's last tokens, or each chunk's (for comparison)",
+    "kvzip_chunk": "tokens that the model repeats at once",
+    "kvzip_sees": "what the model sees while it repeats: all, or the first tokens and the chunk, which is cheaper",
     "take_alpha": "weight of the earlier chunks in the probe's averaged queries",
-    "take_warmup_layers": "number of lowest layers that keep what the last of them chooses; `auto` is half of all",
-    "take_warmup_budget": "tokens per KV head in those layers until the last chunk, if above the budget; `auto` is a "
-    "quarter of the prompt, at most 10240",
+    "take_warmup_layers": "lowest layers, which keep what the last of them chooses; `auto` is half of all",
+    "take_warmup_budget": "tokens per KV head there until the last chunk, if above the budget; `auto` is a quarter of "
+    "the prompt, at most 10240",
 }
 """What each parameter does, for tables and help texts."""
