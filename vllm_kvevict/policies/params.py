@@ -223,7 +223,7 @@ MEANINGS = {
     "leverage_chunk": "tokens whose keys are compared with one another",
     "blend": "weight of the keys' leverage against the attention among neighbours",
     "n_future": "positions after the prompt over which future queries are averaged",
-    "epsilon": "added to the expected attention before the value's norm multiplies it",
+    "epsilon": "added to the expected attention before multiplying by the value's norm",
     "mix": "weight of the attention against the redundancy",
     "threshold": "cosine above which two keys say the same",
     "take_chunk": "tokens of a chunk; each ends with an eviction",
