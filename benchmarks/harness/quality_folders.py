@@ -11,8 +11,8 @@ from statistics import median
 
 from benchmarks.harness.quality_hours import Part
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Fidelity, is_full
-from vllm_kvevict.quality.fidelity_report import Measures, gather_fidelity
 from vllm_kvevict.quality.findings import full_scores, too_hard
+from vllm_kvevict.quality.measures import Measures, gather
 from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, read
 from vllm_kvevict.quality.scores import Mean, Scores
 from vllm_kvevict.quality.tables import budget_name, table
@@ -99,7 +99,7 @@ def _sections(page: str) -> dict[str, list[str]]:
 def part_section(part: Part) -> list[str]:
     """One length and scope: policy by budget."""
     results = list(read(part.folder / RESULTS, Result))
-    full, fidelity = full_scores(results), gather_fidelity(part.folder)
+    full, fidelity = full_scores(results), gather(part.folder, Fidelity)
     hard = too_hard(full)
     scores = Scores([result for result in results if result.task not in hard])
     rows = [row(scores, fidelity, column) for column in _ordered(scores)]

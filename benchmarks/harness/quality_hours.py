@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvevict.quality import texts
-from vllm_kvevict.quality.arguments import FIDELITY_TASKS
 from vllm_kvevict.quality.endpoint import Endpoint
-from vllm_kvevict.quality.fidelity import FIDELITY, Fidelity
-from vllm_kvevict.quality.fidelity_run import forced
-from vllm_kvevict.quality.open_questions import TASKS as OPEN_TASKS
+from vllm_kvevict.quality.fidelity import FIDELITY, Fidelity, forced
+from vllm_kvevict.quality.options import FIDELITY_TASKS
+from vllm_kvevict.quality.questions import OPEN_TASKS
 from vllm_kvevict.quality.results import FULL, RESULTS, Cell, Column, Result, read
 from vllm_kvevict.quality.run import columns
 from vllm_kvevict.schedules.registry import bounded_policies, repeating_policies

@@ -81,7 +81,7 @@ def test_measures_once_and_compresses(tmp_path, monkeypatch):
     run(servers, given)
     folder = tmp_path / "real" / "300-prompt"
     names = {path.name for path in folder.iterdir()}
-    assert {f"{name}.xz" for name in (RESULTS, ANSWERS, FIDELITY)} | {"report.md", "summary.json"} <= names
+    assert {f"{name}.xz" for name in (RESULTS, ANSWERS, FIDELITY)} | {"report.md"} <= names
     assert not names & {RESULTS, ANSWERS, FIDELITY}
     settings = (folder / "settings.json").read_text()
     assert json.loads(settings)["model"] == MODEL and "--output real/300-prompt" in settings

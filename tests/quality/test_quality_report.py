@@ -1,16 +1,13 @@
 """The report of the quality benchmark: means by hand, verdicts, and that everything is written."""
 
-import json
 import random
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from vllm_kvevict.quality import __main__ as quality
-from vllm_kvevict.quality.choices import evictions_by_request, kept_shares
-from vllm_kvevict.quality.findings import FAILS, HOLDS, UNKNOWN, check_claims, pick, verdict
-from vllm_kvevict.quality.markdown import wins
+from vllm_kvevict.quality.findings import pick, read_folder, too_hard
+from vllm_kvevict.quality.markdown import pick_section
 from vllm_kvevict.quality.results import (
     FULL,
     RESULTS,
@@ -23,7 +20,6 @@ from vllm_kvevict.quality.results import (
 )
 from vllm_kvevict.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
 from vllm_kvevict.quality.tables import table
-from vllm_kvevict.schedules.reports import EvictionRecord
 
 FULL_CACHE = Column(FULL)
 
@@ -152,46 +148,6 @@ def test_nearest_budget_and_share():
     assert scores.share(0.25, "prompt") == 0.25 and scores.share(100.0, "prompt") == 0.1
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.01, 0.2, HOLDS), (-0.2, -0.01, FAILS), (-0.1, 0.1, UNKNOWN), (0.0, 0.0, UNKNOWN)],
-)
-def test_verdict(low, high, expected):
-    assert verdict(Mean((low + high) / 2, low, high, 10)) == expected
-
-
-def test_claims_are_checked_at_tight_budgets():
-    rng = random.Random(0)
-    results = []
-    for index in range(60):
-        base = rng.random() / 2
-        for budget, gain in ((0.1, 0.2), (0.2, 0.1), (0.4, -0.9)):
-            results.append(result(at("snapkv", budget), index, base))
-            results.append(result(at("ada-snapkv", budget), index, base + gain))
-            results.append(result(at("cake", budget), index, base + rng.choice((-0.2, 0.2))))
-            results.append(result(at("pyramidkv", budget), index, base - 0.1))
-    findings = {finding.compared: finding for finding in check_claims(Scores(results))}
-    ada = findings["ada-snapkv - snapkv"]
-    assert ada.budgets == (0.1, 0.2) and ada.verdict == HOLDS
-    assert ada.difference.mean == pytest.approx(0.15)
-    assert [one.mean for one in ada.by_budget] == pytest.approx([0.2, 0.1])
-    assert findings["pyramidkv - snapkv"].verdict == FAILS
-    assert findings["cake - snapkv"].verdict == UNKNOWN
-    assert findings["lava - lava-uniform"].verdict == "not measured"
-
-
-def test_scopes_are_compared_at_all_budgets_that_evict():
-    results = [
-        result(at("snapkv", budget, scope), index, score)
-        for index in range(5)
-        for scope, score in (("prompt", 0.8), ("prefix", 0.5))
-        for budget in (0.1, 0.4, 1.0)
-    ]
-    finding = check_claims(Scores(results))[-1]
-    assert finding.budgets == (0.1, 0.4) and finding.scope is None
-    assert finding.difference.mean == pytest.approx(0.3) and finding.verdict == HOLDS
-
-
 def test_pick_names_the_best_and_its_equals():
     mixed = [float(i % 2) for i in range(40)]
     best = [1.0] * 30 + [0.0] * 10
@@ -200,7 +156,7 @@ def test_pick_names_the_best_and_its_equals():
     (found,) = pick(scores)
     assert (found.scope, found.budget, found.best) == ("prompt", 0.1, "lava")
     assert found.equals == ("cake",) and found.lossless == ("lava", "cake")
-    assert wins([found, found]) == [("lava", 2), ("cake", 2)]
+    assert pick_section([found])[-1].endswith(": lava (1 of 1), cake (1 of 1).")
 
 
 def test_pick_without_the_full_cache_and_without_eviction():
@@ -211,23 +167,6 @@ def test_pick_without_the_full_cache_and_without_eviction():
 def test_table():
     assert table(["a", "b"], [["x", 1]]) == ["| a | b |", "| --- | ---: |", "| x | 1 |"]
     assert table(["a", "b"], [], left=2) == ["| a | b |", "| --- | --- |"]
-
-
-def eviction_line(request: str, policy: str) -> str:
-    """A line of an eviction log."""
-    heads = [[20, 40], [10, 10]]
-    eviction = EvictionRecord(request, 100, policy, 80, 400, 8, 16, heads, 0.0, 0.0)
-    return json.dumps(asdict(eviction)) + "\n"
-
-
-def test_evictions_find_their_requests(tmp_path):
-    column, path = at("ada-snapkv", 0.2), tmp_path / "evictions.jsonl"
-    path.write_text("".join(eviction_line(f"chatcmpl-{name}", "ada-snapkv") for name in ("a-0f3b", "x-1111")))
-    evictions = evictions_by_request(path)
-    results = [result(column, 0, 1.0, request="chatcmpl-a"), result(column, 1, 1.0, request=None)]
-    shares = kept_shares(results, evictions, 0.2)
-    assert shares[column].tolist() == [[0.2, 0.4], [0.1, 0.1]]
-    assert kept_shares(results, evictions, 0.4) == {}
 
 
 @pytest.fixture
@@ -253,9 +192,6 @@ def folder(tmp_path):
                     store.add(result(column, index, rng.random(), task, length=length))
             for depth in (0.0, 0.5, 1.0):
                 store.add(result(column, 0, 0.5, depth=depth, whole=column.budget == 0.1))
-    (tmp_path / "evictions.jsonl").write_text(
-        "".join(eviction_line(f"chatcmpl-{name(column)}-0", column.policy) for column in columns[2:])
-    )
     return tmp_path
 
 
@@ -266,12 +202,12 @@ def report(*words: object) -> int:
 def test_report(folder):
     target = folder / "docs" / "QUALITY.md"
     target.parent.mkdir()
-    argv = (folder, "--eviction-log", folder / "evictions.jsonl", "--title", "A title", "--output", target)
+    argv = (folder, "--title", "A title", "--output", target)
     assert report(*argv) == 0
     text = target.read_text()
     assert text.startswith("# A title\n") and "on a shelf" in text and "`vllm-kvevict quality run" in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    assert len(headings) == 11
+    assert len(headings) == 9
     assert headings[1] == "## Which policy to pick" and headings[-1] == "## Commands"
     assert (
         "## By task at budget 0.2" in headings
@@ -279,31 +215,22 @@ def test_report(folder):
     )
     assert "12 prompts or prefixes were too short" in text and "nan" not in text and "None" not in text
     pictures = [line.split("(")[-1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    names = ["scores", "needle-prompt", "needle-prefix", "kept"]
+    names = ["scores", "needle-prompt", "needle-prefix"]
     assert pictures == [f"QUALITY/{name}.png" for name in names]
     for picture in pictures:
         content = (target.parent / picture).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) < 200_000
 
 
-def test_an_eviction_log_of_other_requests(folder, capsys):
-    (folder / "evictions.jsonl").write_text(eviction_line("chatcmpl-other-0", "snapkv"))
-    assert report(folder, "--eviction-log", folder / "evictions.jsonl") == 2
-    assert "does not mention the requests" in " ".join(capsys.readouterr().err.split())
-
-
-def test_summary_has_the_numbers_of_the_text(folder):
+def test_the_text_has_the_scores(folder):
     assert report(folder) == 0
-    content = json.loads((folder / "summary.json").read_text())["results"]
-    assert content["answers"] == len((folder / RESULTS).read_text().splitlines())
-    by_column = {(c["policy"], c["budget"], c["scope"]): c for c in content["columns"]}
-    snapkv = by_column["snapkv", 0.2, "prompt"]
-    assert snapkv["score"]["samples"] == 16 and set(snapkv["tasks"]) == {"single", "facts"}
-    assert by_column["full", None, None]["difference_to_full"]["mean"] == 0
+    found = read_folder(folder, "", 0.2)
+    scores, snapkv = found.scores, at("snapkv", 0.2)
+    assert len(found.results) == len((folder / RESULTS).read_text().splitlines())
+    assert scores.mean(snapkv).samples == 16 and set(scores.tasks) == {"single", "facts"}
+    assert scores.difference(FULL_CACHE, FULL_CACHE).mean == 0 and len(pick(scores)) == 4
     text = (folder / "report.md").read_text()
-    assert str(Mean(**snapkv["score"])) in text and Mean(**snapkv["difference_to_full"]).signed in text
-    assert {claim["verdict"] for claim in content["claims"]} <= {HOLDS, FAILS, UNKNOWN, "not measured"}
-    assert len(content["picks"]) == 4 and "kept" not in content
+    assert str(scores.mean(snapkv)) in text and scores.difference(snapkv, FULL_CACHE).signed in text
 
 
 def test_the_same_results_give_the_same_report(folder):
@@ -317,15 +244,14 @@ def test_a_task_that_the_full_cache_cannot_do_does_not_count(tmp_path):
     write_settings(tmp_path, Settings("m", 0, False, 8, {}), {**RUN})
     with Store(tmp_path / RESULTS, Result) as store:
         for index in range(10):
-            for task, right in (("text/number", 8), ("text/json", 7), ("longbench/qasper", 3)):
+            for task, right in (("text/number", 8), ("text/json", 7), ("number", 3)):
                 store.add(result(FULL_CACHE, index, float(index < right), task, length=1024))
                 store.add(result(at("snapkv"), index, float(index < right / 2), task, length=1024))
     assert report(tmp_path) == 0
-    content = json.loads((tmp_path / "summary.json").read_text())["results"]
-    assert content["too_hard"] == {"text/json": 0.7} and content["answers"] == 60
-    full, snapkv = content["columns"]
-    assert set(full["tasks"]) == {"text/number", "longbench/qasper"}
-    assert snapkv["ratio_to_full"]["mean"] == pytest.approx((4 + 2) / (8 + 3))
+    found = read_folder(tmp_path, "", 0.2)
+    assert too_hard(found.full) == {"text/json": 0.7} and len(found.results) == 60
+    assert found.scores.tasks == ["text/number", "number"]
+    assert found.scores.ratio(at("snapkv"), FULL_CACHE).mean == pytest.approx((4 + 2) / (8 + 3))
     text = (tmp_path / "report.md").read_text()
     assert "| text/json | 0.70 | the model cannot do this |" in text and "scores 0." not in text
     assert "streaming-llm was not measured: it is the control" in text

@@ -15,11 +15,10 @@ import pytest
 from tests.quality.fake_openai import FakeServer, words
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality import endpoint
-from vllm_kvevict.quality.arguments import PROGRAM, parse_arguments
-from vllm_kvevict.quality.cases import Case, Generated, fingerprints, suite_case
+from vllm_kvevict.quality.cases import Case, Generated
+from vllm_kvevict.quality.options import PROGRAM, parse_arguments
 from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, Result, read
 from vllm_kvevict.quality.run import columns
-from vllm_kvevict.quality.suites import SuiteSample
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--backoff", "0.01", "--tries", "2"]
@@ -328,10 +327,8 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--budgets", "few"], "whole number above 1, got few"),
         (["--depths", "2"], "between 0 and 1"),
         (["--samples", "0"], "--samples must be at least 1"),
-        (["--data", "x"], "need --suite"),
         (["--questions", "0"], "--questions must be at least 1"),
         (["--questions", "5", "--depths", "0.5"], "--questions above 1 cannot be combined"),
-        (["--questions", "5", "--suite", "ruler"], "--questions above 1 cannot be combined"),
         (["--questions", "5", "--tasks", "single", "common"], "common asks about the whole text"),
         (["--questions", "5000"], "there are no more names"),
         (["--policies", "snapkv:kernel"], "'kernel' is not NAME=VALUE"),
@@ -339,7 +336,7 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--family", "text", "--depths", "0.5"], "--depths can be combined with --family words only"),
         (["--family", "text", "--questions", "2"], "--questions can be combined with --family words only"),
         (["--family", "text", "--tasks", "single"], "unknown single (choose from number, multikey,"),
-        (["--family", "text", "--tokens", "0"], "--tokens must be positive"),
+        (["--family", "text", "--tokens", "0"], "--tokens must be at least 1"),
         (["--family", "text", "--difficulty", "json"], "must be TASK=N, got json"),
         (["--family", "text", "--difficulty", "json=101"], "json=101: it must be 1 to 100 (entries of"),
         (["--family", "text", "--difficulty", "js=8"], "js=8: choose from number, multikey,"),
@@ -348,6 +345,20 @@ def test_ctrl_c_ends_cleanly(tmp_path):
 def test_wrong_arguments(argv, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["run", "--output", "x", *argv])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run", "--output", "x", "--data", "x", "--suite", "ruler"], "lm-eval asks public suites"),
+        (["fidelity", "--output", "x", "--dry-run"], "the bar of progress says how long it takes"),
+        (["report", "x", "--eviction-log", "x"], "vllm-kvevict inspect shows what a policy keeps"),
+    ],
+)
+def test_options_that_are_gone_say_what_took_their_place(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(argv)
     assert message in capsys.readouterr().err
 
 
@@ -368,73 +379,7 @@ def test_generated_cases_depend_on_the_seed_only():
     assert all(cases[case.sample] == case.context for case in few if case.task == "facts")
     other = Generated(["facts"], [40], [None], 2, 1, False, 8)
     assert {case.context for case in other}.isdisjoint(cases.values())
-    assert fingerprints(few, 0) == fingerprints(Generated(["single", "facts"], [99], [0.1], 1, 0, True, 0), 0)
-
-
-def suite_sample(**changes) -> SuiteSample:
-    defaults = {
-        "suite": "ruler",
-        "task": "qa_1",
-        "index": 3,
-        "context": "a long text",
-        "question": " Question: who? Answer:",
-        "max_tokens": 32,
-        "answers": ("me",),
-        "metric": lambda reply, answers: float(answers[0] in reply),
-    }
-    return SuiteSample(**{**defaults, **changes})
-
-
-def test_suite_samples_keep_their_form():
-    chat = suite_case(suite_sample(answer_prefix=" Answer:"))
-    assert chat.sample == ("ruler/qa_1", None, None, 3) and chat.score("it is me") == 1.0
-    assert chat.prompt() == {
-        "messages": [
-            {"role": "user", "content": "a long text Question: who?"},
-            {"role": "assistant", "content": " Answer:"},
-        ],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    }
-    assert suite_case(suite_sample(chat=False)).prompt() == {"prompt": "a long text Question: who? Answer:"}
-    assert suite_case(suite_sample()).prompt("why") == {
-        "messages": [{"role": "user", "content": "a long textwhy"}]
-    }
-
-
-def test_a_suite_is_read_from_its_folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    lines = [json.dumps({"input": f"text {i} . Question: x y z", "outputs": ["y"]}) for i in range(4)]
-    (tmp_path / "data" / "qa_1.jsonl").write_text("\n".join(lines) + "\n")
-    with FakeServer() as server:
-        suite = [
-            "--suite",
-            "ruler",
-            "--data",
-            str(tmp_path / "data"),
-            "--tasks",
-            "qa_1",
-            "--policies",
-            "full",
-            "snapkv",
-        ]
-        argv = [
-            "run",
-            "--url",
-            server.url,
-            "--output",
-            str(tmp_path / "out"),
-            *suite,
-            "--samples",
-            "3",
-            *FAST,
-        ]
-        assert run(*argv, "--budgets", "0.2", "--scopes", "prompt", "prefix") == 0
-    found = results(tmp_path / "out")
-    assert Counter(r.column for r in found) == {
-        column: 3 for column in columns(["full", "snapkv"], [0.2], ["prompt", "prefix"])
-    }
-    assert {r.task for r in found} == {"ruler/qa_1"}
+    assert few.fingerprints() == Generated(["single", "facts"], [99], [0.1], 1, 0, True, 0).fingerprints()
 
 
 @pytest.mark.parametrize("question", ["what x ?", "count x ?", "Who?", "\n\nQuestion", ""])

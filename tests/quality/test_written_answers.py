@@ -11,6 +11,8 @@ from vllm_kvevict.engine.decoding import DecodeOptions
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.decoding import (
     DECODING,
+    PIECE,
+    TRIES,
     WRITTEN,
     Decoded,
     Written,
@@ -20,13 +22,14 @@ from vllm_kvevict.quality.decoding import (
     repeats_itself,
     score,
 )
-from vllm_kvevict.quality.decoding_report import gather_decoding
-from vllm_kvevict.quality.decoding_run import PIECE, TRIES
 from vllm_kvevict.quality.decoding_tasks import recall, writing
+from vllm_kvevict.quality.measures import gather
 from vllm_kvevict.quality.results import FULL, Column, read
+from vllm_kvevict.quality.scores import of_task
 
 FAST = ["--backoff", "0.01", "--tries", "2"]
 LENGTH, BUDGET, INTERVAL = 160, 32, 8
+NAMES = ("snapkv", "streaming-llm")
 FIRST = BUDGET + INTERVAL + 1
 
 
@@ -75,12 +78,11 @@ def test_agreement_is_of_the_most_likely_token_and_recall_of_the_answers_own():
 
 def test_what_is_recalled_was_said_before():
     for index in range(5):
-        made = recall(3, index, 60)
-        assert len(made.values) == 4
-        begin = made.pieces[0].partition("\n\n")[0]
-        assert all(value in begin and begin.count(value) == 1 for value in made.values)
-        between = made.pieces[0].split("\n\n")[1]
-        assert len(between.split()) >= 60 and not any(value in between for value in made.values)
+        _, pieces = recall(3, index, 60)
+        values = pieces[1::2]
+        begin, between, _ = pieces[0].split("\n\n")
+        assert len(values) == 4 and all(begin.count(value) == 1 for value in values)
+        assert len(between.split()) >= 60 and not any(value in between for value in values)
     assert recall(3, 0, 60) == recall(3, 0, 60) != recall(4, 0, 60)
     assert writing(3, 10) == writing(3, 20)[:10] != writing(4, 10)
 
@@ -202,17 +204,12 @@ def test_servers_with_other_policies_score_the_same_answers(tmp_path):
     assert "agreement 1.0000" in text and "3 answers of 160 to 160 tokens." in text
     rows = [line for line in text.splitlines() if line.startswith(("| full", "| snapkv", "| streaming-llm"))]
     assert [row.split("|")[1].strip() for row in rows] == ["full", "snapkv", "streaming-llm"] * 2
-    summary = json.loads((tmp_path / "summary.json").read_text())["results"]["decoding"]
-    by_name = {(one["task"], one["policy"]): one for one in summary["columns"]}
-    ours, baseline = by_name["writing", "snapkv"], by_name["writing", "streaming-llm"]
-    assert ours["share_of_baseline"]["mean"] == pytest.approx(
-        ours["divergence"]["mean"] / baseline["divergence"]["mean"], rel=1e-4
-    )
-    assert 0 < ours["share_of_baseline"]["high"] < 1 and baseline["share_of_baseline"] is None
-    assert (
-        by_name["recall", FULL]["recalled"]["mean"] == 1
-        and by_name["recall", "snapkv"]["recalled"]["mean"] == 0
-    )
+    found, (_, ours, baseline, whole, forgets, _) = gather(tmp_path, Decoded), rows
+    kl = [
+        found.divergence.mean(Column(policy, BUDGET, "answer"), of_task("writing")).mean for policy in NAMES
+    ]
+    assert f"| {kl[0] / kl[1]:.3f} [" in ours and kl[0] < kl[1] and "| - |" in baseline
+    assert whole.endswith("| 1.000 [1.000, 1.000] |") and forgets.endswith("| 0.000 [0.000, 0.000] |")
 
 
 def test_it_goes_on_where_it_was_interrupted(tmp_path, capsys):
@@ -253,7 +250,7 @@ def test_a_full_cache_that_disagrees_with_itself_is_an_error(tmp_path, capsys):
     with FakeDecoder(noise=4.0) as server:
         assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 2
     assert "the full cache agrees with itself on 0.000 of the tokens only" in capsys.readouterr().err
-    assert math.isclose(gather_decoding(tmp_path).floor.mean, 0.0)
+    assert math.isclose(gather(tmp_path, Decoded).floor.mean, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,136 +2,80 @@
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.quality.arguments import PROGRAM, REAL_TASKS, parse_arguments
-from vllm_kvevict.quality.cases import Case, Generated, suite_cases
+from vllm_kvevict.quality.asking import Asking
+from vllm_kvevict.quality.cases import Generated
 from vllm_kvevict.quality.checkpoint import CheckpointError
-from vllm_kvevict.quality.decoding_report import gather_decoding
-from vllm_kvevict.quality.decoding_run import DecodingJob, run_decoding
-from vllm_kvevict.quality.decoding_run import columns as decoding_columns
+from vllm_kvevict.quality.decoding import Decoding
+from vllm_kvevict.quality.decoding_tasks import answers
 from vllm_kvevict.quality.endpoint import EndpointError
-from vllm_kvevict.quality.fidelity import FLOOR
-from vllm_kvevict.quality.fidelity_report import gather_fidelity
-from vllm_kvevict.quality.fidelity_run import FidelityJob, floor_error, run_fidelity
+from vllm_kvevict.quality.fidelity import Scoring
 from vllm_kvevict.quality.fitting import TextQuestions
+from vllm_kvevict.quality.measures import check_floor
+from vllm_kvevict.quality.options import PROGRAM, REAL_TASKS, parse_arguments
 from vllm_kvevict.quality.prompts import read_prompts
 from vllm_kvevict.quality.results import Column, ResultsError
-from vllm_kvevict.quality.run import Job, Questions, Target, columns, run
-from vllm_kvevict.quality.suites import SuiteError
+from vllm_kvevict.quality.run import Task, columns, run
 
 console = Console()
 
 
-def text_questions(arguments: argparse.Namespace, slack: int) -> TextQuestions:
-    """Those on real text that the arguments ask for."""
-    shape = arguments.tasks, arguments.tokens, arguments.samples
-    return TextQuestions(*shape, arguments.seed, arguments.form, arguments.difficulty, slack)
+def text_questions(options: argparse.Namespace) -> TextQuestions:
+    """Those on real text that the options ask for."""
+    shape = options.tasks, options.tokens, options.samples
+    return TextQuestions(*shape, options.seed, options.form, options.difficulty, options.slack)
 
 
-def given(kind: type[Target], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments say of a job: fields of it that they have by the same name, and the words of the command."""
-    names = [field.name for field in dataclasses.fields(kind) if hasattr(arguments, field.name)]
-    return {name: getattr(arguments, name) for name in names} | {"command": arguments.typed}
+def asking(options: argparse.Namespace) -> Asking:
+    """What `run` is to ask."""
+    asked = columns(options.policies, options.budgets, options.scopes)
+    if options.plain:
+        asked = [Column(options.label)]
+    if options.family in REAL_TASKS:
+        return Asking(options, text_questions(options), asked)
+    shape = options.tasks, options.lengths, options.depths, options.samples
+    more = options.seed, options.instruct, options.slack, options.questions
+    return Asking(options, Generated(*shape, *more), asked)
 
 
-def columns_of(arguments: argparse.Namespace) -> list[Column]:
-    """Policies with budgets and scopes, as the arguments list them."""
-    return columns(arguments.policies, arguments.budgets, list(dict.fromkeys(arguments.scopes)))
+def scoring(options: argparse.Namespace) -> Scoring:
+    """What `fidelity` is to score."""
+    cases = read_prompts(options.prompts) if options.prompts else text_questions(options)
+    return Scoring(options, cases, columns(options.policies, options.budgets, options.scopes))
 
 
-def job(arguments: argparse.Namespace) -> Job:
-    """What the arguments of `run` ask for."""
-    if arguments.suite:
-        cases: Questions = suite_cases(
-            arguments.suite, arguments.data, arguments.tasks, arguments.samples, arguments.prompts
-        )
-    elif arguments.family in REAL_TASKS:
-        cases = text_questions(arguments, arguments.slack)
-    else:
-        cases = Generated(
-            list(dict.fromkeys(arguments.tasks)),
-            list(dict.fromkeys(arguments.lengths)),
-            list(dict.fromkeys(arguments.depths or [None])),
-            arguments.samples,
-            arguments.seed,
-            arguments.instruct,
-            arguments.slack,
-            arguments.questions,
-        )
-    asked = [Column(arguments.label)] if arguments.plain else columns_of(arguments)
-    form = arguments.form or "chat"
-    return Job(**given(Job, arguments) | {"cases": cases, "columns": asked, "form": form})
+def decoding(options: argparse.Namespace) -> Decoding:
+    """What `answers` is to score."""
+    if options.prompts:
+        return Decoding(options, read_prompts(options.prompts))
+    return Decoding(options, answers(options.tasks, options.samples, options.seed, options.answer_tokens))
 
 
-def run_command(arguments: argparse.Namespace) -> None:
-    """Ask."""
-    answers = asyncio.run(run(job(arguments), console))
-    _say(
-        f"{answers:,} new answers in {arguments.output}; next: vllm-kvevict quality report {arguments.output}"
-    )
+def measure(options: argparse.Namespace) -> None:
+    """Measure what is missing, and make sure that the full cache agrees with itself."""
+    task = TASKS[options.command](options)
+    new = asyncio.run(run(task, console))
+    folder = options.output
+    _say(f"{new:,} new measures in {folder}; next: vllm-kvevict quality report {folder}")
+    check_floor(folder, task.KIND)
 
 
-def fidelity_job(arguments: argparse.Namespace) -> FidelityJob:
-    """What the arguments of `fidelity` ask for."""
-    if arguments.prompts:
-        cases: TextQuestions | list[Case] = read_prompts(arguments.prompts)
-    else:
-        cases = text_questions(arguments, slack=0)
-    return FidelityJob(**given(FidelityJob, arguments) | {"cases": cases, "columns": columns_of(arguments)})
-
-
-def fidelity_command(arguments: argparse.Namespace) -> None:
-    """Score answers, and make sure that the full cache agrees with itself."""
-    new = asyncio.run(run_fidelity(fidelity_job(arguments), console))
-    if arguments.dry_run:
-        return
-    _say(f"{new:,} new measures in {arguments.output}; next: vllm-kvevict quality report {arguments.output}")
-    found = gather_fidelity(arguments.output)
-    if found and found.floor and found.floor.mean < FLOOR:
-        raise ResultsError(floor_error(found.floor.mean))
-
-
-def decoding_job(arguments: argparse.Namespace) -> DecodingJob:
-    """What the arguments of `answers` ask for."""
-    cases = read_prompts(arguments.prompts) if arguments.prompts else None
-    fixed = {"form": "chat", "min_prompt": 0}
-    columns = decoding_columns(arguments.policy, arguments.budgets)
-    return DecodingJob(**given(DecodingJob, arguments) | fixed | {"cases": cases, "columns": columns})
-
-
-def answers_command(arguments: argparse.Namespace) -> None:
-    """Score answers while they are evicted, and make sure that the full cache agrees with itself."""
-    new = asyncio.run(run_decoding(decoding_job(arguments), console))
-    _say(f"{new:,} new measures in {arguments.output}; next: vllm-kvevict quality report {arguments.output}")
-    found = gather_decoding(arguments.output)
-    if found and found.floor and found.floor.mean < FLOOR:
-        raise ResultsError(floor_error(found.floor.mean))
-
-
-def report_command(arguments: argparse.Namespace) -> None:
+def report(options: argparse.Namespace) -> None:
     """Write the report."""
     from vllm_kvevict.quality.report import write_report  # late: matplotlib takes a while
 
-    path = write_report(
-        arguments.folder,
-        output=arguments.output or arguments.folder / "report.md",
-        title=arguments.title,
-        budget=arguments.budget,
-        eviction_log=arguments.eviction_log,
-        command=arguments.typed,
-    )
-    _say(f"wrote {path}")
+    output = options.output or options.folder / "report.md"
+    _say(f"wrote {write_report(options.folder, output, options.title, options.budget)}")
 
 
-def checkpoint_command(arguments: argparse.Namespace) -> None:
+def build_checkpoint(options: argparse.Namespace) -> None:
     """Build the checkpoint; only its folder goes to stdout, so that other commands can take it from there."""
     steps = itertools.count(1)
     there = checkpoint.find()
@@ -146,28 +90,24 @@ def checkpoint_command(arguments: argparse.Namespace) -> None:
     print(path)
 
 
-COMMANDS = {
-    "run": run_command,
-    "fidelity": fidelity_command,
-    "answers": answers_command,
-    "report": report_command,
-    "checkpoint": checkpoint_command,
-}
+TASKS: dict[str, Callable[[argparse.Namespace], Task[Any, Any]]]
+TASKS = {"run": asking, "fidelity": scoring, "answers": decoding}
+COMMANDS = {**dict.fromkeys(TASKS, measure), "report": report, "checkpoint": build_checkpoint}
 
 
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run one command, by default the one of ``sys.argv``; the exit code."""
-    arguments = parse_arguments(sys.argv[1:] if words is None else words, program)
+    options = parse_arguments(sys.argv[1:] if words is None else words, program)
     try:
-        COMMANDS[arguments.command](arguments)
+        COMMANDS[options.command](options)
     except KeyboardInterrupt:
         _say("interrupted; the answers so far are saved, and the same command continues from there")
         return 130
     except BrokenPipeError:
         raise  # nobody reads what is printed, which is no error of the command's
-    except (CheckpointError, EndpointError, ResultsError, SuiteError, OSError, ValueError) as error:
+    except (CheckpointError, EndpointError, ResultsError, OSError, ValueError) as error:
         # As argparse says it of wrong arguments.
-        print(f"{program} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program} {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

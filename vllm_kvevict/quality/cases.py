@@ -1,4 +1,4 @@
-"""What is asked: generated samples, or those of a suite, in the one form that the driver knows."""
+"""What is asked, in the one form that the driver knows."""
 
 import hashlib
 import json
@@ -6,14 +6,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.chats import Chat
 from vllm_kvevict.quality import tasks
 from vllm_kvevict.quality.results import Sampled
-from vllm_kvevict.quality.suites import SuiteSample, load
 
 TOKENS_PER_WORD = 3
 """At most, for the words of the generated tasks and the tokenizers of usual models."""
@@ -38,6 +35,7 @@ class Case(Sampled):
         reply_start: the assistant's first words, which the model continues.
         turns: messages of a chat before all this, each a role and what it says.
         chat: the user's own, instead of all this but the question, which is that of its last user message.
+        answer: that exists already, in pieces; every second one, from the second on, repeats what was said before.
     """
 
     context: str
@@ -49,6 +47,7 @@ class Case(Sampled):
     reply_start: str = ""
     turns: tuple[tuple[str, str], ...] = ()
     chat: Chat | None = None
+    answer: tuple[str, ...] = ()
 
     @property
     def has_prefix(self) -> bool:
@@ -129,6 +128,11 @@ class Generated:
                     for depth in self.depths:
                         yield self.case(name, length, depth, index)
 
+    def fingerprints(self) -> dict[str, str]:
+        """For each task a digest of one sample, the same whatever is asked for: it changes when the texts do."""
+        found = {name: tasks.make(name, 200, random.Random(self.seed)) for name in self.names}
+        return {name: _digest(made.context, made.question, *made.expected) for name, made in found.items()}
+
     def case(self, name: str, length: int, depth: float | None, index: int) -> Case:
         """One sample; a pure function of the seed and what it is called by."""
         rng = random.Random(f"{self.seed}/{name}/{length}/{depth}/{index}")
@@ -148,61 +152,18 @@ class Generated:
     def _case(self, sample: tasks.Sample, length: int, depth: float | None, index: int) -> Case:
         context = f"{tasks.INSTRUCTION}\n\n{sample.context}" if self.instruct else sample.context
         tokens = TOKENS_PER_WORD * len(sample.answer.split()) + self.slack
-        score = partial(tasks.score, sample)
-        return Case(
-            sample.task, length, depth, index, context, sample.question, sample.expected, tokens, score
-        )
-
-
-def fingerprints(cases: Generated | Sequence[Case], seed: int) -> dict[str, str]:
-    """For each task a digest of one sample: it changes when the texts do."""
-    if isinstance(cases, Generated):  # the same sample whatever is asked for
-        makers = {name: tasks.make(name, 200, random.Random(seed)) for name in cases.names}
-        return {name: _digest(made.context, made.question, *made.expected) for name, made in makers.items()}
-    return {case.task: _digest(*_texts(case)) for case in cases if case.index == 0}
+        named, asked = (sample.task, length, depth, index), (context, sample.question, sample.expected)
+        return Case(*named, *asked, tokens, partial(tasks.score, sample))
 
 
 def fingerprint(cases: Sequence[Case]) -> str:
     """A digest of all of them."""
-    return _digest(*(text for case in cases for text in _texts(case)))
-
-
-def _texts(case: Case) -> list[str]:
-    chat = [json.dumps(case.chat.body())] if case.chat else []
-    return [*(said for _, said in case.turns), case.context, case.question, *chat]
+    texts: list[str] = []
+    for case in cases:
+        chat = [json.dumps(case.chat.body())] if case.chat else []
+        texts += [*(said for _, said in case.turns), case.context, case.question, *chat]
+    return _digest(*texts)
 
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-
-
-def suite_cases(
-    suite: str, folder: Path | None, names: Sequence[str] | None, samples: int | None, prompts: Path | None
-) -> list[Case]:
-    """The samples of a suite, in turns from all its tasks; see `vllm_kvevict.quality.suites.load`.
-
-    Raises:
-        SuiteError: what is missing or malformed.
-    """
-    by_task: dict[str, list[Case]] = {}
-    for sample in load(suite, folder, tasks=names, limit=samples, prompts=prompts):
-        by_task.setdefault(sample.task, []).append(suite_case(sample))
-    return [case for turn in zip_longest(*by_task.values()) for case in turn if case is not None]
-
-
-def suite_case(sample: SuiteSample) -> Case:
-    """A suite's sample as a case; of its length only the task's name tells, as each text has its own."""
-    start = sample.answer_prefix if sample.chat else ""
-    return Case(
-        task=f"{sample.suite}/{sample.task}",
-        length=None,
-        depth=None,
-        index=sample.index,
-        context=sample.context,
-        question=sample.question.removesuffix(start),
-        expected=tuple(map(str, sample.answers)),
-        max_tokens=sample.max_tokens,
-        score=sample.score,
-        form="message" if sample.chat else "completion",
-        reply_start=start,
-    )

@@ -171,26 +171,19 @@ def call(draw: Draw) -> Question:
         said = f"Read this text: {' '.join(prose(units))}"
         return [("system", instructions), ("user", said), ("assistant", READ)]
 
-    return Question(
-        before,
-        "Repeat one line of the source of your functions, word for word.",
-        asked.start,
-        (asked.rest,),
-        16,
-        lambda reply: float("".join(reply.split()).startswith("".join(asked.rest.split()))),
-    )
+    def score(reply: str) -> float:
+        return float("".join(reply.split()).startswith("".join(asked.rest.split())))
+
+    question = "Repeat one line of the source of your functions, word for word."
+    return Question(before, question, asked.start, (asked.rest,), 16, score)
 
 
 def _question(fact: Told, text: Callable[[int], list[Message]]) -> Question:
     return Question(text, fact.asked, fact.start, fact.expected, fact.tokens, fact.score)
 
 
-SIZE, COUNTS, SIZES = 4, "entries of the object", range(1, 101)
-_OF_TURNS = {
-    f"turns-{kind}": Task(partial(conversation, kind=kind), SIZE, COUNTS, SIZES, "turns") for kind in KINDS
-}
-_OF_TOOLS = {
-    f"tools-{kind}": Task(partial(tools, kind=kind), SIZE, COUNTS, SIZES, "tools") for kind in TOOL_KINDS
-}
+OBJECT = 4, "entries of the object", range(1, 101)
+_OF_TURNS = {f"turns-{kind}": Task(partial(conversation, kind=kind), *OBJECT, "turns") for kind in KINDS}
+_OF_TOOLS = {f"tools-{kind}": Task(partial(tools, kind=kind), *OBJECT, "tools") for kind in TOOL_KINDS}
 _OF_INSTRUCTIONS = {"call": Task(call, 7, "tools in the list", range(2, 26))}
 TASKS: dict[str, Task] = {**_OF_TURNS, **_OF_TOOLS, **_OF_INSTRUCTIONS}

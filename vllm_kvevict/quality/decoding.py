@@ -4,43 +4,40 @@ An answer is sent behind its prompt with the place where it begins, so the serve
 it wrote it. Only tokens behind the first of these count; before it nothing was lost.
 """
 
+import argparse
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvevict.decode_interval import default_interval
-from vllm_kvevict.quality.fidelity import Choices, Fidelity, FidelitySettings, divergence
-from vllm_kvevict.quality.results import Column, Measure, Record, Sample, Sampled
+from vllm_kvevict.quality import fidelity
+from vllm_kvevict.quality.cases import Case
+from vllm_kvevict.quality.endpoint import EndpointError, RefusedError
+from vllm_kvevict.quality.fidelity import Choices, Fidelity, Tokens, digest, scored
+from vllm_kvevict.quality.results import FULL, Column, Measure, Record
+from vllm_kvevict.quality.run import Task
 
-WRITTEN, REFERENCES = "written.jsonl", "references.jsonl"
-DECODING, DECODING_SETTINGS = "decoding.jsonl", "decoding-settings.json"
+WRITTEN, REFERENCES, DECODING = "written.jsonl", "references.jsonl", "decoding.jsonl"
 SCOPE = "answer"
 """Of the columns with a budget: what of an answer stays."""
 PAGE = 32
 """Tokens of a page, to which the server rounds its interval up."""
 ROW, TIMES = 16, 3
 """An answer that says so many tokens in a row so often repeats itself, and tells nothing about what it needs."""
+TRIES = 64
+"""Seeds of an answer before a model is said to repeat itself always: small models do so nine times in ten."""
+PIECE = 128
+"""Tokens that are asked for at a time, so that an answer which repeats itself ends early."""
+WHOLE = {"kv_eviction": FULL, "kv_decode_budget": 0}
+"""Fields of a request that evicts nothing."""
+ADVICE = (
+    "start its server with --kv-eviction full --kv-decode-budget D --kv-eviction-config.decode_policy POLICY"
+)
+Rows = Sequence[Choices]
 
 
 @dataclass(frozen=True)
-class DecodingSettings(FidelitySettings):
-    """What all measures of a folder have in common.
-
-    Attributes:
-        answer_tokens: of each answer that the full cache writes.
-        interval: of the servers, None for their default.
-        temperature: at which answers are written.
-    """
-
-    FILE = DECODING_SETTINGS
-    RECORDS = DECODING
-
-    answer_tokens: int = 1024
-    interval: int | None = None
-    temperature: float = 0.8
-
-
-@dataclass(frozen=True)
-class Written(Sampled, Record):
+class Written(Record):
     """An answer that is scored.
 
     Attributes:
@@ -61,25 +58,12 @@ class Written(Sampled, Record):
     left_out: int
     text: str
 
-    @property
-    def key(self) -> Sample:
-        return self.sample
-
 
 @dataclass(frozen=True)
-class Reference(Sampled, Record):
+class Reference(Record):
     """The most likely tokens at each place of an answer with the full cache, by id as text."""
 
     choices: list[dict[str, float]]
-
-    @property
-    def key(self) -> Sample:
-        return self.sample
-
-    @property
-    def rows(self) -> list[Choices]:
-        """The same by id."""
-        return [{int(token): value for token, value in row.items()} for row in self.choices]
 
 
 @dataclass(frozen=True)
@@ -92,6 +76,9 @@ class Decoded(Fidelity):
         hits: whether the most likely one is the answer's own.
         answer_tokens: of the whole answer.
     """
+
+    FILE = DECODING
+    SETTINGS = "decoding-settings.json"
 
     hits: tuple[bool, ...]
     answer_tokens: int
@@ -115,14 +102,14 @@ def first_changed(budget: float, interval: int) -> int:
     return int(budget) + interval + 1
 
 
-def places(answer: Written, column: Column, interval: int | None) -> Sequence[int]:
+def places(answer: Written, column: Column, interval: int | None) -> Tokens:
     """Places that count in a column, which for the full cache are all."""
     first = 0 if column.budget is None else first_changed(column.budget, interval_of(column.budget, interval))
     counted = answer.counted or range(len(answer.tokens))
     return [place for place in counted if place >= first]
 
 
-def repeats_itself(tokens: Sequence[int], row: int = ROW, times: int = TIMES) -> bool:
+def repeats_itself(tokens: Tokens, row: int = ROW, times: int = TIMES) -> bool:
     """Whether some tokens in a row come several times, overlapping or not."""
     seen: dict[tuple[int, ...], int] = {}
     for start in range(len(tokens) - row + 1):
@@ -136,9 +123,9 @@ def repeats_itself(tokens: Sequence[int], row: int = ROW, times: int = TIMES) ->
 def score(
     answer: Written,
     column: Column,
-    full: Sequence[Choices],
-    found: Sequence[Choices],
-    counted: Sequence[int],
+    full: Rows,
+    found: Rows,
+    counted: Tokens,
     evict_at: int | None,
     seconds: float,
 ) -> Decoded:
@@ -153,9 +140,8 @@ def score(
         *answer.sample,
         *column.key,
         first=counted[0],
-        agrees=tuple(_is_best(other, _best(own)) for own, other, _ in rows),
-        differences=tuple(round(other[token] - own[token], 6) for own, other, token in rows),
-        divergences=tuple(round(divergence(own, other, token), 7) for own, other, token in rows),
+        agrees=tuple(_is_best(other, max(own, key=lambda one: own[one])) for own, other, _ in rows),
+        **fidelity.distances(rows),
         prompt_tokens=answer.prompt_tokens,
         evict_at=evict_at,
         whole=False,
@@ -165,10 +151,126 @@ def score(
     )
 
 
-def _best(choices: Mapping[int, float]) -> int:
-    return max(choices, key=lambda token: choices[token])
-
-
 def _is_best(choices: Mapping[int, float], token: int) -> bool:
     """Whether no token is more likely, by the last digits of float32."""
     return choices.get(token, float("-inf")) >= max(choices.values()) - 1e-6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the columns of an answer share: the tokens of its prompt, itself, and what the full cache would say."""
+
+    prompt: list[int]
+    answer: Written
+    full: Rows
+
+
+class Decoding(Task[Asked, Decoded]):
+    """What `answers` does; the server's policy is that of all its columns but the full cache's."""
+
+    KIND = Decoded
+
+    def __init__(self, options: argparse.Namespace, cases: list[Case]):
+        evicting = [Column(options.policy, budget, SCOPE) for budget in dict.fromkeys(options.budgets)]
+        super().__init__(options, cases, [Column(FULL), *evicting])
+        self.written = self.store(WRITTEN, Written)
+        self.references = self.store(REFERENCES, Reference)
+        self.stores += self.written, self.references
+
+    async def check(self) -> None:
+        """See Task: the server must evict answers, and they must be long enough for that."""
+        for budget in self.options.budgets:
+            first = first_changed(budget, interval_of(budget, self.options.interval))
+            if first >= self.options.answer_tokens:
+                raise ValueError(
+                    f"--budgets {budget:g} evicts answers after {first - 1} tokens first: --answer-tokens must be "
+                    f"above {first}, not {self.options.answer_tokens}"
+                )
+        await self.endpoint.require_eviction()
+        fields = WHOLE | {"kv_decode_budget": int(self.options.budgets[0])}
+        try:
+            await self.endpoint.ask({"prompt": "what ?"}, 1, fields)
+        except RefusedError as error:
+            raise EndpointError(f"{error}: {ADVICE}") from None
+
+    async def ask(self, case: Case, columns: Sequence[Column]) -> Asked:
+        """See Task; the answer is of an earlier run, if there was one."""
+        prompt = await self.endpoint.tokenize(case.prompt())
+        answer = self.written.done.get(case.sample)
+        if answer is None:
+            answer = await (self.made if case.answer else self.write)(case, prompt)
+            self.written.add(answer)
+        fidelity.check_prompt(answer, prompt, case)
+        full = self.references.done.get(case.sample)
+        if full is None:
+            rows = await scored(self.endpoint, prompt, answer.tokens, WHOLE, self.options.top)
+            full = Reference(
+                *case.sample, [{str(token): value for token, value in row.items()} for row in rows]
+            )
+            self.references.add(full)
+        return Asked(prompt, answer, fidelity.by_id(full.choices))
+
+    async def made(self, case: Case, prompt: Tokens) -> Written:
+        """An answer that the case brings: its tokens, and the places of the values that it repeats."""
+        tokens: list[int] = []
+        counted: list[int] = []
+        for number, piece in enumerate(case.answer):
+            ids = await self.endpoint.tokenize({"prompt": piece, "add_special_tokens": False})
+            if number % 2:
+                counted += range(len(tokens), len(tokens) + len(ids))
+            tokens += ids
+        read = digest(prompt), len(prompt), tuple(tokens), tuple(counted)
+        return Written(*case.sample, *read, seed=0, left_out=0, text="".join(case.answer))
+
+    async def write(self, case: Case, prompt: Tokens) -> Written:
+        """An answer that the full cache writes, and that does not repeat itself; its choices are stored, too.
+
+        Raises:
+            EndpointError: all of them do.
+        """
+        for left_out in range(TRIES):
+            seed = (self.options.seed * 1000 + case.index) * TRIES + left_out
+            if found := await self.attempt(prompt, seed):
+                tokens, rows, text = found
+                self.references.add(Reference(*case.sample, rows))
+                read = digest(prompt), len(prompt), tuple(tokens), ()
+                return Written(*case.sample, *read, seed=seed, left_out=left_out, text=text)
+        raise EndpointError(
+            f"{self.endpoint.model} says {ROW} tokens {TIMES} times in each of {TRIES} answers to {case}: give it "
+            "fewer --answer-tokens, a higher --temperature or other prompts"
+        )
+
+    async def attempt(
+        self, prompt: Tokens, seed: int
+    ) -> tuple[list[int], list[dict[str, float]], str] | None:
+        """One answer as `listed`, each piece with a seed of its own; None as soon as it repeats itself."""
+        tokens: list[int] = []
+        rows: list[dict[str, float]] = []
+        text, length = "", self.options.answer_tokens
+        while len(tokens) < length:
+            piece = min(PIECE, length - len(tokens))
+            how = {"max_tokens": piece, "min_tokens": piece, "temperature": self.options.temperature}
+            how["seed"] = seed * length + len(tokens)
+            said = await fidelity.listed(self.endpoint, [*prompt, *tokens], self.options.top, WHOLE, **how)
+            tokens += said[0]
+            rows += said[1]
+            text += said[2]
+            if repeats_itself(tokens):
+                return None
+        return tokens, rows, text
+
+    async def score(self, case: Case, asked: Asked, column: Column) -> Decoded:
+        """See Task."""
+        prompt, answer, interval = asked.prompt, asked.answer, self.options.interval
+        fields, evict_at = dict(WHOLE), None
+        if column.budget is not None:
+            evict_at = len(prompt) + int(column.budget) + interval_of(column.budget, interval)
+            fields |= {"kv_decode_budget": int(column.budget), "kv_answer_from": len(prompt)}
+        counted = places(answer, column, interval)
+        if not counted or (answer.counted and len(counted) < len(answer.counted)):
+            raise ValueError(
+                f"{column} does not evict answers of {len(answer.tokens)} tokens before what counts"
+            )
+        started = time.perf_counter()
+        rows = await scored(self.endpoint, prompt, answer.tokens, fields, self.options.top)
+        return score(answer, column, asked.full, rows, counted, evict_at, time.perf_counter() - started)

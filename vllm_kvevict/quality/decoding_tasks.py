@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
+from vllm_kvevict.quality.cases import Case
 from vllm_kvevict.quality.texts import sentences
 
 WRITING, RECALL = "writing", "recall"
@@ -14,45 +15,33 @@ FORMS = (
     "Explain everything that a beginner should know about {}, step by step and in full sentences.",
     "Write a long letter to a friend about {}.",
 )
-SUBJECTS = (
-    *("a lighthouse keeper and a small harbour", "a night train through the mountains", "an old clockmaker"),
-    *(
-        "the history of bread",
-        "how rivers shape a landscape",
-        "keeping bees",
-        "the first days at a new school",
-    ),
-    *(
-        "how a library is run",
-        "a gardener who loses her garden",
-        "how ships were navigated before satellites",
-    ),
-    *("a village that builds a bridge", "learning to play the violin", "how weather forecasts are made"),
-    *("a forest after a fire", "the work of a baker", "why cities grow", "a letter that arrives too late"),
-    *("how glass is made", "an expedition to a cold island", "the life of a street musician"),
-    *("how to plan a long journey on foot", "a museum at night", "growing vegetables on a balcony"),
-)
+SUBJECTS = (Path(__file__).parent / "subjects.txt").read_text().splitlines()
 NAMES = (
-    *(
-        "Anna",
-        "Peter",
-        "Maria",
-        "Robert",
-        "Sarah",
-        "David",
-        "Laura",
-        "Thomas",
-        "Emma",
-        "Daniel",
-        "Alice",
-        "Martin",
-    ),
+    *("Anna", "Peter", "Maria", "Robert", "Sarah", "David"),
+    *("Laura", "Thomas", "Emma", "Daniel", "Alice", "Martin"),
 )
 FACTS = 4
 ASKED = (
     "Give {count} people an access code each. Then write down what you know about a programming language. At the end "
     "repeat the access codes."
 )
+
+
+def answers(tasks: Sequence[str], samples: int, seed: int, tokens: int) -> list[Case]:
+    """Samples of the tasks, the first of each first.
+
+    Args:
+        tokens: of an answer.
+    """
+    asked = writing(seed, samples)
+
+    def case(task: str, index: int) -> Case:
+        written = asked[index], ()
+        question, answer = written if task == WRITING else recall(seed, index, 3 * tokens // 8)
+        named, nothing = (task, tokens, None, index), ((), 0, lambda reply: 0.0)
+        return Case(*named, "", question, *nothing, form="message", answer=answer)
+
+    return [case(task, index) for index in range(samples) for task in tasks]
 
 
 def writing(seed: int, samples: int) -> list[str]:
@@ -62,25 +51,8 @@ def writing(seed: int, samples: int) -> list[str]:
     return [asked[index % len(asked)] for index in range(samples)]
 
 
-@dataclass(frozen=True)
-class Recall:
-    """An answer that begins with facts and ends with them.
-
-    Attributes:
-        asked: the prompt.
-        pieces: the answer, in pieces; every second one, from the second on, is a value that was said before.
-    """
-
-    asked: str
-    pieces: Sequence[str]
-
-    @property
-    def values(self) -> Sequence[str]:
-        return self.pieces[1::2]
-
-
-def recall(seed: int, index: int, words: int) -> Recall:
-    """One such answer.
+def recall(seed: int, index: int, words: int) -> tuple[str, tuple[str, ...]]:
+    """A prompt, and an answer that begins with facts and ends with them; see Case.
 
     Args:
         words: between the facts and their repetition, at least; no tokenizer has fewer tokens.
@@ -98,4 +70,4 @@ def recall(seed: int, index: int, words: int) -> Recall:
     for name in again:
         pieces[-1] += f' The access code of {name} is "'
         pieces += [codes[name], '".']
-    return Recall(ASKED.format(count=FACTS), pieces)
+    return ASKED.format(count=FACTS), tuple(pieces)

@@ -104,16 +104,14 @@ class Endpoint:
         Raises:
             EndpointError: if it accepts a policy that does not exist.
         """
-        try:
-            await self.ask({"prompt": "what ?"}, 1, {"kv_eviction": "no-such-policy"})
-        except RefusedError as error:
-            if error.status == HTTPStatus.BAD_REQUEST and "no-such-policy" in str(error):
-                return
-            raise
-        raise EndpointError(
-            f"{self.url} ignores kv_eviction, so all policies would score like the full cache: start its server with "
-            "--kv-eviction full, or measure it as it is with --plain"
-        )
+        error = await self._refusal({"kv_eviction": "no-such-policy"})
+        if error is None:
+            raise EndpointError(
+                f"{self.url} ignores kv_eviction, so all policies would score like the full cache: start its server "
+                "with --kv-eviction full, or measure it as it is with --plain"
+            )
+        if error.status != HTTPStatus.BAD_REQUEST or "no-such-policy" not in str(error):
+            raise error
 
     async def require_parameters(self, policies: Sequence[str]) -> None:
         """Make sure that requests may set parameters of policies.
@@ -124,11 +122,9 @@ class Endpoint:
         Raises:
             EndpointError: they may not; it says how servers are started instead.
         """
-        try:
-            await self.ask({"prompt": "what ?"}, 1, {PARAMETERS: "no_such_parameter=1"})
-        except RefusedError as error:
-            if "no_such_parameter" in str(error):
-                return
+        error = await self._refusal({PARAMETERS: "no_such_parameter=1"})
+        if "no_such_parameter" in str(error):
+            return
         asked = parse(policies[0])
         flags = " ".join(f"--kv-eviction-config.{name} {text}" for name, text in asked.texts)
         raise EndpointError(
@@ -147,18 +143,25 @@ class Endpoint:
         Raises:
             EndpointError: it does not, so it would evict chats whole.
         """
-        prompt = "what ? " * max(1, min_prompt)
+        # An answer of one token would leave the prompt whole.
+        error = await self._refusal(fields, "what ? " * max(1, min_prompt), tokens=2)
+        if error is None:
+            raise EndpointError(
+                f"{self.url} evicts chats whole: start its server with --kv-eviction-config.scope turns, which "
+                "--scopes turns needs"
+            )
+        if "kv_turns" not in str(error):
+            raise error
+
+    async def _refusal(
+        self, fields: Mapping[str, Any], prompt: str = "what ?", tokens: int = 1
+    ) -> RefusedError | None:
+        """What the server says against a text with these fields; None if it answers."""
         try:
-            # An answer of one token would leave the prompt whole.
-            await self.ask({"prompt": prompt}, 2, fields)
+            await self.ask({"prompt": prompt}, tokens, fields)
         except RefusedError as error:
-            if "kv_turns" in str(error):
-                return
-            raise
-        raise EndpointError(
-            f"{self.url} evicts chats whole: start its server with --kv-eviction-config.scope turns, which --scopes "
-            "turns needs"
-        )
+            return error
+        return None
 
     async def ask(
         self, prompt: Mapping[str, Any], max_tokens: int, fields: Mapping[str, Any] | None = None
@@ -170,36 +173,31 @@ class Endpoint:
             max_tokens: of the reply.
             fields: of ours.
         """
-        body: dict[str, Any] = {"model": self.model, **prompt, "temperature": 0, "max_tokens": max_tokens}
-        if fields:
-            body["vllm_xargs"] = dict(fields)
-        path = "chat/completions" if "messages" in prompt else "completions"
-        answer = await self._call("POST", f"{self.url}/{path}", body)
-        try:
-            choice = answer["choices"][0]
-            usage = answer.get("usage") or {}
-            return Reply(
-                text=(choice["message"].get("content") if "messages" in prompt else choice["text"]) or "",
-                prompt_tokens=usage.get("prompt_tokens"),
-                output_tokens=usage.get("completion_tokens"),
-                finish_reason=choice.get("finish_reason"),
-                request=answer.get("id"),
-            )
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise EndpointError(
-                f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}"
-            ) from None
+        more = {"vllm_xargs": dict(fields)} if fields else {}
+        answer, choice = await self._choice({**prompt, "max_tokens": max_tokens, **more})
+        usage = answer.get("usage") or {}
+        return Reply(
+            text=(choice["message"].get("content") if "messages" in prompt else choice["text"]) or "",
+            prompt_tokens=usage.get("prompt_tokens"),
+            output_tokens=usage.get("completion_tokens"),
+            finish_reason=choice.get("finish_reason"),
+            request=answer.get("id"),
+        )
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The only choice of a completion, as the API answers it; greedy."""
-        asked = {"model": self.model, "temperature": 0, **body}
-        answer = await self._call("POST", f"{self.url}/completions", asked)
-        try:
-            return dict(answer["choices"][0])
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise EndpointError(
-                f"{self.url}/completions answered with no completion: {str(answer)[:BODY_WIDTH]}"
-            ) from None
+        return (await self._choice(body))[1]
+
+    async def _choice(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The API's answer, and its only choice."""
+        path, part = ("chat/completions", "message") if "messages" in body else ("completions", "text")
+        answer = await self._call(
+            "POST", f"{self.url}/{path}", {"model": self.model, "temperature": 0, **body}
+        )
+        match answer:
+            case {"choices": [dict(choice), *_]} if part in choice:
+                return answer, choice
+        raise EndpointError(f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}")
 
     async def render(
         self, chat: Mapping[str, Any], fields: Mapping[str, Any]

@@ -1,18 +1,19 @@
 """Questions on real text as cases of a wanted number of tokens, as the served model counts them."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_kvevict.quality import chats, open_questions, questions
-from vllm_kvevict.quality.cases import TEXT, Case
+from vllm_kvevict.quality import chats, questions
+from vllm_kvevict.quality.cases import TEXT, Case, fingerprint
 from vllm_kvevict.quality.endpoint import Endpoint
 from vllm_kvevict.quality.questions import Draw, Message, Question
 from vllm_kvevict.quality.texts import TextError
 
-TASKS = {**questions.TASKS, **chats.TASKS, **open_questions.TASKS}
+TASKS = {**questions.TASKS, **chats.TASKS, **questions.OPEN_TASKS}
 PLAIN = "plain"
 SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 FIRST_UNITS = 32
@@ -46,10 +47,8 @@ class TextQuestions:
 
     def names_of_samples(self) -> Iterator[tuple[str, int, int]]:
         """Task, length and index of each; the first sample of everything comes first."""
-        for index in range(self.samples):
-            for tokens in self.tokens:
-                for name in self.names:
-                    yield name, tokens, index
+        for index, tokens, name in itertools.product(range(self.samples), self.tokens, self.names):
+            yield name, tokens, index
 
     def question(self, name: str, index: int) -> Question:
         """A task's question; the same one at every length."""
@@ -62,9 +61,10 @@ class TextQuestions:
         """A sample whose text has so many sentences or lines."""
         return to_case(self.question(name, index), name, tokens, index, units, self.form, self.slack)
 
-    def digests(self) -> Iterator[Case]:
-        """One short case of each task: what its texts are recognised by."""
-        return (self.case(name, 0, 0, DIGEST_UNITS) for name in self.names)
+    def fingerprints(self) -> dict[str, str]:
+        """For each task a digest of one short case: it changes when the texts do."""
+        found = [self.case(name, 0, 0, DIGEST_UNITS) for name in self.names]
+        return {case.task: fingerprint([case]) for case in found}
 
 
 def to_case(

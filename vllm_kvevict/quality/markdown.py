@@ -1,34 +1,23 @@
 """The report's text; every figure in it is computed."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm_kvevict.quality import chats
 from vllm_kvevict.quality.cases import TEXT
-from vllm_kvevict.quality.decoding_report import decoding_section
-from vllm_kvevict.quality.fidelity_report import fidelity_section
-from vllm_kvevict.quality.findings import (
-    CAN_DO,
-    HOLDS,
-    NEARLY_NOTHING,
-    TIGHT,
-    Finding,
-    Pick,
-    check_claims,
-    pick,
-    too_hard,
-)
-from vllm_kvevict.quality.gathered import Report
+from vllm_kvevict.quality.findings import CAN_DO, NEARLY_NOTHING, Pick, Report, pick, too_hard
+from vllm_kvevict.quality.measures import decoding_section, fidelity_section
 from vllm_kvevict.quality.plots import SCOPE_TITLES
-from vllm_kvevict.quality.results import Column
-from vllm_kvevict.quality.scores import NONE, RESAMPLES, Scores, of_length, of_task, signed
+from vllm_kvevict.quality.results import TURNS, Column, Result
+from vllm_kvevict.quality.scores import NONE, RESAMPLES, Group, Scores, of_length, of_task, signed
 from vllm_kvevict.quality.tables import budget_name, picture, table
 from vllm_kvevict.quality.tasks import TASKS
-from vllm_kvevict.quality.turns_report import turns_section
 
 INTERVALS = (
-    "Scores lie between 0 and 1: the share of expected strings in a reply, or the suite's own score, averaged over the "
-    "tasks. Brackets hold 95 % bootstrap intervals ({resampled}). Differences and shares compare the same samples. The "
-    "intervals are not corrected for the number of comparisons."
+    "Scores lie between 0 and 1: the share of expected strings in a reply, averaged over the tasks. Brackets hold 95 % "
+    "bootstrap intervals ({resampled}). Differences and shares compare the same samples. The intervals are not "
+    "corrected for the number of comparisons."
 )
 WITHIN_TASKS = f"{RESAMPLES:,} resamples of the samples within each task"
 OF_TEXTS = f"{RESAMPLES:,} resamples of the texts, each with all questions about it"
@@ -42,6 +31,7 @@ REAL = (
     "Tasks on real text ask about Python's language reference and the sources of its standard library. Each answer is "
     "checked by code against the text that was sent."
 )
+OF_TURNS, ONE_PART = f"{TEXT}turns-", "prefix"
 CONTROL = "streaming-llm"
 """It keeps the first and the last tokens, so it must fail where the answer lies between them."""
 
@@ -66,54 +56,54 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
 
 def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[str]]:
     """What is said about scores."""
+    scores, budget = report.scores, report.budget
+    unit = "tokens" if all(task.startswith(TEXT) for task in scores.tasks) else "words"
+    by_task = {task: of_task(task) for task in scores.tasks}
+    by_length = {f"{length:,} {unit}": of_length(length) for length in scores.lengths}
     return [
         [*blind_lines(report.full), *measured(report)],
         hard_section(report.full),
-        pick_section(pick(report.scores)),
-        fixed_section(report.scores),
-        *(scope_section(report.scores, scope) for scope in report.scores.scopes),
-        turns_section(report.scores),
+        pick_section(pick(scores)),
+        fixed_section(scores),
+        *(scope_section(scores, scope) for scope in scores.scopes),
+        turns_section(scores),
         picture("Score over budget", pictures.get("scores")),
-        task_section(report),
-        length_section(report),
+        grouped_section("By task", by_task, scores, budget),
+        grouped_section("By length", by_length, scores, budget) if len(by_length) > 1 else [],
         needle_section(report, pictures),
-        claims_section(check_claims(report.scores)),
-        kept_section(report, pictures),
     ]
 
 
 def measured(report: Report) -> list[str]:
     """What was asked, and of which model."""
-    results = report.results
+    results, settings = report.results, report.settings
     prompts = [result.prompt_tokens for result in results if result.prompt_tokens]
-    samples = len({result.sample for result in results})
-    settings = report.settings
+    samples, tasks = len({result.sample for result in results}), {result.task for result in results}
+    instructed = "with" if settings.instruct else "without"
     lines = [
         "## What was measured",
         "",
-        f"- {len(results):,} answers to {samples:,} samples of {len({r.task for r in results})} tasks"
+        f"- {len(results):,} answers to {samples:,} samples of {len(tasks)} tasks"
         + (f"; prompts of {min(prompts):,} to {max(prompts):,} tokens" if prompts else ""),
-        f"- model `{settings.model}`; seed {settings.seed}; texts {'with' if settings.instruct else 'without'} an "
-        "instruction; temperature 0",
-        *question_lines(settings.questions),
-        *left_out({result.task for result in results}),
+        f"- model `{settings.model}`; seed {settings.seed}; texts {instructed} an instruction; temperature 0",
     ]
-    whole = sum(result.whole for result in results)
-    if whole:
+    if settings.questions > 1:
+        lines.append(f"- {settings.questions} questions about each text, each in its own request")
+    missing = [task for task in TASKS if task not in tasks]
+    if 0 < len(missing) < len(TASKS):
+        lines.append(f"- not asked: {', '.join(missing)}")
+    if whole := sum(result.whole for result in results):
         lines.append(f"- **{whole:,} prompts or prefixes were too short to be evicted and were kept whole**")
-    cut = sum(result.finish_reason == "length" for result in results)
-    if cut:
+    if cut := sum(result.finish_reason == "length" for result in results):
         lines.append(f"- replies cut at the length limit: {cut:,}")
-    empty = sum(not result.reply.strip() for result in results)
-    if empty:
+    if empty := sum(not result.reply.strip() for result in results):
         lines.append(f"- empty replies: {empty:,}")
-    real = [result for result in results if result.task.startswith(TEXT)]
-    if real and not any(result.policy.startswith(CONTROL) for result in real):
+    real = any(task.startswith(TEXT) for task in tasks)
+    if real and not any(r.policy.startswith(CONTROL) for r in results if r.task.startswith(TEXT)):
         lines.append(f"- {CONTROL} was not measured: it is the control, which must miss what the text hides")
-    synthetic = ["", SYNTHETIC] if any(result.task in TASKS for result in results) else []
-    synthetic += ["", REAL] if real else []
     intervals = INTERVALS.format(resampled=WITHIN_TASKS if settings.questions == 1 else OF_TEXTS)
-    return [*lines, *synthetic, "", intervals]
+    lines += ["", SYNTHETIC] if tasks & TASKS.keys() else []
+    return [*lines, *(["", REAL] if real else []), "", intervals]
 
 
 def blind_lines(full: Mapping[str, float]) -> list[str]:
@@ -135,26 +125,10 @@ def hard_section(full: Mapping[str, float]) -> list[str]:
     if not hard:
         return []
     rows = [[task, f"{score:.2f}", "the model cannot do this"] for task, score in hard.items()]
-    return [
-        "## Tasks that do not count",
-        "",
-        f"A task on real text counts if the full cache scores at least {CAN_DO}. These are in no other table:",
-        "",
-        *table(["task", "full cache", ""], rows),
-    ]
-
-
-def question_lines(questions: int) -> list[str]:
-    """What it means that texts share questions, where they do."""
-    if questions == 1:
-        return []
-    return [f"- {questions} questions about each text, each in its own request"]
-
-
-def left_out(asked: Collection[str]) -> list[str]:
-    """Which of the generated tasks were not asked, if others were."""
-    missing = [task for task in TASKS if task not in asked]
-    return [f"- not asked: {', '.join(missing)}"] if missing and len(missing) < len(TASKS) else []
+    about = (
+        f"A task on real text counts if the full cache scores at least {CAN_DO}. These are in no other table:"
+    )
+    return ["## Tasks that do not count", "", about, "", *table(["task", "full cache", ""], rows)]
 
 
 def run_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -182,10 +156,11 @@ def fixed_section(scores: Scores) -> list[str]:
     """The full cache, and servers measured as they are."""
     if not scores.fixed:
         return []
-    rows = [
-        [column, scores.mean(column), signed(scores.difference(column, scores.full)) if scores.full else NONE]
-        for column in scores.fixed
-    ]
+
+    def difference(column: Column) -> str:
+        return signed(scores.difference(column, scores.full)) if scores.full else NONE
+
+    rows = [[column, scores.mean(column), difference(column)] for column in scores.fixed]
     heading = "Without eviction" if list(scores.fixed) == [scores.full] else "Full cache and plain servers"
     return [f"## {heading}", "", *table(["", "score", "difference to the full cache"], rows)]
 
@@ -208,148 +183,96 @@ def scope_section(scores: Scores, scope: str) -> list[str]:
     return [*lines, *by_budget(lambda one: scores.ratio(one, full) or NONE)]
 
 
-def task_section(report: Report) -> list[str]:
-    """Tasks by policies, at one budget."""
-    scores = report.scores
-    columns = at_budget(scores, report.budget)
+def grouped_section(
+    title: str, groups: Mapping[str, Group], scores: Scores, budget: float | None
+) -> list[str]:
+    """Policies at one budget by groups of samples; those without a budget come first."""
+    columns = {str(column): column for column in scores.fixed}
+    for scope in scores.scopes:
+        evicting = [Column(policy, budget, scope) for policy in scores.policies(scope)]
+        columns |= {f"{one.policy} ({scope})": one for one in evicting if one in scores.columns}
     rows = [
-        [name, *(scores.mean(column, of_task(task)) or NONE for task in scores.tasks)]
-        for name, column in columns
+        [name, *(scores.mean(column, group) or NONE for group in groups.values())]
+        for name, column in columns.items()
     ]
-    return [f"## By task{at_text(report.budget)}", "", *table(["policy (scope)", *scores.tasks], rows)]
-
-
-def length_section(report: Report) -> list[str]:
-    """Lengths by policies, at one budget, if there are several."""
-    scores = report.scores
-    if len(scores.lengths) < 2:
-        return []
-    rows = [
-        [name, *(scores.mean(column, of_length(length)) or NONE for length in scores.lengths)]
-        for name, column in at_budget(scores, report.budget)
-    ]
-    unit = "tokens" if all(task.startswith(TEXT) for task in scores.tasks) else "words"
-    header = ["policy (scope)", *(f"{length:,} {unit}" for length in scores.lengths)]
-    return [f"## By length{at_text(report.budget)}", "", *table(header, rows)]
+    return [f"## {title}{at_text(budget)}", "", *table(["policy (scope)", *groups], rows)]
 
 
 def at_text(budget: float | None) -> str:
     return "" if budget is None else f" at budget {budget_name(budget)}"
 
 
-def at_budget(scores: Scores, budget: float | None) -> list[tuple[str, Column]]:
-    """Names and columns: those without a budget, then those with this one."""
-    fixed = [(str(column), column) for column in scores.fixed]
-    return fixed + [
-        (f"{column.policy} ({column.scope})", column)
-        for scope in scores.scopes
-        for column in (Column(policy, budget, scope) for policy in scores.policies(scope))
-        if column in scores.columns
-    ]
-
-
 def needle_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
     """The heat maps."""
     if report.needles is None:
         return []
-    lines = [
-        "## Needles by depth and length",
-        "",
-        f"Tasks: {', '.join(report.needles.tasks)}{at_text(report.needles.nearest(report.budget))}. Depth 0 is the "
-        "beginning of the text.",
-    ]
+    at = at_text(report.needles.nearest(report.budget))
+    about = f"Tasks: {', '.join(report.needles.tasks)}{at}. Depth 0 is the beginning of the text."
+    lines = ["## Needles by depth and length", "", about]
     for name, path in pictures.items():
         if name.startswith("needle"):
             lines += ["", *picture(f"Score by depth and length, scope {name.split()[-1]}", path)]
     return lines
 
 
-def claims_section(findings: Sequence[Finding]) -> list[str]:
-    """What became of the papers' claims."""
-    if not findings:
-        return []
-    rows = [
-        [
-            f"{finding.source}: {finding.text}",
-            finding.compared,
-            finding.scope or "both",
-            ", ".join(map(budget_name, finding.budgets)) or NONE,
-            signed(finding.difference),
-            finding.verdict if finding.verdict != HOLDS else f"**{finding.verdict}**",
-        ]
-        for finding in findings
-    ]
-    return [
-        "## Claims of the papers",
-        "",
-        f"Policies are compared by their mean over budgets of at most {TIGHT:.0%} of the tokens, scopes by their mean "
-        "over all budgets that evict. A claim holds if the whole interval of the difference is above 0, and does not "
-        "hold if the whole interval is below 0.",
-        "",
-        *table(["claim", "difference", "scope", "budgets", "paired difference", "verdict"], rows, left=6),
-    ]
-
-
-def pick_section(picks: Sequence[Pick]) -> list[str]:
+def pick_section(picks: list[Pick]) -> list[str]:
     """The best policies, and which cannot be told from them."""
     if not picks:
         return []
-    rows = [
-        [
-            f"{found.scope}, {budget_name(found.budget)}",
-            f"**{found.best}**",
-            found.score,
-            ", ".join(found.equals) or "none",
-            NONE if found.lossless is None else ", ".join(found.lossless) or "none",
-        ]
-        for found in picks
-    ]
-    header = [
-        "scope, budget",
-        "best",
-        "score",
-        "not clearly worse",
-        "not clearly below the full cache",
-    ]
-    often = [f"{name} ({count} of {len(picks)})" for name, count in wins(picks)]
-    return [
-        "## Which policy to pick",
-        "",
-        *table(header, rows, left=5),
-        "",
-        f"Most often the best or not clearly worse: {', '.join(often[:5])}.",
-    ]
-
-
-def wins(picks: Sequence[Pick]) -> list[tuple[str, int]]:
-    """How often each policy is the best or cannot be told from it, most often first."""
-    counts: dict[str, int] = {}
+    rows = []
     for found in picks:
-        for name in (found.best, *found.equals):
-            counts[name] = counts.get(name, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])
+        lossless = NONE if found.lossless is None else ", ".join(found.lossless) or "none"
+        best = f"**{found.best}**", found.score, ", ".join(found.equals) or "none"
+        rows.append([f"{found.scope}, {budget_name(found.budget)}", *best, lossless])
+    header = ["scope, budget", "best", "score", "not clearly worse", "not clearly below the full cache"]
+    counts = Counter(name for found in picks for name in (found.best, *found.equals))
+    often = [f"{name} ({count} of {len(picks)})" for name, count in counts.most_common(5)]
+    most = f"Most often the best or not clearly worse: {', '.join(often)}."
+    return ["## Which policy to pick", "", *table(header, rows, left=5), "", most]
 
 
-def kept_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
-    """What policies kept in each layer and head."""
-    if not report.kept or report.budget is None:
+def turns_section(scores: Scores[Result]) -> list[str]:
+    """Both tables; nothing where no chat was compressed turn by turn, or none of them tells a fact in a turn."""
+    columns = [column for column in scores.columns if column.scope == TURNS]
+    tables = [*_by_turn(scores, columns), *_beside_one_part(scores, columns)] if columns else []
+    return ["## Turn by turn", "", *tables] if tables else []
+
+
+def _by_turn(scores: Scores[Result], columns: Sequence[Column]) -> list[str]:
+    """Scores by the turn that tells and the turn that asks."""
+    told = _split(scores, chats.told_in, range(1, 1 + chats.TOLD))
+    asked = _split(scores, chats.asked_in, range(1 + chats.TOLD, 1 + chats.TURNS))
+    if not told:
         return []
-    rows = [
-        [
-            f"{column.policy} ({column.scope})",
-            f"{share.mean():.3f}",
-            " ".join(f"{layer:.3f}" for layer in share.mean(axis=1)),
-            f"{share.min():.3f} to {share.max():.3f}",
-        ]
-        for column, share in report.kept.items()
-    ]
-    header = ["policy (scope)", "kept", "by layer, lowest first", "by head, least to most"]
+    shown = [*scores.fixed, *columns]
+    rows = [[str(c), *(one.mean(c) or NONE for one in (*told.values(), *asked.values()))] for c in shown]
+    heads = [*(f"told in {turn}" for turn in told), *(f"asked in {turn}" for turn in asked)]
     return [
-        f"## What they kept{at_text(report.budget)}",
+        "By the turn in which a fact is told, and that in which it is asked for:",
         "",
-        "Shares of the tokens, averaged over the requests in the server's log.",
+        *table(["", *heads], rows),
         "",
-        *table(header, rows),
-        "",
-        *picture("Share of the tokens kept by layer and KV head", pictures.get("kept")),
     ]
+
+
+def _split(
+    scores: Scores[Result], turn_in: Callable[[str, int], int], turns: Sequence[int]
+) -> dict[int, Scores[Result]]:
+    """Results by a turn of their chat."""
+    results = [result for result in scores.results if result.task.startswith(OF_TURNS)]
+
+    def of(turn: int) -> list[Result]:
+        return [r for r in results if turn_in(r.task.removeprefix(OF_TURNS), r.index) == turn]
+
+    return {turn: Scores(found) for turn in turns if (found := of(turn))}
+
+
+def _beside_one_part(scores: Scores[Result], columns: Sequence[Column]) -> list[str]:
+    """The same policies and budgets where all that comes before the question is compressed as one part."""
+    pairs = [(column, Column(column.policy, column.budget, ONE_PART)) for column in columns]
+    both = [(one, other) for one, other in pairs if other in scores.columns]
+    rows = [[str(one), signed(scores.difference(one, other))] for one, other in both]
+    if not rows:
+        return []
+    about = "How much higher than with one part: all that comes before the question, compressed at once (scope prefix):"
+    return [about, "", *table(["", "difference on the same samples"], rows), ""]

@@ -1,187 +1,87 @@
-"""Options that the commands of ``vllm-kvevict quality`` share."""
+"""The options of ``vllm-kvevict quality``."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_kvevict.policy_list import GRAMMAR, parse
-from vllm_kvevict.quality import chats, questions
-from vllm_kvevict.quality.results import FULL, SCOPES
+from vllm_kvevict.quality import chats, checkpoint, decoding_tasks, questions
+from vllm_kvevict.quality.prompts import SHAPES
+from vllm_kvevict.quality.results import FULL, SCOPES, TURNS
+from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
-POLICIES = (
-    FULL,
-    "streaming-llm",
-    "snapkv",
-    "pyramidkv",
-    "ada-snapkv",
-    "ada-pyramid",
-    "lava",
-    "lava-uniform",
-    "cake",
-)
-"""By default: those that the report's claims are about, and the simplest one."""
-TASKS = {**questions.TASKS, **chats.TASKS}
-"""All on real text that have a right answer."""
-TOKENS = 1024
-FORMS = ("chat", "plain")
+PROGRAM = "python -m vllm_kvevict.quality"
+OF_HEADS = ("ada-snapkv", "ada-pyramid", "lava", "lava-uniform")
+POLICIES = ["full", "streaming-llm", "snapkv", "pyramidkv", *OF_HEADS, "cake"]
+"""By default."""
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
-ONES = ("samples", "questions", "top", "concurrency", "tries")
-LEAST = {
-    **dict.fromkeys(ONES, 1),
-    **dict.fromkeys(("slack", "min_prompt", "timeout", "backoff"), 0),
-    "answer_tokens": 2,
+LENGTH, TOKENS, FORMS = 1024, 1024, ("chat", "plain")
+REAL_TASKS = {"text": questions.TASKS, "chats": chats.TASKS}
+FAMILIES: dict[str, Iterable[str]] = {"words": TASKS, **REAL_TASKS}
+"""Tasks by family."""
+SIZED = {**questions.TASKS, **chats.TASKS}
+"""All on real text that have a right answer."""
+FIDELITY_TASKS = [*questions.OPEN_TASKS, *questions.TASKS]
+OF_WORDS, OF_TEXT = ("lengths", "depths", "instruct"), ("tokens", "form", "difficulty")
+"""Options that apply to one family of questions only."""
+ONES = ("samples", "questions", "top", "concurrency", "tries", "lengths", "tokens", "interval")
+NOUGHTS = ("slack", "min_prompt", "timeout", "backoff")
+LEAST = {**dict.fromkeys(ONES, 1), **dict.fromkeys(NOUGHTS, 0), "answer_tokens": 2}
+"""The least that an option may be; commands have some of them."""
+
+DESCRIPTION = (
+    "Measures how eviction changes the quality of a server's answers: ask it with run, fidelity or answers, then write "
+    "a report. Each of them continues what was interrupted. docs/MEASURING-QUALITY.md has examples."
+)
+COMMANDS = {
+    "run": "Asks a running server with an OpenAI-compatible API questions with known answers. Start it with "
+    "--kv-eviction full, without --kv-eviction-config.scope prefix, and with --kv-eviction-config.policies all for "
+    "h2o, kvzip, compactor or expected-attention; for --scopes turns, with a policy and --kv-eviction-config.scope "
+    "turns. The environment variable OPENAI_API_KEY is sent as the API key.",
+    "fidelity": "Measures how far answers change: the full cache of a running server answers greedily, and each answer "
+    "is scored token by token on the compressed caches. Start the server as for run, with --dtype float32 for results "
+    "that are to be published, and with --enable-scale-out for --scopes turns.",
+    "answers": "Measures how far long answers change that are evicted while they are written. Start the server with "
+    "--kv-eviction full, --kv-decode-budget D, --kv-eviction-config.decode_policy POLICY and --dtype float32; run the "
+    "command for servers with other policies, too.",
+    "report": "Writes a Markdown report of a folder of results, and its plots.",
+    "checkpoint": f"Fetches {checkpoint.NAME} ({checkpoint.LICENCE}), a small real model to measure with, once, and "
+    "prints its folder, which is in ${XDG_CACHE_HOME:-~/.cache}/vllm-kvevict or in the folder that the environment "
+    f"variable {checkpoint.CACHE} names. Needs the extra `bench`.",
 }
-"""The least that an argument may be, by its name; commands have some of them."""
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server and results")
-    group.add_argument(
-        "--url",
-        default="http://localhost:8000/v1",
-        help="base URL of the server's API (default: %(default)s)",
-    )
-    group.add_argument("--model", metavar="NAME", help="the served model (default: the server's first)")
-    group.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="where results are written"
-    )
-    group.add_argument(
-        "--note",
-        default="",
-        metavar="TEXT",
-        help="note for the report, such as the server's machine and flags",
-    )
+class Gone(argparse.Action):
+    """An option of before, which says what took its place."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        """Refuse it."""
+        parser.error(f"{self.option_strings[0]} is no option any more: {self.const}")
 
 
-def add_real_texts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("questions on real text")
-    group.add_argument(
-        "--tokens",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="lengths of the prompts in tokens of the served model, at most; its server's /tokenize counts them "
-        f"(default: {TOKENS})",
-    )
-    group.add_argument(
-        "--form",
-        choices=FORMS,
-        help="chat: by the model's chat template; plain: as a text to complete (default: chat)",
-    )
-    sizes = ", ".join(f"{name} {task.size} ({task.counts})" for name, task in TASKS.items())
-    group.add_argument(
-        "--difficulty",
-        type=_size,
-        nargs="+",
-        metavar="TASK=N",
-        help=f"how hard a task is, in what it counts (default: {sizes})",
-    )
+def _one(metavar: str, about: str, default: Any = None, kind: Any = str, **more: Any) -> dict[str, Any]:
+    """An option with one value, of the type of its default if it has one."""
+    kind = kind if default is None or kind is not str else type(default)
+    shown = "" if default in (None, "") else " (default: %(default)s)"
+    return {"metavar": metavar, "help": about + shown, "default": default, "type": kind, **more}
 
 
-def check_real_texts(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Fill in defaults, and refuse what cannot be made."""
-    arguments.tokens = list(dict.fromkeys(arguments.tokens or [TOKENS]))
-    arguments.form = arguments.form or FORMS[0]
-    arguments.difficulty = dict(arguments.difficulty or ())
-    if any(tokens < 1 for tokens in arguments.tokens):
-        parser.error("--tokens must be positive")
-    for name, size in arguments.difficulty.items():
-        if name not in TASKS or size not in TASKS[name].sizes:
-            parser.error(
-                f"--difficulty {name}={size}: "
-                + (f"choose from {', '.join(TASKS)}" if name not in TASKS else f"{TASKS[name].says_sizes()}")
-            )
+def _several(metavar: str, about: str, kind: Any = str, default: Any = None) -> dict[str, Any]:
+    """An option with values."""
+    return {"metavar": metavar, "help": about, "default": default, "type": kind, "nargs": "+"}
 
 
-def check_tasks(parser: argparse.ArgumentParser, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Tasks without doubles, all if none are given; unknown ones are refused."""
-    found = list(dict.fromkeys(asked or known))
-    if unknown := [task for task in found if task not in known]:
-        parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(known)})")
-    return found
+def _flag(about: str) -> dict[str, Any]:
+    return {"help": about, "action": "store_true"}
 
 
-def _size(text: str) -> tuple[str, int]:
-    name, _, size = text.partition("=")
-    if not size.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be TASK=N, got {text}")
-    return name, int(size)
-
-
-def add_plain(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("servers without vllm-kvevict")
-    group.add_argument(
-        "--plain",
-        action="store_true",
-        help="measure a server without vllm-kvevict: send no kv_* fields and ask each question once; --policies, "
-        "--budgets and --scopes do not apply",
-    )
-    group.add_argument(
-        "--label",
-        default="plain",
-        metavar="NAME",
-        help="name of a --plain server in the report (default: %(default)s); full makes it the reference",
-    )
-
-
-def add_columns(parser: argparse.ArgumentParser) -> None:
-    """Policies, budgets and scopes."""
-    group = parser.add_argument_group("eviction")
-    group.add_argument(
-        "--policies",
-        nargs="+",
-        type=parse_policy,
-        default=list(POLICIES),
-        metavar="POLICY",
-        help=f"policies to compare, each as {GRAMMAR}, such as ada-snapkv:kernel=31,rows=max; full is measured once, "
-        "without a budget; a NOTE gives the policy a line of its own in the report, such as kvzip@chunk for a server "
-        f"with other parameters (default: {' '.join(POLICIES)})",
-    )
-    group.add_argument(
-        "--budgets",
-        type=parse_budget,
-        nargs="+",
-        default=list(BUDGETS),
-        metavar="X",
-        help="shares of the prompt in (0, 1], or tokens per KV head above 1 (default: "
-        f"{' '.join(f'{budget:g}' for budget in BUDGETS)})",
-    )
-    group.add_argument(
-        "--scopes",
-        nargs="+",
-        choices=SCOPES,
-        default=["prompt"],
-        help="prompt: the policy sees the question; prefix: it sees only what comes before, which is found with the "
-        "server's /tokenize; turns: the same, and each turn of a chat is evicted on its own, on a server with that "
-        "scope (default: prompt)",
-    )
-    add_whole(
-        group,
-        "--min-prompt",
-        256,
-        "the server's min_prompt: results of shorter prompts are marked as kept whole",
-    )
-
-
-def add_patience(parser: argparse.ArgumentParser, concurrency: int = 8) -> None:
-    group = parser.add_argument_group("requests")
-    add_whole(group, "--concurrency", concurrency, "requests in flight at once")
-    add_seconds(group, "--timeout", 600, "seconds that an answer may take")
-    add_whole(group, "--tries", 5, "attempts per request, if the server fails or cannot be reached")
-    add_seconds(group, "--backoff", 1.0, "seconds before the second attempt, doubled for each further one")
-
-
-def add_whole(group: argparse._ArgumentGroup, name: str, default: int, about: str) -> None:
-    """An option that takes a whole number; its help says the default."""
-    group.add_argument(name, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)")
-
-
-def add_seconds(group: argparse._ArgumentGroup, name: str, default: float, about: str) -> None:
-    """An option that takes seconds; its help says the default."""
-    group.add_argument(name, type=float, default=default, metavar="S", help=f"{about} (default: %(default)s)")
+def _gone(instead: str) -> dict[str, Any]:
+    return {"action": Gone, "nargs": "?", "const": instead, "help": argparse.SUPPRESS}
 
 
 def parse_budget(text: str) -> float:
+    """A share, or a whole number of tokens."""
     try:
         value = float(text)
     except ValueError:
@@ -199,9 +99,214 @@ def parse_policy(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Refuse numbers below their bound; those that were not given are None."""
+def _size(text: str) -> tuple[str, int]:
+    name, _, size = text.partition("=")
+    if not size.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be TASK=N, got {text}")
+    return name, int(size)
+
+
+def _check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse numbers below their bound."""
     for name, bound in LEAST.items():
         value = getattr(arguments, name, None)
-        if value is not None and value < bound:
+        if value is not None and min(value if isinstance(value, list) else [value]) < bound:
             parser.error(f"--{name.replace('_', '-')} must be at least {bound}")
+
+
+def _check_run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be asked, and fill in what depends on other options."""
+    real = arguments.family in REAL_TASKS
+    wrong = [f"--{name}" for name in (OF_WORDS if real else OF_TEXT) if getattr(arguments, name)]
+    if real and arguments.questions > 1:
+        wrong.append("--questions")
+    if wrong:
+        families = "words" if real else " or ".join(REAL_TASKS)
+        parser.error(f"{', '.join(wrong)} can be combined with --family {families} only")
+    if real:
+        _check_real_texts(parser, arguments)
+        arguments.tasks = _known(parser, arguments.tasks, list(REAL_TASKS[arguments.family]))
+    else:
+        arguments.form = "chat"
+        _check_words(parser, arguments)
+    if {"prompt", TURNS} <= set(arguments.scopes):
+        parser.error("--scopes prompt and turns need servers of their own: measure one after the other")
+
+
+def _check_words(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """The same for texts of random words; some tasks cannot share a text."""
+    several = arguments.questions > 1
+    asked = arguments.tasks or [task for task in TASKS if not several or task not in ALONE]
+    arguments.tasks = _known(parser, asked, list(TASKS))
+    alone = [task for task in arguments.tasks if task in ALONE]
+    if several and alone:
+        parser.error(
+            f"--tasks {' '.join(alone)} asks about the whole text, so it cannot be combined with --questions above 1"
+        )
+    if arguments.questions > most_questions():
+        parser.error(f"--questions must be at most {most_questions()}: there are no more names")
+    if several and arguments.depths:
+        parser.error("--questions above 1 cannot be combined with --depths")
+    if any(not 0 <= depth <= 1 for depth in arguments.depths or ()):
+        parser.error("--depths must lie between 0 and 1")
+    arguments.depths = list(dict.fromkeys(arguments.depths or [None]))
+    arguments.lengths = list(dict.fromkeys(arguments.lengths or [LENGTH]))
+
+
+def _check_real_texts(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Fill in defaults, and refuse what cannot be made."""
+    arguments.tokens = list(dict.fromkeys(arguments.tokens or [TOKENS]))
+    arguments.form = arguments.form or FORMS[0]
+    arguments.difficulty = dict(arguments.difficulty or ())
+    for name, size in arguments.difficulty.items():
+        if name not in SIZED or size not in SIZED[name].sizes:
+            known = SIZED[name].says_sizes() if name in SIZED else f"choose from {', '.join(SIZED)}"
+            parser.error(f"--difficulty {name}={size}: {known}")
+
+
+def _check_fidelity(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, and fill in defaults."""
+    if arguments.prompts and (wrong := [f"--{n}" for n in ("tasks", *OF_TEXT) if getattr(arguments, n)]):
+        parser.error(f"{', '.join(wrong)} cannot be combined with --prompts")
+    _check_real_texts(parser, arguments)
+    arguments.tasks = _known(parser, arguments.tasks, FIDELITY_TASKS)
+    arguments.policies = list(dict.fromkeys([FULL, *arguments.policies]))  # its floor belongs to every run
+
+
+def _check_answers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """The same."""
+    if arguments.prompts and arguments.tasks:
+        parser.error("--tasks cannot be combined with --prompts")
+    arguments.tasks = _known(parser, arguments.tasks, list(decoding_tasks.TASKS))
+    if min(arguments.budgets) < 1:
+        parser.error("--budgets must be at least 1")
+
+
+def _known(parser: argparse.ArgumentParser, asked: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """Tasks without doubles, all if none are given; unknown ones are refused."""
+    found = list(dict.fromkeys(asked or known))
+    if unknown := [task for task in found if task not in known]:
+        parser.error(f"--tasks: unknown {', '.join(unknown)} (choose from {', '.join(known)})")
+    return found
+
+
+CHECKS: dict[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]
+CHECKS = {"run": _check_run, "fidelity": _check_fidelity, "answers": _check_answers}
+
+
+KINDS = "; ".join(f"of {family} {', '.join(tasks)}" for family, tasks in FAMILIES.items())
+SIZES = ", ".join(f"{name} {task.size} ({task.counts})" for name, task in SIZED.items())
+OPTIONS: dict[str, dict[str, Any]] = {
+    "url": _one("URL", "base URL of the server's API", "http://localhost:8000/v1"),
+    "model": _one("NAME", "the served model (default: the server's first)"),
+    "output": _one("FOLDER", "where results are written", kind=Path, required=True),
+    "note": _one("TEXT", "for the report: the server's machine and flags", ""),
+    "suite": _gone("lm-eval asks public suites, and servers answer them: docs/MEASURING-QUALITY.md says how"),
+    "plain": _flag("the server is not vllm-kvevict's: send no kv_* fields, and ask each question once"),
+    "label": _one("NAME", "name of a --plain server in the report; full makes it the reference", "plain"),
+    "family": {
+        "choices": FAMILIES,
+        "default": "words",
+        "help": "words: texts of random words, for the small needle model and models alike; text: real text, prose "
+        "and code that come with Python; chats: such prose in chats of several turns (default: %(default)s)",
+    },
+    "prompts": _one("FILE", f"your own, JSON lines: {SHAPES}; a chat may be a whole request (default: ours)"),
+    "run tasks": _several("TASK", f"kinds of questions: {KINDS} (default: all of the family)"),
+    "fidelity tasks": _several("TASK", f"kinds of real text: {', '.join(FIDELITY_TASKS)} (default: all)"),
+    "answers tasks": _several(
+        "TASK",
+        "writing: the model writes; recall: repeats facts of the answer's beginning (default: both)",
+    ),
+    "samples": _one("N", "of each task, length and depth; with --questions, texts of each length", 50),
+    "seed": _one("N", "of the samples", 0),
+    "instruct": _flag("put an instruction before the text, for models not trained on these texts"),
+    "slack": _one("N", "tokens that a reply may have on top of three per word of the answer", 8),
+    "lengths": _several("N", f"of texts of random words, in words and full stops (default: {LENGTH})", int),
+    "depths": _several(
+        "X",
+        "where the needle is in random words: 0 is the beginning of the text, 1 the end; with --tasks single the "
+        "report has a heat map of depths and lengths (default: at random)",
+        float,
+    ),
+    "questions": _one("N", "about each text of random words, each a request; the tasks take turns", 1),
+    "tokens": _several("N", f"length of prompts on real text at most, as /tokenize counts ({TOKENS})", int),
+    "form": {"choices": FORMS, "help": "of prompts on real text: a chat, or plain text to complete"},
+    "difficulty": _several("TASK=N", f"of questions on real text, in what it counts: {SIZES}", _size),
+    "answer-tokens": _one("N", "length of the full cache's answers, at most", 32),
+    "temperature": _one("X", "at which answers are written", 0.8),
+    "top": _one("N", "log-probabilities that are compared, of the server's --max-logprobs", 20),
+    "dry-run": _gone("the bar of progress says how long it takes, and what was interrupted goes on"),
+    "policies": _several(
+        "POLICY",
+        f"each as {GRAMMAR}, such as ada-snapkv:kernel=31; full is measured once, without a budget; a NOTE tells "
+        f"servers with other parameters apart, such as kvzip@chunk (default: {' '.join(POLICIES)})",
+        parse_policy,
+        POLICIES,
+    ),
+    "policy": _one("POLICY", "the server's decode_policy, as the report is to name it", required=True),
+    "budgets": _several(
+        "X",
+        f"shares of the prompt, or tokens per KV head above 1 (default: {' '.join(map(str, BUDGETS))})",
+        parse_budget,
+        list(BUDGETS),
+    ),
+    "answers budgets": _several("D", "tokens of the answer that each KV head keeps", int, [256]),
+    "interval": _one("I", "the server's decode_interval, if it was started with one", kind=int),
+    "scopes": {
+        "nargs": "+",
+        "choices": SCOPES,
+        "default": ["prompt"],
+        "help": "prompt: the policy sees the question; prefix: it sees only what comes before, which is found with "
+        "the server's /tokenize; turns: the same, and each turn of a chat is evicted on its own, on a server with "
+        "that scope (default: prompt)",
+    },
+    "min-prompt": _one("N", "the server's min_prompt: shorter prompts are marked as kept whole", 256),
+    "concurrency": _one("N", "requests in flight at once", 8),
+    "timeout": _one("S", "seconds that an answer may take", 600.0),
+    "tries": _one("N", "attempts per request, if the server fails or cannot be reached", 5),
+    "backoff": _one("S", "seconds before the second attempt, doubled for each further one", 1.0),
+    "report output": _one("FILE", "the Markdown file (default: FOLDER/report.md)", kind=Path),
+    "title": _one("TITLE", "of the report", "Quality under eviction"),
+    "budget": _one("X", "of the tables by task and the maps, or the nearest measured", 0.2, parse_budget),
+    "eviction-log": _gone("vllm-kvevict inspect shows what a policy keeps in each layer and head"),
+}
+"""What argparse knows of each option, by name; of those that differ by command, also by command and name."""
+
+ALL = "url model output note concurrency timeout tries backoff tasks samples seed"
+TEXTS = "tokens form difficulty policies budgets scopes min-prompt"
+HAVE = {
+    "run": f"{ALL} {TEXTS} suite plain label family instruct slack lengths depths questions",
+    "fidelity": f"{ALL} {TEXTS} prompts answer-tokens top dry-run",
+    "answers": f"{ALL} prompts answer-tokens top temperature policy budgets interval",
+    "report": "output title budget eviction-log",
+    "checkpoint": "",
+}
+"""Options of each command."""
+NOT_ASKED = {"instruct": False, "slack": 0, "form": "chat", "min_prompt": 0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "run": {"prompts": None},
+    "fidelity": {"instruct": False, "slack": 0, "samples": 4, "concurrency": 1},
+    "answers": {**NOT_ASKED, "samples": 20, "answer_tokens": 1024, "concurrency": 4},
+}
+"""Where they differ from the others'."""
+
+
+def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Namespace:
+    """Read the command line; what depends on other options is filled in."""
+    parser = argparse.ArgumentParser(program, description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_command = {}
+    for command, about in COMMANDS.items():
+        one = of_command[command] = commands.add_parser(
+            command, description=about, help=about.partition(". ")[0]
+        )
+        for name in HAVE[command].split():
+            one.add_argument(f"--{name}", **(OPTIONS.get(f"{command} {name}") or OPTIONS[name]))
+        one.set_defaults(**DEFAULTS.get(command, {}))
+    of_command["report"].add_argument("folder", type=Path, metavar="FOLDER", help="of the results")
+    arguments = parser.parse_args(words)
+    arguments.typed = ["vllm-kvevict", "quality", *words]
+    if check := CHECKS.get(arguments.command):
+        _check_least(of_command[arguments.command], arguments)
+        check(of_command[arguments.command], arguments)
+    return arguments

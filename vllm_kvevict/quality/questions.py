@@ -20,6 +20,8 @@ Message = tuple[str, str]
 
 HEADER = "A special magic number is hidden within the following text. Remember it: you will be asked for it at the end."
 """RULER's first sentence, in front of every other text of number and multikey."""
+REPEAT = "Repeat one sentence of the text, word for word."
+REPEAT_LINE = "Repeat one line of this source, word for word."
 COPIED_WORDS = 8
 SNIPPET_WORDS = 3
 LABELS = ("red", "green", "blue", "yellow")
@@ -113,51 +115,34 @@ def number(draw: Draw) -> Question:
     """One number of seven digits in the text; `size` keys have one, and one is asked for."""
     keys = [draw.key() for _ in range(draw.size)]
     values = [draw.number() for _ in keys]
-    needles = [
-        f"One of the special magic numbers for {k} is: {v}." for k, v in zip(keys, values, strict=True)
-    ]
-    asked = draw.rng.randrange(len(keys))
-    key, value = keys[asked], values[asked]
-    return Question(
-        hidden(draw, needles, HEADER if draw.index % 2 else ""),
-        f"What is the special magic number for {key} mentioned in the text?",
-        f"One of the special magic numbers for {key} is:",
-        (value,),
-        14,
-        numbers([value]),
-    )
+    begins = [f"One of the special magic numbers for {key} is:" for key in keys]
+    number = draw.rng.randrange(len(keys))
+    needles = [f"{begin} {value}." for begin, value in zip(begins, values, strict=True)]
+    text = hidden(draw, needles, HEADER if draw.index % 2 else "")
+    asked = f"What is the special magic number for {keys[number]} mentioned in the text?"
+    value = values[number]
+    return Question(text, asked, begins[number], (value,), 14, numbers([value]))
 
 
 def multivalue(draw: Draw) -> Question:
     """`size` numbers of one key in one sentence, all of them asked for."""
     key, values = draw.key(), [draw.number() for _ in range(draw.size)]
-    return Question(
-        hidden(draw, [f"The special magic numbers for {key} are {' and '.join(values)}."]),
-        "Repeat the sentence of the text with the special magic numbers, word for word.",
-        f"The special magic numbers for {key} are",
-        tuple(values),
-        14 * draw.size,
-        numbers(values),
-    )
+    begin = f"The special magic numbers for {key} are"
+    text = hidden(draw, [f"{begin} {' and '.join(values)}."])
+    asked = "Repeat the sentence of the text with the special magic numbers, word for word."
+    return Question(text, asked, begin, tuple(values), 14 * draw.size, numbers(values))
 
 
 def words(draw: Draw) -> Question:
     """`size` plain words of one key."""
-    key, found = draw.key(), draw.words(draw.size)
-    said = " and ".join(found)
+    begin, found = f"The secret words for {draw.key()}", draw.words(draw.size)
 
     def score(reply: str) -> float:
         there = re.findall(r"[a-z]+", reply.lower())
         return float(all(word in there for word in found))
 
-    return Question(
-        hidden(draw, [f"The secret words for {key} are {said}."]),
-        "Repeat one sentence of the text, word for word.",
-        f"The secret words for {key}",
-        tuple(found),
-        8 * draw.size,
-        score,
-    )
+    text = hidden(draw, [f"{begin} are {' and '.join(found)}."])
+    return Question(text, REPEAT, begin, tuple(found), 8 * draw.size, score)
 
 
 def copy(draw: Draw) -> Question:
@@ -175,15 +160,8 @@ def copy(draw: Draw) -> Question:
         right = [one == other for one, other in zip(said, rest, strict=False)]
         return (right.index(False) if False in right else len(right)) / len(rest)
 
-    begin = " ".join(sentence[:given])
-    return Question(
-        hidden(draw, [" ".join(sentence)]),
-        "Repeat one sentence of the text, word for word.",
-        begin,
-        (" ".join(rest),),
-        5 * COPIED_WORDS,
-        score,
-    )
+    text, begin = hidden(draw, [" ".join(sentence)]), " ".join(sentence[:given])
+    return Question(text, REPEAT, begin, (" ".join(rest),), 5 * COPIED_WORDS, score)
 
 
 def json_value(draw: Draw) -> Question:
@@ -196,14 +174,9 @@ def json_value(draw: Draw) -> Question:
         value = re.match(r'\s*"([^"]*)"', reply)
         return float(value is not None and value[1] == entries[key])
 
-    return Question(
-        hidden(draw, [f"\nThis is a JSON object:\n{json.dumps(entries, indent=1)}\n"]),
-        "Repeat one entry of the JSON object, word for word.",
-        f'"{key}":',
-        (entries[key],),
-        16,
-        score,
-    )
+    text = hidden(draw, [f"\nThis is a JSON object:\n{json.dumps(entries, indent=1)}\n"])
+    asked = "Repeat one entry of the JSON object, word for word."
+    return Question(text, asked, f'"{key}":', (entries[key],), 16, score)
 
 
 def around(draw: Draw, fact: Fact) -> Callable[[int], list[Message]]:
@@ -228,14 +201,12 @@ def around(draw: Draw, fact: Fact) -> Callable[[int], list[Message]]:
 def signature(draw: Draw) -> Question:
     """A function's parameters, in at most `size` characters."""
     fact = draw.rng.choice([one for one in texts.signatures() if len(one.value) <= draw.size])
-    return Question(
-        around(draw, fact),
-        "Repeat one line of this source, word for word.",
-        f"def {fact.name}",
-        (fact.value,),
-        48,
-        lambda reply: float("".join(reply.split()).startswith("".join(f"({fact.value})".split()))),
-    )
+    right = "".join(f"({fact.value})".split())
+
+    def score(reply: str) -> float:
+        return float("".join(reply.split()).startswith(right))
+
+    return Question(around(draw, fact), REPEAT_LINE, f"def {fact.name}", (fact.value,), 48, score)
 
 
 def name(draw: Draw) -> Question:
@@ -246,14 +217,7 @@ def name(draw: Draw) -> Question:
         line = next(iter(reply.strip().splitlines()), "")
         return float(line.partition("  #")[0].strip(" `") == f"= {fact.value}")
 
-    return Question(
-        around(draw, fact),
-        "Repeat one line of this source, word for word.",
-        fact.name,
-        (fact.value,),
-        24,
-        score,
-    )
+    return Question(around(draw, fact), REPEAT_LINE, fact.name, (fact.value,), 24, score)
 
 
 def few_shot(draw: Draw) -> Question:
@@ -270,10 +234,8 @@ def few_shot(draw: Draw) -> Question:
         cut = " ".join(snippet.split()[:SNIPPET_WORDS])
         return f"{cut} about {topic}"
 
-    lines = [
-        f"{line(snippet, topic)} is {label_of[topic]}"
-        for snippet, topic in zip(snippets, of_line, strict=False)
-    ]
+    pairs = zip(snippets, of_line, strict=False)
+    lines = [f"{line(snippet, topic)} is {label_of[topic]}" for snippet, topic in pairs]
 
     def score(reply: str) -> float:
         said = re.findall(r"[a-z]+", reply.lower())[:2]
@@ -306,14 +268,11 @@ def chat_needle(draw: Draw) -> Question:
         cuts = [units * i // (TURNS - 1) for i in range(TURNS)]
         return [message for i in range(TURNS - 1) for message in turn(i, found[cuts[i] : cuts[i + 1]])]
 
-    return Question(
-        text,
+    asked, start = (
         f"What is the special magic number for {keys[0]}?",
         f"The special magic number for {keys[0]} is",
-        (values[0],),
-        14,
-        numbers(values[:1]),
     )
+    return Question(text, asked, start, (values[0],), 14, numbers(values[:1]))
 
 
 @dataclass(frozen=True)
@@ -352,3 +311,25 @@ TASKS: dict[str, Task] = {
     "few-shot": Task(few_shot, 40, "labelled lines", range(TOPICS, 401)),
     "chat-needle": Task(chat_needle, 2, "numbers that are told", range(1, TURNS)),
 }
+
+SUMMARY = "Summarise the text above in a few sentences."
+CONTINUE = "Continue the text above."
+OPEN = (
+    "What is the text above about, and for whom is it written?",
+    "Which rules does the text above give? List the most important ones.",
+    "Explain one idea of the text above to a beginner.",
+    "What would you ask the author of the text above?",
+)
+
+
+def _open(*asked: str) -> Task:
+    """One of these questions about prose in which nothing is hidden; every reply scores 0."""
+
+    def make(draw: Draw) -> Question:
+        return Question(hidden(draw, []), draw.rng.choice(asked), "", (), 0, lambda reply: 0.0)
+
+    return Task(make, 1, "nothing", range(1, 2))
+
+
+OPEN_TASKS = {"summary": _open(SUMMARY), "continuation": _open(CONTINUE), "open": _open(*OPEN)}
+"""Without one right answer; fidelity is measured for them."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Generic, Self, TypeVar, get_origin, get_type_hints
+from typing import Any, Generic, Self, TypeVar, get_origin, get_type_hints
 
 from vllm_kvevict.policy_list import parse
 
@@ -67,7 +67,7 @@ class Sampled:
     """A sample, or what came of it.
 
     Attributes:
-        task: its family; of a suite, SUITE/TASK.
+        task: its kind.
         length: asked for, in words, or of real texts in tokens; None if nobody says.
         depth: asked for; None for a random one.
         index: of the sample among those with the same task, length and depth.
@@ -85,13 +85,13 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Sampled):
     """A line of a file; its fields are JSON."""
 
     @property
     def key(self) -> Any:
         """What no two lines of a file share."""
-        raise NotImplementedError
+        return self.sample
 
     @classmethod
     def parse(cls, line: str) -> Self:
@@ -104,7 +104,7 @@ class Record:
         try:
             entry = json.loads(line)
             values = {name: tuple(value) if kinds[name] is tuple else value for name, value in entry.items()}
-            record = cls(**values)
+            record = cls(**values)  # type: ignore[arg-type]
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(str(error)) from None
         for name, kind in kinds.items():
@@ -117,17 +117,22 @@ class Record:
 def _kinds(cls: type[Record]) -> dict[str, Any]:
     """Types of a record's fields; of what a list or tuple holds, nothing; JSON may write a number without its point."""
     hints = get_type_hints(cls)
-    kinds = {field.name: hints[field.name] for field in fields(cls)}
-    plain = {
-        name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind
-        for name, kind in kinds.items()
-    }
-    return {name: kind | int if kind in (float, float | None) else kind for name, kind in plain.items()}
+    found = {}
+    for name in (field.name for field in fields(cls)):
+        kind = hints[name] if isinstance(hints[name], UnionType) else get_origin(hints[name]) or hints[name]
+        found[name] = kind | int if kind in (float, float | None) else kind
+    return found
 
 
 @dataclass(frozen=True)
-class Cell(Sampled, Record):
-    """What came of one sample in one column, which `policy`, `budget` and `scope` name."""
+class Cell(Record):
+    """What came of one sample in one column, which `policy`, `budget` and `scope` name.
+
+    Attributes:
+        FILE, SETTINGS: names of the files that hold such records of a folder, and what they have in common.
+    """
+
+    FILE, SETTINGS = "", ""
 
     policy: str
     budget: float | None
@@ -158,6 +163,9 @@ class Result(Cell):
         request: the server's name for it, which its eviction log repeats.
         seconds: until the answer was there.
     """
+
+    FILE = RESULTS
+    SETTINGS = SETTINGS
 
     score: float
     reply: str
@@ -216,11 +224,14 @@ class Store(Generic[R]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         try:
-            self._lock()
-            self._drop_torn_line()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = self.path.read_bytes()
+            os.truncate(self.path, content.rfind(b"\n") + 1)  # a line that was not finished
             self.done: dict[Any, R] = {record.key: record for record in read(self.path, self._kind)}
-        except BaseException:
+        except BaseException as error:
             self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise ResultsError(f"another run is writing to {self.path}") from None
             raise
         return self
 
@@ -233,22 +244,10 @@ class Store(Generic[R]):
         self._file.flush()
         self.done[record.key] = record
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResultsError(f"another run is writing to {self.path}") from None
-
-    def _drop_torn_line(self) -> None:
-        content = self.path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.truncate(self.path, end)
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What all records of a file have in common.
+    """What all records of a file have in common; what a command does not have is None.
 
     Attributes:
         model: as requests name it.
@@ -258,10 +257,11 @@ class Settings:
         texts: digests of the generated tasks, by task.
         questions: about each generated text.
         form: of questions on real text.
+        answer_tokens: of the full cache's answers, at most.
+        top: tokens in each list of log-probabilities.
+        interval: the server's, from one eviction of an answer to the next; None for its default.
+        temperature: at which answers are written.
     """
-
-    FILE: ClassVar[str] = SETTINGS
-    RECORDS: ClassVar[str] = RESULTS
 
     model: str
     seed: int
@@ -270,6 +270,10 @@ class Settings:
     texts: dict[str, str]
     questions: int = 1
     form: str = "chat"
+    answer_tokens: int | None = None
+    top: int | None = None
+    interval: int | None = None
+    temperature: float | None = None
 
     def merge(self, before: Self, folder: Path) -> Self:
         """These settings with the tasks of an earlier run.
@@ -277,10 +281,11 @@ class Settings:
         Raises:
             ResultsError: if the two cannot share a folder.
         """
-        names = [field.name for field in fields(self) if field.name != "texts"]
         mine, theirs = asdict(self), asdict(before)
         differ = [
-            f"{name}: {theirs[name]!r}, now {mine[name]!r}" for name in names if mine[name] != theirs[name]
+            f"{name}: {theirs[name]!r}, now {value!r}"
+            for name, value in mine.items()
+            if name != "texts" and value != theirs[name]
         ]
         differ += [
             f"the texts of task {task}, which have changed since"
@@ -294,38 +299,35 @@ class Settings:
         return replace(self, texts={**before.texts, **self.texts})
 
 
-S = TypeVar("S", bound=Settings)
-
-
-def write_settings(folder: Path, settings: Settings, run: dict[str, Any]) -> None:
+def write_settings(folder: Path, settings: Settings, run: dict[str, Any], kind: type[Cell] = Result) -> None:
     """Note the settings, and the run that is about to begin, beside those before it.
 
     Raises:
         ResultsError: if earlier runs had other settings.
     """
-    path, records = folder / settings.FILE, folder / settings.RECORDS
+    path, records = folder / kind.SETTINGS, folder / kind.FILE
     runs: list[dict[str, Any]] = []
     if path.exists():
-        before, runs = read_settings(folder, type(settings))
+        before, runs = read_settings(folder, kind)
         settings = settings.merge(before, folder)
     elif records.exists() and records.stat().st_size:
-        raise ResultsError(f"{folder} has results, but no {settings.FILE} that says how they were measured")
+        raise ResultsError(f"{folder} has results, but no {path.name} that says how they were measured")
     content = {**asdict(settings), "runs": [*runs, run]}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
 
 
-def read_settings(folder: Path, kind: type[S]) -> tuple[S, list[dict[str, Any]]]:
+def read_settings(folder: Path, kind: type[Cell] = Result) -> tuple[Settings, list[dict[str, Any]]]:
     """A folder's settings and its runs.
 
     Raises:
         ResultsError: if it has none.
     """
-    path = folder / kind.FILE
+    path = folder / kind.SETTINGS
     try:
         content = json.loads(path.read_text())
         runs = content.pop("runs")
-        return kind(**content), runs
+        return Settings(**content), runs
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ResultsError(f"{path} cannot be read: {error}") from None

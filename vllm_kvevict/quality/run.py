@@ -1,112 +1,178 @@
-"""Ask an endpoint everything that is not answered yet."""
+"""One loop for all commands: a server is asked what is not measured yet, and what comes is stored."""
 
+import argparse
 import asyncio
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from vllm_kvevict.machine import record
-from vllm_kvevict.quality.cases import Case, Generated, fingerprints
-from vllm_kvevict.quality.endpoint import PARAMETERS, Endpoint, EndpointError, RefusedError, Reply
+from vllm_kvevict.quality.cases import Case, Generated, fingerprint
+from vllm_kvevict.quality.endpoint import PARAMETERS, Endpoint, EndpointError, RefusedError
 from vllm_kvevict.quality.fitting import TextQuestions, cases
-from vllm_kvevict.quality.results import (
-    FULL,
-    RESULTS,
-    TURNS,
-    Column,
-    Result,
-    Sample,
-    Settings,
-    Store,
-    write_settings,
-)
+from vllm_kvevict.quality.prompts import TASK as PROMPTS
+from vllm_kvevict.quality.results import FULL, TURNS, Cell, Column, Settings, Store, write_settings
 
 Questions = Generated | TextQuestions | list[Case]
+NO_LIST = "max-logprobs"
+A = TypeVar("A")
+M = TypeVar("M", bound=Cell)
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Target:
-    """The server that is asked, and where the results go.
+class Task(ABC, Generic[A, M]):
+    """What a command asks about each case, and how it scores what comes back.
 
-    Attributes:
-        url: of the endpoint.
-        model: None for the first one that it lists.
-        output: folder.
-        columns: what everything is asked with.
-        form, seed: see Settings.
-        concurrency: requests at once.
-        min_prompt: the server's; shorter prompts are marked as whole.
-        timeout, tries, backoff: see Endpoint.
-        note: on the server, for the report.
-        command: what the user typed, for the report.
-    """
-
-    url: str
-    model: str | None
-    output: Path
-    columns: Sequence[Column]
-    form: str
-    seed: int
-    concurrency: int
-    min_prompt: int
-    timeout: float
-    tries: int
-    backoff: float
-    note: str
-    command: Sequence[str]
-
-    def endpoint(self) -> Endpoint:
-        """Connections to the server."""
-        return Endpoint(self.url, self.concurrency, self.timeout, self.tries, self.backoff)
-
-
-@dataclass(frozen=True)
-class Job(Target):
-    """One run.
-
-    Attributes:
+    Args:
+        options: of the command; see `vllm_kvevict.quality.options`.
         cases: what is asked.
-        plain: send no fields of ours.
-        instruct, slack: see Settings.
+        columns: what everything is asked with.
+
+    Attributes:
+        endpoint: that answers.
+        measures: takes what is scored.
+        stores: all that take something.
     """
 
-    cases: Questions
-    plain: bool
-    instruct: bool
-    slack: int
+    KIND: ClassVar[type[Cell]]
+
+    def __init__(self, options: argparse.Namespace, cases: Questions, columns: Sequence[Column]):
+        self.options, self.cases, self.columns = options, cases, columns
+        patience = options.concurrency, options.timeout, options.tries, options.backoff
+        self.endpoint = Endpoint(options.url, *patience)
+        self.measures: Store[M] = self.store(self.KIND.FILE, self.KIND)
+        self.stores: list[Store[Any]] = [self.measures]
+
+    def store(self, name: str, kind: type[Any]) -> Store[Any]:
+        """A file of the results' folder."""
+        return Store(self.options.output / name, kind)
+
+    async def check(self) -> None:
+        """Make sure that the server can do what is asked.
+
+        Raises:
+            EndpointError: one sentence says what it needs.
+            ValueError: what is asked cannot be measured.
+        """
+        await require_eviction(self.endpoint, self.columns, self.options.min_prompt)
+
+    @abstractmethod
+    async def ask(self, case: Case, columns: Sequence[Column]) -> A:
+        """What all columns of a case share."""
+
+    @abstractmethod
+    async def score(self, case: Case, asked: A, column: Column) -> M | None:
+        """Measure a case in one column; None where nothing counts.
+
+        Args:
+            asked: of :meth:`ask`.
+        """
+
+    def settings(self) -> Settings:
+        """What the folder's measures have in common."""
+        if not isinstance(self.cases, list):
+            texts = self.cases.fingerprints()
+        else:
+            texts = {PROMPTS: fingerprint(self.cases)} if self.options.prompts else {}
+        names = {field.name for field in fields(Settings)}
+        said = {name: value for name, value in vars(self.options).items() if name in names}
+        return Settings(**said | {"model": self.endpoint.model, "texts": texts})
+
+
+async def run(task: Task[Any, Any], console: Console) -> int:
+    """Measure what is missing, and show how far that is; the number of new measures.
+
+    Raises:
+        EndpointError: if the endpoint fails; what was measured before is stored.
+        ResultsError: if the folder cannot take the measures.
+        ValueError: what is asked cannot be measured.
+    """
+    options, measures = task.options, task.measures
+    async with task.endpoint as endpoint:
+        await endpoint.find_model(options.model)
+        await task.check()
+        with ExitStack() as files:
+            for store in task.stores:
+                files.enter_context(store)
+            write_settings(options.output, task.settings(), await describe(task), task.KIND)
+            before = len(measures.done)
+            asked = await fitted(task, console)
+            with progress(console) as bar:
+                line = bar.add_task("measures", total=total(task, asked))
+                work = partial(measure, task, lambda: bar.advance(line))
+                await each(asked, options.concurrency, work)
+            return len(measures.done) - before
+
+
+async def fitted(task: Task[Any, Any], console: Console) -> Generated | list[Case]:
+    """What is asked; questions on real text as cases of the wanted number of tokens."""
+    if not isinstance(task.cases, TextQuestions):
+        return task.cases
+    with progress(console) as bar:
+        line = bar.add_task("texts", total=len(task.cases))
+        return await cases(task.cases, task.endpoint, task.options.concurrency, lambda: bar.advance(line))
+
+
+def total(task: Task[Any, Any], asked: Generated | list[Case]) -> int:
+    """How many measures the folder should have at the end."""
+    if isinstance(asked, Generated):  # each takes a while to make, and none is all question
+        return len(asked) * len(task.columns)
+    return sum(len(applicable(case, task.columns)) for case in asked)
+
+
+async def measure(task: Task[Any, Any], on_done: Callable[[], None], case: Case) -> None:
+    """Everything about one case, one column after another, so that the KV of one prompt is held at a time.
+
+    Args:
+        on_done: is called for each column, also for those that were measured before.
+    """
+    left = []
+    for column in applicable(case, task.columns):
+        if (case.sample, column) in task.measures.done:
+            on_done()
+        else:
+            left.append(column)
+    if not left:
+        return
+    with naming(case, task.options):
+        asked = await task.ask(case, left)
+    for column in left:
+        with naming(f"{case}; {column}", task.options):
+            found = await task.score(case, asked, column)
+        if found is not None:
+            task.measures.add(found)
+        on_done()
+
+
+@contextmanager
+def naming(what: object, options: argparse.Namespace) -> Iterator[None]:
+    """Say of a request that is refused what it was about."""
+    try:
+        yield
+    except RefusedError as error:
+        short = NO_LIST in str(error).replace("_", "-")
+        advice = f" (--top {options.top} needs a server with at least as many --{NO_LIST})" if short else ""
+        raise EndpointError(f"{error} (asked: {what}){advice}") from None
 
 
 def columns(policies: Sequence[str], budgets: Sequence[float], scopes: Sequence[str]) -> list[Column]:
     """Every policy with every budget and scope; the full cache once, as it has neither."""
     found = []
-    for policy in dict.fromkeys(policies):
-        if policy == FULL:
-            found.append(Column(FULL))
-        else:
-            found += [Column(policy, budget, scope) for scope in scopes for budget in budgets]
+    for policy in policies:
+        evicting = [Column(policy, budget, scope) for scope in scopes for budget in budgets]
+        found += [Column(FULL)] if policy == FULL else evicting
     return list(dict.fromkeys(found))
 
 
 def applicable(case: Case, columns: Sequence[Column]) -> list[Column]:
     """The columns that a case can be asked with; without anything before its question only its prompt is evicted."""
     return [column for column in columns if column.scope not in ("prefix", TURNS) or case.has_prefix]
-
-
-def requests(cases: Iterable[Case], columns: Sequence[Column]) -> Iterator[tuple[Case, Column]]:
-    """Everything to ask."""
-    return ((case, column) for case in cases for column in applicable(case, columns))
 
 
 def asked_fields(column: Column) -> dict[str, Any]:
@@ -136,67 +202,6 @@ async def require_eviction(endpoint: Endpoint, columns: Sequence[Column], min_pr
         await endpoint.require_turns(asked_fields(in_turns[0]), min_prompt)
 
 
-@dataclass
-class Driver:
-    """Sends requests and stores the answers.
-
-    Attributes:
-        endpoint: that answers.
-        store: takes the answers.
-        min_prompt, plain: see Job.
-    """
-
-    endpoint: Endpoint
-    store: Store[Result]
-    min_prompt: int
-    plain: bool
-    _prefixes: dict[Sample, "asyncio.Task[int]"] = field(default_factory=dict)
-
-    async def ask(self, case: Case, column: Column) -> None:
-        """Ask one thing and store the answer."""
-        fields = await self._fields(case, column)
-        evict_at = await self._prefix(case) if column.scope == TURNS else fields.get("kv_prefix_len")
-        started = time.perf_counter()
-        try:
-            reply = await self.endpoint.ask(case.prompt(), case.max_tokens, fields)
-        except RefusedError as error:
-            raise EndpointError(f"{error} (asked: {case}; {column})") from None
-        self.store.add(self._result(case, column, reply, evict_at, time.perf_counter() - started))
-
-    async def _fields(self, case: Case, column: Column) -> dict[str, Any]:
-        if column.budget is None:
-            return {} if self.plain else asked_fields(column)
-        fields = asked_fields(column)
-        if column.scope == "prefix":
-            fields["kv_prefix_len"] = await self._prefix(case)
-        return fields
-
-    def _prefix(self, case: Case) -> "asyncio.Task[int]":
-        """The case's prefix length; columns of one case that ask at the same time wait for the same answer."""
-        if case.sample not in self._prefixes:
-            while len(self._prefixes) >= 64:  # long done
-                self._prefixes.pop(next(iter(self._prefixes)))
-            self._prefixes[case.sample] = asyncio.create_task(prefix_len(self.endpoint, case))
-        return self._prefixes[case.sample]
-
-    def _result(self, case: Case, column: Column, reply: Reply, before: int | None, seconds: float) -> Result:
-        evict_at = None if column.budget is None else before or reply.prompt_tokens
-        return Result(
-            *case.sample,
-            *column.key,
-            score=case.score(reply.text),
-            reply=reply.text,
-            expected=case.expected,
-            prompt_tokens=reply.prompt_tokens,
-            output_tokens=reply.output_tokens,
-            finish_reason=reply.finish_reason,
-            evict_at=evict_at,
-            whole=evict_at is not None and evict_at < self.min_prompt,
-            request=reply.request,
-            seconds=round(seconds, 3),
-        )
-
-
 async def prefix_len(endpoint: Endpoint, case: Case) -> int:
     """How many tokens of a case's chat come before its question, whatever the question is.
 
@@ -214,62 +219,11 @@ async def prefix_len(endpoint: Endpoint, case: Case) -> int:
     return common
 
 
-async def run(job: Job, console: Console) -> int:
-    """Ask what is missing; the number of answers that came.
-
-    Raises:
-        EndpointError: if the endpoint fails; what was answered before is stored.
-        ResultsError: if the folder cannot take the results.
-    """
-    async with job.endpoint() as endpoint:
-        await endpoint.find_model(job.model)
-        if not job.plain:
-            await require_eviction(endpoint, job.columns, job.min_prompt)
-        with Store(job.output / RESULTS, Result) as store:
-            write_settings(job.output, settings(job, endpoint.model), await describe(job, endpoint))
-            driver = Driver(endpoint, store, job.min_prompt, job.plain)
-            if isinstance(job.cases, TextQuestions):
-                job = replace(job, cases=await fitted(job.cases, endpoint, job.concurrency, console))
-            return await answer_all(driver, job, console)
-
-
-async def fitted(asked: TextQuestions, endpoint: Endpoint, concurrency: int, console: Console) -> list[Case]:
-    """Questions on real text as cases of the wanted number of tokens."""
-    with progress(console) as bar:
-        task = bar.add_task("texts", total=len(asked))
-        return await cases(asked, endpoint, concurrency, lambda: bar.advance(task))
-
-
-def settings(job: Job, model: str) -> Settings:
-    """What the folder's results have in common."""
-    questions = job.cases.questions if isinstance(job.cases, Generated) else 1
-    asked = list(job.cases.digests()) if isinstance(job.cases, TextQuestions) else job.cases
-    texts = fingerprints(asked, job.seed)
-    return Settings(model, job.seed, job.instruct, job.slack, texts, questions, job.form)
-
-
-async def describe(job: Target, endpoint: Endpoint) -> dict[str, Any]:
+async def describe(task: Task[Any, Any]) -> dict[str, Any]:
     """The run, for the report: command, machine, versions."""
-    server = {"url": job.url, "vllm": await endpoint.version(), "note": job.note}
-    return record(job.command, {"server": server, "concurrency": job.concurrency})
-
-
-async def answer_all(driver: Driver, job: Job, console: Console) -> int:
-    """Let `concurrency` workers ask what is missing, and show how far they are."""
-    before = len(driver.store.done)
-    with progress(console) as bar:
-        task = bar.add_task("answers", total=count(job))
-        queue = missing(job, driver.store, lambda: bar.advance(task))
-
-        async def ask(request: tuple[Case, Column]) -> None:
-            await driver.ask(*request)
-            bar.advance(task)
-
-        await each(queue, job.concurrency, ask)
-    return len(driver.store.done) - before
-
-
-T = TypeVar("T")
+    options = task.options
+    server = {"url": options.url, "vllm": await task.endpoint.version(), "note": options.note}
+    return record(options.typed, {"server": server, "concurrency": options.concurrency})
 
 
 async def each(things: Iterable[T], concurrency: int, work: Callable[[T], Awaitable[None]]) -> None:
@@ -291,22 +245,6 @@ async def each(things: Iterable[T], concurrency: int, work: Callable[[T], Awaita
 
 def progress(console: Console) -> Progress:
     """A line with a bar, and how long it will take."""
-    marks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*marks, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-
-
-def count(job: Job) -> int:
-    """How many answers the run should have at its end."""
-    if not isinstance(job.cases, list):  # each takes a while to make, and none is all question
-        return len(job.cases) * len(job.columns)
-    return sum(1 for _ in requests(job.cases, job.columns))
-
-
-def missing(job: Job, store: Store[Result], on_done: Callable[[], None]) -> Iterator[tuple[Case, Column]]:
-    """What is not answered yet; `on_done` is called for everything that is."""
-    assert not isinstance(job.cases, TextQuestions)
-    for case, column in requests(job.cases, job.columns):
-        if (case.sample, column) in store.done:
-            on_done()
-        else:
-            yield case, column
+    return Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )

@@ -1,7 +1,7 @@
 """Scores as a table of samples and columns, their means, and what can be said about differences."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,7 +13,6 @@ NONE = "-"
 """Stands in tables for what was not measured."""
 
 S = TypeVar("S", Result, Measure)
-Columns = Column | Sequence[Column]
 Group = tuple[int, str | int]
 """Samples that have a value at a place of their name."""
 
@@ -41,11 +40,6 @@ def signed(difference: Mean | None) -> str:
     return difference.signed if difference else NONE
 
 
-def plain(mean: Mean | None) -> dict[str, Any] | None:
-    """A mean for JSON."""
-    return asdict(mean) if mean else None
-
-
 class Bootstrap:
     """Resamples; the same ones for every mean, so that differences and ratios are paired.
 
@@ -55,18 +49,10 @@ class Bootstrap:
     Args:
         tasks: of each sample.
         texts: what each sample belongs to; None where each has a text of its own.
-        resamples: how many.
-        seed: of the resampling.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[str],
-        texts: Sequence[Hashable] | None = None,
-        resamples: int = RESAMPLES,
-        seed: int = 0,
-    ):
-        self._rng, self._resamples = np.random.default_rng(seed), resamples
+    def __init__(self, tasks: Sequence[str], texts: Sequence[Hashable] | None = None):
+        self._rng, self._resamples = np.random.default_rng(0), RESAMPLES
         names = np.asarray(tasks)
         found = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
         if texts is None:
@@ -154,6 +140,11 @@ class Scores(Generic[S]):
         return [column for column in self.columns if column.budget is None]
 
     @property
+    def means(self) -> dict[Column, float]:
+        """Mean score of each column."""
+        return {column: mean.mean for column in self.columns if (mean := self.mean(column))}
+
+    @property
     def full(self) -> Column | None:
         """The full cache, if it was measured."""
         return Column(FULL) if Column(FULL) in self._values else None
@@ -194,40 +185,36 @@ class Scores(Generic[S]):
         lengths = [r.evict_at for r in self.results if r.evict_at and (r.budget, r.scope) == (budget, scope)]
         return min(1.0, budget / (sum(lengths) / len(lengths))) if lengths else 1.0
 
-    def mean(self, columns: Columns, among: Group | None = None) -> Mean | None:
-        """Mean score of a column, or of several together: of the samples that all of them have."""
-        return self._cached(("mean", _tuple(columns), (), among))
+    def mean(self, column: Column, among: Group | None = None) -> Mean | None:
+        """Mean score of a column."""
+        return self._cached("mean", column, None, among)
 
-    def difference(self, columns: Columns, others: Columns, among: Group | None = None) -> Mean | None:
-        """How much higher the first score than the others, on the samples that all of them have."""
-        return self._cached(("difference", _tuple(columns), _tuple(others), among))
+    def difference(self, column: Column, other: Column, among: Group | None = None) -> Mean | None:
+        """How much higher a column scores than another, on the samples that both have."""
+        return self._cached("difference", column, other, among)
 
     def ratio(self, column: Column, other: Column, among: Group | None = None) -> Mean | None:
         """A column's mean over another's, on the samples that both have."""
-        return self._cached(("ratio", (column,), (other,), among))
+        return self._cached("ratio", column, other, among)
 
-    def _cached(self, key: tuple[str, tuple[Column, ...], tuple[Column, ...], Group | None]) -> Mean | None:
-        """The summary and the text ask for the same."""
+    def _cached(self, what: str, column: Column, other: Column | None, among: Group | None) -> Mean | None:
+        """The text asks for the same in several places."""
+        key = what, column, other, among
         if key not in self._means:
-            what, columns, others, among = key
-            values = self._values_among(columns, among)
+            values = [self._among(one, among) for one in (column, other) if one]
             if what == "ratio":
-                found = self._bootstrap.ratio(values, self._values_among(others, among))
+                self._means[key] = self._bootstrap.ratio(*values)
             else:
-                found = self._bootstrap.mean(values - (self._joined(others) if others else 0.0))
-            self._means[key] = found
+                self._means[key] = self._bootstrap.mean(values[0] - values[1] if other else values[0])
         return self._means[key]
 
-    def _values_among(self, columns: tuple[Column, ...], among: Group | None) -> np.ndarray:
-        values = self._joined(columns)
+    def _among(self, column: Column, among: Group | None) -> np.ndarray:
+        """A column's values, nan where it has none or the sample is of another group."""
+        values = self._values.get(column, np.full(len(self.samples), np.nan))
         if among is None:
             return values
         place, wanted = among
         return np.where([sample[place] == wanted for sample in self.samples], values, np.nan)
-
-    def _joined(self, columns: tuple[Column, ...]) -> np.ndarray:
-        missing = np.full(len(self.samples), np.nan)
-        return np.mean([self._values.get(column, missing) for column in columns], axis=0)
 
 
 def of_task(task: str) -> Group:
@@ -236,7 +223,3 @@ def of_task(task: str) -> Group:
 
 def of_length(length: int) -> Group:
     return (1, length)
-
-
-def _tuple(columns: Columns) -> tuple[Column, ...]:
-    return (columns,) if isinstance(columns, Column) else tuple(columns)

@@ -108,12 +108,8 @@ def needle_values(draw: Draw, count: int = 3) -> Needle:
     name = draw.name()
     records = [[name, *draw.values(2), "."] for _ in range(count)]
     answer = [word for record in records for word in record]
-    return Needle(
-        records,
-        ["what", name, *[name] * (count - 1), "?"],
-        answer[:-1],
-        tuple(" ".join(r[1:3]) for r in records),
-    )
+    expected = tuple(" ".join(record[1:3]) for record in records)
+    return Needle(records, ["what", *[name] * count, "?"], answer[:-1], expected)
 
 
 def needle_queries(draw: Draw, count: int = 3) -> Needle:
@@ -203,17 +199,15 @@ def make_many(names: Sequence[str], length: int, rng: random.Random) -> list[Sam
     """
     draw = Draw(rng)
     needles = [TASKS[name][0](draw) for name in names]
-    sentences = background(
-        draw, "records", length - sum(len(s) for needle in needles for s in needle.sentences)
-    )
+    hidden = sum(len(sentence) for needle in needles for sentence in needle.sentences)
+    sentences = background(draw, "records", length - hidden)
     for needle in needles:
         places = sorted(rng.randint(0, len(sentences)) for _ in needle.sentences)
         insert(sentences, needle.sentences, places)
     text = _joined(sentences)
     depths = [sentences.index(needle.sentences[0]) / max(1, len(sentences) - 1) for needle in needles]
-    return [
-        _sample(name, needle, text, depth) for name, needle, depth in zip(names, needles, depths, strict=True)
-    ]
+    found = zip(names, needles, depths, strict=True)
+    return [_sample(name, needle, text, depth) for name, needle, depth in found]
 
 
 def _sample(task: str, needle: Needle, text: str, depth: float) -> Sample:

@@ -34,13 +34,8 @@ class TextError(ValueError):
 @cache
 def sentences() -> tuple[str, ...]:
     """Sentences of the language reference in their order, none of them twice."""
-    found = [
-        sentence
-        for name in sorted(topics)
-        for paragraph in re.split(r"\n\s*\n", topics[name])
-        for sentence in _sentences(paragraph)
-    ]
-    return tuple(dict.fromkeys(found))
+    paragraphs = (paragraph for name in sorted(topics) for paragraph in re.split(r"\n\s*\n", topics[name]))
+    return tuple(dict.fromkeys(sentence for paragraph in paragraphs for sentence in _sentences(paragraph)))
 
 
 def _sentences(paragraph: str) -> Iterator[str]:
