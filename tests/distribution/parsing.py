@@ -86,6 +86,8 @@ def check(words: list[str]) -> None:
         _serve_parser().parse_args(rest[1:])
     elif program == "vllm-kvevict":
         _check_options(" ".join(["vllm_kvevict", *rest[: 1 + (rest[0] == "quality")]]), rest)
+    elif program == "lm_eval":
+        _check_options(f"lm_eval {rest[0]}", rest)
     elif program == "python":
         _check_python(rest)
     elif program == "pytest":

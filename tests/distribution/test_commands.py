@@ -135,8 +135,10 @@ TABLE: dict[str, dict[str, Run | None]] = {
         f"{REPORT} --budget": Run(writes=("report.md", "kvzip")),
         "vllm serve MODEL --kv-eviction full --kv-decode-budget": PARSED,
         "vllm-kvevict quality answers": Run(ON_ANSWERS),
+        "pip install lm-eval": PARSED,
+        "vllm serve MODEL --kv-eviction full$": PARSED,
+        "lm_eval run": PARSED,  # tests/engine/served/test_lm_eval.py runs it
         "vllm-kvevict quality checkpoint": PARSED,
-        "vllm-kvevict quality run * --seed": PARSED,
         "python -m benchmarks.real_model --dry-run": PARSED,
         "python -m benchmarks.real_model --policies": PARSED,
         "vllm serve benchmarks/quality/needle": PARSED,
