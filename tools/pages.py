@@ -14,13 +14,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 OUTSIDE = "repository"
-PICTURES = ("benchmarks/results/*.png",)
+PICTURES = ("benchmarks/results/*.png", "benchmarks/results/quality/needle*/report/*.png")
 PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docker/README.md",
     "benchmarks/results/README.md",
+    "benchmarks/results/quality/needle*/report.md",
     "benchmarks/quality/needle/README.md",
 )
 # Code is matched first, so that what looks like a link there stays as it is.
