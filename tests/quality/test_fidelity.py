@@ -11,9 +11,9 @@ import pytest
 from tests.quality.fake_openai import FakeServer, words
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity, divergence, score
-from vllm_kvevict.quality.measures import _lost, gather
+from vllm_kvevict.quality.measures import Measures, _lost, fidelity_section, gather
 from vllm_kvevict.quality.prompts import SHAPES, read_prompts
-from vllm_kvevict.quality.results import Column, ResultsError, Store, read
+from vllm_kvevict.quality.results import Column, Settings, Store, read
 
 VOCABULARY, TOP = 60, 20
 FAST = ["--backoff", "0.01", "--tries", "2"]
@@ -42,7 +42,7 @@ def slow_divergence(full: np.ndarray, found: np.ndarray, token: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_divergence_is_that_of_the_groups_and_a_lower_bound(seed):
     full, found = distribution(seed), distribution(seed + 100, 1.0)
     token = int(full.argmax())
@@ -53,17 +53,9 @@ def test_divergence_is_that_of_the_groups_and_a_lower_bound(seed):
     complete = [listed(one, token, VOCABULARY) for one in (full, found)]
     assert divergence(*complete, token) == pytest.approx(whole, abs=1e-9)
     assert divergence(complete[0], complete[0], token) == 0.0
-
-
-def test_divergence_of_lists_that_share_only_the_answer():
-    full, found = {1: math.log(0.9), 2: math.log(0.05)}, {3: math.log(0.8), 1: math.log(0.1)}
-    expected = 0.9 * math.log(0.9 / 0.1) + 0.1 * math.log(0.1 / 0.9)
-    assert divergence(full, found, 1) == pytest.approx(expected)
-    certain = {1: 0.0}
-    assert divergence(certain, {1: math.log(0.5)}, 1) == pytest.approx(math.log(2))
-    assert (
-        0 <= divergence({1: math.log(0.5)}, certain, 1) < math.inf
-    )  # rounding leaves nothing for the others
+    certain, half = {token: 0.0}, {token: math.log(0.5)}  # rounding leaves nothing for the others
+    assert divergence(certain, half, token) == pytest.approx(math.log(2))
+    assert 0 <= divergence(half, certain, token) < math.inf
 
 
 def answer(tokens=(5, 6, 7), index=0) -> Answer:
@@ -73,16 +65,12 @@ def answer(tokens=(5, 6, 7), index=0) -> Answer:
 
 def test_the_first_token_counts_only_where_it_is_chosen_after_the_eviction():
     found = [{5: -2.0, 6: -0.5}, {6: -0.4, 5: -1.5}, {7: -1.8, 8: -0.4}]
-    prompt, prefix = (
-        score(answer(), Column("snapkv", 0.2, scope), found, 300, False, 1.0)
-        for scope in ("prompt", "prefix")
-    )
+    columns = [Column("snapkv", 0.2, scope) for scope in ("prompt", "prefix")]
+    prompt, prefix = (score(answer(), column, found, 300, False, 1.0) for column in columns)
     assert (prompt.first, prompt.agrees, prompt.first_lost) == (1, (True, False), 2)
     assert (prefix.first, prefix.agrees, prefix.first_lost) == (0, (False, True, False), 0)
-    assert (
-        prefix.differences == pytest.approx((-1.9, -0.2, -1.5))
-        and prompt.differences == prefix.differences[1:]
-    )
+    assert prefix.differences == pytest.approx((-1.9, -0.2, -1.5))
+    assert prompt.differences == prefix.differences[1:]
     assert prompt.divergences == prefix.divergences[1:] and min(prefix.divergences) > 0
     assert Fidelity.parse(json.dumps(vars(prompt))) == prompt
     tie = score(answer(), Column("snapkv", 0.2, "prefix"), [{5: -1.0, 6: -1.0}, *found[1:]], 300, False, 1.0)
@@ -119,10 +107,8 @@ class FakeScorer(FakeServer):
             with self._lock:
                 self.asked.append(body)
             loss = 1 - body["sampling_params"]["extra_args"]["kv_budget"]
-            return 200, {
-                "choices": [],
-                "prompt_logprobs": [self.row(token, loss) for token in body["token_ids"]],
-            }
+            rows = [self.row(token, loss) for token in body["token_ids"]]
+            return 200, {"choices": [], "prompt_logprobs": rows}
         if path == "/v1/completions" and ("logprobs" in body or "prompt_logprobs" in body):
             fields = body["vllm_xargs"]
             if fields["kv_eviction"] not in ("full", "snapkv", "ada-snapkv"):
@@ -161,19 +147,8 @@ def prompts(tmp_path):
 
 
 def fidelity(server: FakeServer, folder, *more) -> int:
-    basis = [
-        "fidelity",
-        "--url",
-        server.url,
-        "--output",
-        str(folder),
-        "--policies",
-        "snapkv",
-        "--budgets",
-        "0.2",
-        "0.8",
-    ]
-    return quality.main([*basis, *FAST, *map(str, more)])
+    basis = ["fidelity", "--url", server.url, "--output", str(folder), "--policies", "snapkv", "--budgets"]
+    return quality.main([*basis, "0.2", "0.8", *FAST, *map(str, more)])
 
 
 def test_requests_and_measures(prompts, tmp_path):
@@ -219,10 +194,8 @@ def test_it_goes_on_where_it_was_interrupted(prompts, tmp_path, capsys):
         assert fidelity(server, folder, "--prompts", prompts) == 0
         again = server.asked[before:]
         assert len(again) == 2 and all("prompt_logprobs" in body for body in again)
-        assert (
-            len(list(read(folder / ANSWERS, Answer))) == 3
-            and len(list(read(folder / FIDELITY, Fidelity))) == 9
-        )
+        assert len(list(read(folder / ANSWERS, Answer))) == 3
+        assert len(list(read(folder / FIDELITY, Fidelity))) == 9
         assert fidelity(server, folder, "--prompts", prompts, "--answer-tokens", "16") == 2
         assert "answer_tokens: 32, now 16" in capsys.readouterr().err
         # Another prompt in its place is not mixed with the old answer.
@@ -249,9 +222,7 @@ def test_real_text_is_scored_too(tmp_path):
     found = list(read(tmp_path / FIDELITY, Fidelity))
     assert Counter(one.task for one in found) == {f"text/{name}": 6 for name in ("summary", "number", "open")}
     assert {one.length for one in found} == {300} and all(270 < one.prompt_tokens <= 300 for one in found)
-    assert {one.whole for one in found if one.budget} == {False} and {
-        one.first for one in found if one.budget
-    } == {0}
+    assert {(one.whole, one.first) for one in found if one.budget} == {(False, 0)}
 
 
 @pytest.mark.parametrize(
@@ -301,27 +272,19 @@ def test_what_an_agent_sends_reaches_the_server(tmp_path):
     assert {one.evict_at for one in found} == {None, 1 + 41 + 1, 1 + 41 + 4 + 1 + 3 + 1}
     # Only the question was another one when its place was looked for.
     other = next(body for body in server.tokenized if body["messages"] != AGENT["messages"])
-    assert [x == y for x, y in zip(other["messages"], AGENT["messages"], strict=True)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    same = [one == own for one, own in zip(other["messages"], AGENT["messages"], strict=True)]
+    assert same == [True, False, True, True]
 
 
 def test_chats_are_evicted_turn_by_turn(prompts, tmp_path):
     """As the server says when it renders them; what it keeps whole is marked."""
     folder = tmp_path / "out"
     with FakeScorer(finds_turns=True) as server:
-        assert (
-            fidelity(server, folder, "--prompts", prompts, "--scopes", "turns", "prefix", "--min-prompt", "0")
-            == 0
-        )
+        scopes = ("--scopes", "turns", "prefix", "--min-prompt", "0")
+        assert fidelity(server, folder, "--prompts", prompts, *scopes) == 0
     found = [one for one in read(folder / FIDELITY, Fidelity) if one.scope == "turns"]
-    assert {(one.index, one.evict_at, one.whole, one.first) for one in found} == {
-        (1, 41, False, 0),
-        (2, 0, True, 0),
-    }
+    told = {(one.index, one.evict_at, one.whole, one.first) for one in found}
+    assert told == {(1, 41, False, 0), (2, 0, True, 0)}
     asked = [body for body in server.asked if "token_ids" in body]
     assert len(asked) == len(found) == 4
     fields = {"kv_eviction": "snapkv", "kv_budget": 0.2, "kv_turns": [41], "kv_repeat_rows": [[1]]}
@@ -337,10 +300,7 @@ def test_chats_are_evicted_turn_by_turn(prompts, tmp_path):
     [
         ({}, "evicts chats whole: start its server with --kv-eviction-config.scope turns"),
         ({"finds_turns": True, "renders": False}, "start its server with --enable-scale-out"),
-        (
-            {"finds_turns": True, "extra": [7]},
-            "renders prompts, sample 1 and tokenizes it as different tokens",
-        ),
+        ({"finds_turns": True, "extra": [7]}, "renders prompts, sample 1 and tokenizes it as different"),
     ],
 )
 def test_servers_that_do_not_tell_turns(settings, message, prompts, tmp_path, capsys):
@@ -350,24 +310,20 @@ def test_servers_that_do_not_tell_turns(settings, message, prompts, tmp_path, ca
 
 
 TEXTS = "with texts that are not empty: "
+ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"),
         ("5", f"line 2 is not {SHAPES}, {TEXTS}it has no fields"),
         ("{}", f"line 2 is not {SHAPES}, {TEXTS}it has no fields"),
         ('{"text": "x"}', f"line 2 is not {SHAPES}, {TEXTS}its fields are text"),
         ('{"prompt": 3}', f"line 2 is not {SHAPES}, {TEXTS}its fields are prompt"),
         ('{"messages": []}', "line 2 must be a list of messages"),
         (
-            '{"messages": [{"role": "user"}]}',
-            "line 2, message 1: content must be text or a list of parts, not null",
-        ),
-        (
-            '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
-            "line 2, message 2: the last message is the assistant's, whose turn it is next: leave it out",
+            json.dumps(ANSWERED),
+            "line 2, message 2: the last message is the assistant's, whose turn it is next",
         ),
     ],
 )
@@ -379,56 +335,28 @@ def test_wrong_prompts_are_named(line, message, tmp_path, capsys):
     assert f"--prompts {path} {message}" in capsys.readouterr().err
 
 
-def test_an_answer_that_goes_on_may_be_the_last_message(tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
-    (tmp_path / "prompts.json").write_text(json.dumps(body, indent=1))
-    (case,) = read_prompts(str(tmp_path / "prompts.json"))
-    assert case.prompt() == body and not case.has_prefix
-
-
 def test_prompts_become_chats_and_texts(prompts):
-    plain, chat, document = read_prompts(str(prompts))
+    goes_on = {"messages": ANSWERED, "add_generation_prompt": False, "continue_final_message": True}
+    prompts.write_text(prompts.read_text() + json.dumps(goes_on))
+    plain, chat, document, answer = read_prompts(str(prompts))
+    assert answer.prompt() == goes_on and not answer.has_prefix
     assert plain.prompt() == {"prompt": "one two three " * 10} and not plain.has_prefix
     assert [m["role"] for m in chat.prompt()["messages"]] == ["system", "user"] and chat.has_prefix
     (message,) = document.prompt()["messages"]
     assert message["content"] == "some words " * 30 + "\n\nwhich words ?" and document.has_prefix
 
 
-def test_a_damaged_measure_is_named(tmp_path):
-    with Store(tmp_path / FIDELITY, Fidelity) as store:
-        store.add(
-            score(answer(), Column("snapkv", 0.2, "prompt"), [{}, {6: -1.0}, {7: -1.0}], 300, False, 1.0)
-        )
-    path = tmp_path / FIDELITY
-    path.write_text(path.read_text().replace('"agrees": [', '"agrees": ["x"], "more": ['))
-    with pytest.raises(ResultsError, match="line 1 is not a fidelity"):
-        list(read(path, Fidelity))
-
-
 def test_intervals_are_paired(tmp_path):
     """Answers differ much, two columns by the same little everywhere: the difference has no width."""
     rng = random.Random(0)
-    run = {
-        "command": "c",
-        "date": "d",
-        "cpu": "p",
-        "versions": {},
-        "results": {"server": {"url": "u", "vllm": None}},
-    }
     with Store(tmp_path / FIDELITY, Fidelity) as store:
         for index in range(12):
             base = rng.random()
             for policy, more in (("snapkv", 0.25), ("ada-snapkv", 0.0)):
                 cell = ("prompts", None, None, index, policy, 0.2, "prompt")
                 store.add(Fidelity(*cell, 1, (True,), (-base,), (base + more,), 300, 300, False, 1.0))
-    settings = {"model": "m", "seed": 0, "instruct": False, "slack": 0, "texts": {}, "runs": [run]}
-    (tmp_path / "fidelity-settings.json").write_text(json.dumps(settings))
-    divergences = gather(tmp_path, Fidelity).divergence
-    difference = divergences.difference(Column("snapkv", 0.2, "prompt"), Column("ada-snapkv", 0.2, "prompt"))
-    assert (difference.low, difference.mean, difference.high) == pytest.approx((0.25, 0.25, 0.25))
-    mean = divergences.mean(Column("snapkv", 0.2, "prompt"))
+    found = Measures(Settings("m", 0, False, 0, {}, top=20), [], list(read(tmp_path / FIDELITY, Fidelity)))
+    mean = found.divergence.mean(Column("snapkv", 0.2, "prompt"))
     assert mean.high - mean.low > 0.1
-    assert quality.main(["report", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
+    text = "\n".join(fidelity_section(found))
     assert "+0.250 [+0.250, +0.250]" in text and "The full cache was not scored against itself." in text
