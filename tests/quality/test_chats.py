@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 import re
 from collections import Counter
 
@@ -11,9 +10,8 @@ import pytest
 from tests.real_model import real_model
 from vllm_kvevict.quality import chats
 from vllm_kvevict.quality.cases import Case
-from vllm_kvevict.quality.chats import KINDS, TASKS, asked_in, shares, told_in
+from vllm_kvevict.quality.chats import KINDS, TASKS, asked_in, told_in
 from vllm_kvevict.quality.fitting import TextQuestions, cases
-from vllm_kvevict.quality.questions import Draw
 
 CHATS, UNITS, LEAST = 16, 70, 256
 TOKENS = 2304
@@ -98,10 +96,8 @@ def test_a_tool_of_the_instructions_is_called_behind_another_turn():
         names = answer.strip("()").split(", ")
         assert right.startswith(f"{answer}:\n") and len(names) in (2, 3)
         signatures = re.findall(r"def (\w+)\((.*)\):", instructions)
-        assert (
-            len(signatures) == 7
-            and len({*" ".join(x for x, _ in signatures).replace("_", " ").split()}) == 14
-        )
+        words = {word for name, _ in signatures for word in name.split("_")}
+        assert len(signatures) == 7 and len(words) == 14
         listed = [name for _, names in signatures for name in names.split(", ")]
         assert len(set(listed)) == len(listed) and all(name in listed for name in names)
         assert not any(answer in message["content"] for message in said[1:])
@@ -116,16 +112,6 @@ def test_chats_depend_on_seed_and_size_only():
         assert messages(task, 1, samples=9, names=[task], tokens=[99]) == same
         assert messages(task, 1, seed=4) != same != messages(task, 2)
         assert messages(task, 1, sizes={task: 5}) != same
-
-
-def test_parts_are_of_about_one_length():
-    for seed in range(20):
-        sentences = Draw(random.Random(seed), 0, 1).prose()(UNITS)
-        parts = shares(sentences, 7)
-        assert [sentence for part in parts for sentence in part] == sentences
-        wanted = sum(map(len, sentences)) / 7
-        assert all(abs(sum(map(len, part)) - wanted) <= max(map(len, sentences)) for part in parts)
-    assert shares([], 3) == [[], [], []]
 
 
 class Counting:

@@ -176,28 +176,14 @@ def test_an_installation_succeeds_without_it_and_says_so(code, goes_on, tmp_path
     assert ("going on without it" in ended.stdout) == goes_on
 
 
-@pytest.mark.parametrize(("value", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
-def test_under_ci_tests_without_the_checkpoint_fail(value, outcome, registry, monkeypatch):
-    monkeypatch.setenv("CI", value)
-    with pytest.raises(outcome, match=r"is not in .*: build it with"):
-        real_model.real_model()
-    checkpoint.build()
-    assert real_model.real_model() == checkpoint.folder()
-
-
 def test_the_real_checkpoint_answers():
     """By its chat template, greedily, in fp32."""
     folder = real_model.real_model()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     assert model.dtype == torch.float32 and config.tie_word_embeddings
-    shape = (
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    assert shape == (30, 9, 3, 64) and config.max_position_embeddings == 8192
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert heads == (9, 3, 64) and config.num_hidden_layers == 30 and config.max_position_embeddings == 8192
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],

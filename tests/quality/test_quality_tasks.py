@@ -8,7 +8,6 @@ from vllm_kvevict.quality import tasks
 from vllm_kvevict.quality.tasks import (
     FUNCTION_WORDS,
     TASKS,
-    Draw,
     make,
     make_many,
     names,
@@ -68,12 +67,6 @@ def test_questions_about_one_text_do_not_touch_each_other(length):
     questions = [{*sample.question.split()} & {*names()} for sample in samples]
     assert all(questions) and len(set.union(*questions)) == sum(map(len, questions))
     assert samples == make_many(asked, length, random.Random(1)) != make_many(asked, length, random.Random(2))
-
-
-def test_no_name_is_drawn_twice():
-    draw = Draw(random.Random(0))
-    drawn = [draw.name() for _ in names()]
-    assert sorted(drawn) == sorted(names())
 
 
 def test_the_asked_name_has_one_record_only():

@@ -3,8 +3,6 @@
 import json
 from collections import Counter
 
-import pytest
-
 from tests.quality.fake_openai import FakeServer
 from tests.quality.test_quality_run import FAST, arguments, results, run
 
@@ -21,14 +19,6 @@ def test_parameters_of_a_column_are_sent_with_its_requests(tmp_path):
     }
     policies = {r.column.policy for r in results(tmp_path)}
     assert policies == {"full", "snapkv", "snapkv:kernel=31@x"}
-
-
-def test_parameters_that_the_server_refuses_end_the_run_with_its_sentence(tmp_path, capsys):
-    argv = ("--policies", "full", "snapkv:window=9", "--budgets", "0.2")
-    with FakeServer() as server:
-        assert run(*arguments(server, tmp_path, *argv)) == 2
-    err = capsys.readouterr().err
-    assert "kv_params: window is not a parameter of policy snapkv" in err and "snapkv:window=9" in err
 
 
 def test_a_server_that_takes_no_parameters_by_request_is_refused_before_anything_is_asked(tmp_path, capsys):
@@ -101,18 +91,3 @@ def test_chats_are_evicted_turn_by_turn_by_a_server_that_finds_their_turns(tmp_p
     assert "| told in 1 | told in 2 | told in 3 | told in 4 | asked in 5 |" in by_turn
     assert by_turn.count("| snapkv 0.25 (turns) | 0.000") == by_turn.count("| full | 1.000") == 1
     assert "| snapkv 0.25 (turns) | +0.000 [+0.000, +0.000] |" in beside
-
-
-def test_a_server_that_evicts_chats_whole_is_refused(tmp_path, capsys):
-    argv = ["run", *CHATS, "--policies", "snapkv", "--budgets", "0.25", "--scopes", "turns", *FAST]
-    with FakeServer() as server:
-        assert run(*argv, "--url", server.url, "--output", str(tmp_path)) == 2
-    err = capsys.readouterr().err
-    assert "evicts chats whole" in err and "--kv-eviction-config.scope turns" in err
-    assert not any("messages" in body for body in server.asked) and not list(tmp_path.iterdir())
-
-
-def test_prompts_and_turns_need_two_servers(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run("run", *CHATS, "--scopes", "turns", "prompt", "--output", str(tmp_path))
-    assert "need servers of their own" in capsys.readouterr().err
