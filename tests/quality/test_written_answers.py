@@ -92,12 +92,11 @@ class FakeDecoder(FakeServer):
         loss: of log-probability behind the first eviction.
         repeats: tries of an answer that repeat themselves.
         decodes: whether it was started with --kv-decode-budget.
-        noise: what the full cache misses.
     """
 
-    def __init__(self, loss=1.0, repeats=(), decodes=True, noise=0.0, **settings):
+    def __init__(self, loss=1.0, repeats=(), decodes=True, **settings):
         super().__init__(**settings)
-        self.loss, self.repeats, self.decodes, self.noise = loss, repeats, decodes, noise
+        self.loss, self.repeats, self.decodes = loss, repeats, decodes
         self.ids: dict[str, int] = {}
 
     def respond(self, path, body):
@@ -128,7 +127,7 @@ class FakeDecoder(FakeServer):
         changed = fields["kv_answer_from"] + budget + INTERVAL + 1 if budget else len(body["prompt"])
         rows = [None]
         for place, token in enumerate(body["prompt"][1:], 1):
-            loss = self.loss if place >= changed else self.noise
+            loss = self.loss if place >= changed else 0.0
             other = -3.0 if loss < 0.5 else -0.7
             rows.append({str(token): {"logprob": -0.1 - loss}, "1": {"logprob": other}})
         return {"text": "", "prompt_logprobs": rows}
