@@ -4,7 +4,8 @@
     python -m tests.mutations 3 17        the third and the seventeenth
     python -m tests.mutations --clean     without faults: then all named files must pass, since else they prove nothing
 
-Run it after tests were removed or merged. Each fault is tried in a copy of the tree, so the tree itself stays as it is.
+Run it after tests were removed or merged, and see whether the failure that it prints has to do with the fault. Each is
+tried in a copy of the tree, which itself stays as it is.
 """
 
 import argparse
@@ -22,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 900
-"""That a test file may take."""
+SECONDS = 900  # that a test file may take
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Mutation:
 
 def mutations() -> list[Mutation]:
     """All of the list, in its order; people count from 1."""
-    listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    return [Mutation(**entry) for entry in listed["mutation"]]
+    text = Path(__file__).with_suffix(".toml").read_text()
+    return [Mutation(**entry) for entry in tomllib.loads(text)["mutation"]]
 
 
 def copy_tree(to: Path) -> None:
@@ -105,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for done in as_completed(running):
         number, (verdict, seconds, output) = running[done], done.result()
         lines, mutation = output.splitlines(), chosen[number]
-        # Whether the reason is the right one, people have to see.
         failed = next((line[:200] for line in lines if line.startswith(("FAILED", "ERROR "))), mutation.test)
-        print(f"{number:2} {verdict:10} {seconds:4.0f} s  {mutation.wrong}\n   {failed}", flush=True)
+        about = f"{mutation.wrong}\n   {failed}" if not args.clean else mutation.test
+        print(f"{number:2} {verdict:10} {seconds:4.0f} s  {about}", flush=True)
         if verdict != good:
-            bad += 1
             print(*lines[-30:], sep="\n", flush=True)
+        bad += verdict != good
     print(f"{len(chosen) - bad} of {len(chosen)} {good}")
     return int(bad > 0)
 
