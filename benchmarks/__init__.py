@@ -1,5 +1,28 @@
 """Demo and measurements: they start the real server or engine on small models made on the spot."""
 
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
 from benchmarks.harness.lower_level import limit_all
 
+MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prefill", "prompts", "waste")
+MOVED = {
+    **{name: f"micro {name}" for name in MICRO},
+    "hostile": "soak --hostile",
+    "reasoning": "throughput reasoning-long, and reasoning-fits",
+    "speculation": "throughput speculation-copy",
+}
+"""Commands that records name, and what took their place."""
+
+
+def refuse_moved(words: Sequence[str]) -> None:
+    """End a process whose words ask for a command that has moved; Python imports this package first."""
+    for option, module in pairwise(words):
+        name = module.removeprefix("benchmarks.")
+        if option == "-m" and module != name and name in MOVED:
+            sys.exit(f"python -m {module} is now: python -m benchmarks.{MOVED[name]}")
+
+
+refuse_moved(sys.orig_argv)
 limit_all()

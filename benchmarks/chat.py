@@ -5,29 +5,26 @@ so far, with the side's own answers, and new words of the user. Sides "by turns"
 that each turn is compressed once.
 """
 
-import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import nan
 from statistics import median
-from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import command
-from benchmarks.harness.bench import Bench
 from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, TURNS, Scenario
+from benchmarks.harness.command import Benchmark, Round
 from benchmarks.harness.documents import Answer, ask, http_client
 from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model, show_targets
-from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
-from benchmarks.harness.simulated_chats import found_shares
+from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model
+from benchmarks.harness.server import Server, cpu_environment
+from benchmarks.harness.tables import typical
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,6 @@ class Run:
     most_running: int
     held: int = 0
     uncompressed: int = 0
-
-
-Round = dict[str, Run]
 
 
 def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
@@ -131,8 +125,8 @@ async def watch(server: Server) -> int:
         return most
 
 
-async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = False) -> Run:
-    """Send a load to one side that has nothing cached, and wait until it rests; other seeds have other words."""
+async def drive(server: Server, scenario: Scenario, side: str, number: int) -> Run:
+    """Send a load to one side that has nothing cached, and wait until it rests; other rounds have other words."""
     before = await server.snapshot()
     # To read the metrics takes some of the machine: only where it is asked how many run.
     watching = asyncio.create_task(watch(server)) if scenario.at_once else None
@@ -140,7 +134,7 @@ async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = 
     async with http_client(server) as client:
         (await client.post("/reset_prefix_cache")).raise_for_status()
         started = time.perf_counter()
-        answers = await send(client, server, scenario, seed, by_turns)
+        answers = await send(client, server, scenario, number, side.endswith(TURNS))
     wall, most = time.perf_counter() - started, 0
     if watching is not None:
         watching.cancel()
@@ -155,27 +149,14 @@ async def drive(server: Server, scenario: Scenario, seed: int, by_turns: bool = 
     return Run(wall, waits, cached, after.preemptions - before.preemptions, most, held, uncompressed)
 
 
-async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[Round]:
-    """All rounds; of each the runs by side."""
-    rounds = []
-    async with AsyncExitStack() as stack:
-        servers = {}
-        for side in scenario.sides:
-            bench.say(f"{name}, {side}: starting")
-            server = make_server(name, scenario, side, bench.threads)
-            servers[side] = await stack.enter_async_context(server)
-            small = replace(scenario, chats=1, turns=min(scenario.turns, 2))
-            await drive(servers[side], small, -1, side.endswith(TURNS))
-        for number in range(scenario.rounds):
-            first = number % len(scenario.sides)
-            runs = {}
-            for side in scenario.sides[first:] + scenario.sides[:first]:
-                bench.say(f"{name}, round {number + 1}, {side}")
-                with alone(servers[side], servers.values()):
-                    runs[side] = await drive(servers[side], scenario, number, side.endswith(TURNS))
-                bench.bar.advance(bench.task)
-            rounds.append(runs)
-    return rounds
+def first(scenario: Scenario) -> Scenario:
+    """What a server is tried with before it is measured."""
+    return replace(scenario, chats=1, turns=min(scenario.turns, 2))
+
+
+def over_stock(rounds: Sequence[Round], what: Callable[[Run], float], side: str) -> Estimate:
+    """A figure of a side over that of stock, round by round."""
+    return paired_ratio([what(one[""][side]) for one in rounds], [what(one[""][STOCK]) for one in rounds])
 
 
 def later_wait(scenario: Scenario, run: Run) -> float:
@@ -187,7 +168,7 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
     """What the scenario should reach, and what it did."""
 
     def ratio(what: Callable[[Run], float], side: str) -> Estimate:
-        return paired_ratio([what(one[side]) for one in rounds], [what(one[STOCK]) for one in rounds])
+        return over_stock(rounds, what, side)
 
     if name == "agents":
         return agents_figures(scenario, rounds)
@@ -210,11 +191,8 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
 def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
     """What chats that are compressed turn by turn should reach."""
 
-    def over_stock(what: Callable[[Run], float], side: str) -> Estimate:
-        return paired_ratio([what(one[side]) for one in rounds], [what(one[STOCK]) for one in rounds])
-
     def of(what: Callable[[Run], float], side: str) -> Estimate:
-        return estimate([what(one[side]) for one in rounds])
+        return estimate([what(one[""][side]) for one in rounds])
 
     def found(run: Run) -> float:
         return run.cached / scenario.known_len
@@ -229,58 +207,33 @@ def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
         return (run.held + run.uncompressed) / scenario.whole_bytes
 
     first = "time to first token from the second turn on, over stock"
+    speed = over_stock(rounds, lambda run: 1 / run.wall, CHEAP)
     return [
         Target(f"of what chats said before, found by {CHEAP}", of(found, CHEAP), 0.97),
         Target("the same, found by stock", of(found, STOCK), 0.05, True),
-        Target(f"{first}, {CHEAP}", over_stock(wait, CHEAP), 0.15, True),
-        Target(f"{first}, {REPEATING}", over_stock(wait, REPEATING), 0.25, True),
+        Target(f"{first}, {CHEAP}", over_stock(rounds, wait, CHEAP), 0.15, True),
+        Target(f"{first}, {REPEATING}", over_stock(rounds, wait, REPEATING), 0.25, True),
         Target(f"KV of chats that are idle, {CHEAP}, over all of it", of(held, CHEAP), 0.3, True),
         Target("the same, with last questions and answers", of(held_with_tails, CHEAP), 0.36, True),
-        Target(f"output tokens/s, {CHEAP}, over stock", over_stock(lambda run: 1 / run.wall, CHEAP), 2.5),
+        Target(f"output tokens/s, {CHEAP}, over stock", speed, 2.5),
     ]
 
 
 def table(title: str, scenario: Scenario, rounds: Sequence[Round]) -> Table:
-    """Medians over the rounds; and what a cache alone could find."""
-    result = Table(title=title)
-    for column in (
-        "",
-        "seconds",
-        "first token, median s",
-        "found",
-        "of what was said",
-        "preempted",
-        "at once",
-    ):
-        result.add_column(column, justify="right" if column else "left")
-
-    def of_said(tokens: float) -> str:
-        return f"{tokens / scenario.known_len:.1%}" if scenario.known_len else "-"
-
-    for side in scenario.sides:
-        runs = [one[side] for one in rounds]
-        result.add_row(
-            side,
-            f"{median(run.wall for run in runs):.1f}",
-            f"{median(median(run.first_token) for run in runs):.3f}",
-            f"{(cached := median(run.cached for run in runs)):.0f}",
-            of_said(cached),
-            f"{median(run.preemptions for run in runs):.0f}",
-            f"{median(run.most_running for run in runs):.0f}" if scenario.at_once else "-",
-        )
-    result.add_section()
-    for cache, share in simulated(scenario).items():
-        tokens = share * scenario.known_len
-        result.add_row(
-            f"the cache alone could find, {cache}", "-", "-", f"{tokens:.0f}", of_said(tokens), "-", "-"
-        )
-    return result
-
-
-def simulated(scenario: Scenario) -> dict[str, float]:
-    """What a cache alone could find, of chats that some side is told the turns of."""
-    is_told = any(side.endswith(TURNS) for side in scenario.sides)
-    return found_shares(scenario) if is_told and scenario.known_len else {}
+    """Medians over the rounds."""
+    columns = {
+        "seconds": (lambda run: run.wall, ".1f"),
+        "first token, median s": (lambda run: median(run.first_token), ".3f"),
+        "found": (lambda run: run.cached, ".0f"),
+        "of what was said": (
+            lambda run: run.cached / scenario.known_len if scenario.known_len else nan,
+            ".1%",
+        ),
+        "preempted": (lambda run: run.preemptions, ".0f"),
+        "at once": (lambda run: run.most_running if scenario.at_once else nan, ".0f"),
+    }
+    sides = {side: [one[""][side] for one in rounds] for side in scenario.sides}
+    return typical(f"{title}, budget {scenario.budget:g}", sides, columns)
 
 
 SIZES = {
@@ -295,30 +248,7 @@ SIZES = {
 """What of a scenario can be changed."""
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
-    """Read the command line: the options, and what to run by name."""
-    return command.parse("chat", __doc__, SCENARIOS, SIZES, argv)
-
-
-def summary(name: str, scenario: Scenario, rounds: list[Round], console: Console) -> dict[str, Any]:
-    """Print what a scenario showed; what its record says."""
-    own = SCENARIOS[name]
-    console.print(table(f"{name}: {scenario.about}, budget {scenario.budget:g}", scenario, rounds))
-    targets = figures(name, scenario, rounds) if command.is_judged(scenario, own, rounds) else []
-    return {
-        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
-        "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
-        "cache_alone": simulated(scenario),
-        "targets": show_targets(console, targets),
-    }
-
-
-def main() -> int:
-    """Run the scenarios; the exit code."""
-    arguments, scenarios = parse_arguments()
-    runs = sum(len(scenario.sides) * scenario.rounds for scenario in scenarios.values())
-    return run_benchmark(command.measure("chat", arguments, scenarios, runs, run_rounds, summary))
-
+BENCHMARK = Benchmark("chat", __doc__, SCENARIOS, SIZES, make_server, first, drive, table, figures)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(BENCHMARK))

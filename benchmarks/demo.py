@@ -5,15 +5,13 @@ fetched from the Python package index once; where it cannot be had, to the proje
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import itertools
 import os
 import random
-import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from openai import OpenAIError
@@ -21,14 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
-from benchmarks.harness.at_once import Load, measure
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.growing import Growth, growth_shown, watch
-from benchmarks.harness.kept import Run, comparison_table, kept_table
-from benchmarks.harness.load import NUMBER_BYTES, page_bytes
-from benchmarks.harness.options import add_dtype, add_start_patience
-from benchmarks.harness.server import Server, ServerError, Snapshot, alone, cpu_environment, tail
+from benchmarks.harness.kept import comparison_table, kept_table
+from benchmarks.harness.load import Load, Run, drive, page_bytes
+from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
+from benchmarks.harness.server import Server, Snapshot, alone, cpu_environment, run_benchmark
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
 from vllm_kvevict.kernels import processor
@@ -40,9 +37,9 @@ from vllm_kvevict.schedules.reports import read_evictions
 
 SCRATCH = Path(".demo")
 EVICTIONS = SCRATCH / "evictions.jsonl"
-LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64  # of the model
+LAYERS, KV_HEADS = 4, 4  # of the model
 FIRST_WORD = len(SPECIAL)
-BLOCK = PAGE = 32
+BLOCK = 32
 OWN_DTYPE = "bfloat16"
 """Of the model's weights on disk."""
 PROMPTS_IN_POOL = 4
@@ -64,56 +61,28 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     policies = [policy for policy in available() if policy != "full"]
     parser.add_argument("--policy", choices=policies, default="ada-snapkv", help="default: %(default)s")
-    parser.add_argument(
-        "--budget",
-        type=_budget,
-        default=0.2,
-        metavar="X",
-        help="share of the prompt in (0, 1], or tokens per KV head above 1 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--requests", type=int, default=16, metavar="N", help="sent at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--prompt", type=int, default=2048, metavar="N", help="tokens of each prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output", type=int, default=256, metavar="N", help="tokens of each answer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--answer",
-        type=int,
-        default=1024,
-        metavar="N",
-        help=f"tokens of the long answer, at most {LONGEST_ANSWER:,} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=max(1, len(os.sched_getaffinity(0)) - 1),
-        metavar="N",
-        help="threads of the model; one core is left to the rest of the server (default: %(default)s)",
+    cores = len(os.sched_getaffinity(0))
+    add(
+        parser,
+        ("budget", budget, 0.2, "share of the prompt in (0, 1], or tokens per KV head above 1"),
+        ("requests", whole, 16, "sent at once"),
+        ("prompt", whole, 2048, "tokens of each prompt"),
+        ("output", whole, 256, "tokens of each answer"),
+        ("answer", whole, 1024, f"tokens of the long answer, at most {LONGEST_ANSWER:,}"),
+        ("threads", whole, max(1, cores - 1), "of the model; one core is left to the rest of the server"),
+        ("port", whole, None, "of the servers (default: a free one)"),
     )
     add_dtype(parser)
     add_start_patience(parser)
-    parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: a free one)")
-    parser.add_argument(
-        "--compile", action="store_true", help="let vLLM compile the model: faster, but starts later"
-    )
+    about = "let vLLM compile the model: faster, but starts later"
+    parser.add_argument("--compile", action="store_true", help=about)
     arguments = parser.parse_args(argv)
-    for name, least in {"requests": 1, "prompt": 256, "output": 1, "threads": 1, "answer": 256}.items():
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name} must be at least {least}")
+    for name in ("prompt", "answer"):
+        if getattr(arguments, name) < 256:
+            parser.error(f"--{name} must be at least 256")
     if arguments.answer > LONGEST_ANSWER:
         parser.error(f"--answer must be at most {LONGEST_ANSWER}")
     return arguments
-
-
-def _budget(text: str) -> float:
-    value = float(text)
-    if not (0 < value <= 1 or (value > 1 and value.is_integer())):
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], or a whole number above 1, got {text}")
-    return value
 
 
 def decode_budget(answer: int) -> int:
@@ -121,10 +90,10 @@ def decode_budget(answer: int) -> int:
     return answer // 8
 
 
-def pool_bytes(prompt: int, output: int, dtype: str) -> int:
-    """KV memory for PROMPTS_IN_POOL full requests and the block that vLLM keeps for itself."""
-    blocks = PROMPTS_IN_POOL * -(-(prompt + output) // BLOCK) + 1
-    return blocks * BLOCK * LAYERS * KV_HEADS * 2 * HEAD_DIM * NUMBER_BYTES[dtype]
+def pool_bytes(tokens: int, requests: int, dtype: str) -> int:
+    """KV memory for so many full requests and the block that vLLM keeps for itself."""
+    blocks = requests * -(-tokens // BLOCK) + 1
+    return blocks * LAYERS * KV_HEADS * page_bytes(dtype)
 
 
 def dtype_note(dtype: str) -> str | None:
@@ -139,14 +108,14 @@ def dtype_note(dtype: str) -> str | None:
 
 def memory_of(arguments: argparse.Namespace) -> int:
     """KV memory of each server."""
-    return pool_bytes(arguments.prompt, arguments.output, arguments.dtype)
+    return pool_bytes(arguments.prompt + arguments.output, PROMPTS_IN_POOL, arguments.dtype)
 
 
 async def compare(
     sides: Mapping[str, Sequence[str]],
     arguments: argparse.Namespace,
     then: Callable[[Server], Awaitable[None]],
-) -> list[Run]:
+) -> dict[str, list[Run]]:
     """Start a server for each side, let them answer the same requests in turns, and end them.
 
     So whatever else this machine is doing meanwhile slows all sides.
@@ -165,28 +134,19 @@ async def compare(
         rounds: dict[str, list[Run]] = {name: [] for name in servers}
         for number, (name, server) in itertools.product(range(ROUNDS), servers.items()):
             before = (await server.snapshot()).output_tokens
-            bar.update(
-                task,
-                total=arguments.requests * arguments.output,
-                description=f"{name}: answering, round {number + 1} of {ROUNDS}",
-            )
+            load = Load(arguments.requests, arguments.prompt, arguments.output, seed=number)
+            about = f"{name}: answering, round {number + 1} of {ROUNDS}"
+            bar.update(task, total=load.requests * load.output_len, description=about)
             seen = functools.partial(_advance, bar, task, before=before)
             with alone(server, servers.values()):
-                rounds[name].append(
-                    await measure(name, server, load_of(arguments), number, POLL_SECONDS, seen)
-                )
+                run = await drive(server, load, memory_of(arguments), arguments.dtype, seen)
+                rounds[name].append(run)
         last = [*servers.values()][-1]
         bar.update(task, description="answering questions", state="")
         with alone(last, servers.values()):
             await then(last)
         bar.update(task, description="done")
-    return [Run.typical(runs) for runs in rounds.values()]
-
-
-def load_of(arguments: argparse.Namespace) -> Load:
-    """The requests of a round."""
-    words = range(FIRST_WORD, len(vocabulary()))
-    return Load(arguments.requests, arguments.prompt, arguments.output, words)
+    return rounds
 
 
 def comparison_server(flags: Sequence[str], arguments: argparse.Namespace) -> Server:
@@ -252,7 +212,7 @@ async def ask_about_one_document(server: Server, arguments: argparse.Namespace) 
 async def write_long_answer(arguments: argparse.Namespace) -> list[Growth]:
     """Start a server that can evict answers, let it keep one whole and evict one, end it."""
     budget, length = decode_budget(arguments.answer), QUESTION_BEFORE_ANSWER + arguments.answer
-    memory = (-(-length // BLOCK) + 1) * BLOCK * LAYERS * KV_HEADS * page_bytes(arguments.dtype) // PAGE
+    memory = pool_bytes(length, 1, arguments.dtype)
     flags = ["--max-model-len", str(length), "--block-size", str(BLOCK), "--dtype", arguments.dtype]
     flags += ["--kv-cache-memory-bytes", str(memory), "--no-enable-prefix-caching"]
     flags += ["--kv-eviction", arguments.policy, "--kv-budget", "1", "--kv-decode-budget", str(budget)]
@@ -326,7 +286,7 @@ async def show(arguments: argparse.Namespace) -> None:
         found = await ask_real_model(real, columns, arguments)
     growths = await write_long_answer(arguments)
     console.print()
-    console.print(comparison_table(runs, memory, LAYERS * KV_HEADS, PAGE))
+    console.print(comparison_table(runs, memory))
     if first := next(read_evictions(EVICTIONS), None):
         console.print(kept_table(first))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
@@ -335,36 +295,15 @@ async def show(arguments: argparse.Namespace) -> None:
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the demo like Ctrl-C, so that it ends its servers."""
-    before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main() -> int:
     """Run the demo; the exit code."""
-    arguments = parse_arguments()
     try:
-        with _ended_by_sigterm():
-            asyncio.run(show(arguments))
-    except KeyboardInterrupt:
-        console.print("interrupted; the servers were ended")
-        return 130
-    except (ServerError, EndpointError) as error:
+        return run_benchmark(show(parse_arguments()))
+    except (EndpointError, OpenAIError) as error:
         console.print("The demo failed:", style="red")
         console.print(str(error), highlight=False, markup=False)
+        console.print(f"The servers' logs are in {SCRATCH}/.")
         return 1
-    except OpenAIError as error:
-        console.print("A request failed:", style="red")
-        console.print(str(error), highlight=False, markup=False)
-        for log in sorted(SCRATCH.glob("*.log")):
-            console.print(f"the end of {log}:\n{tail(log)}", highlight=False, markup=False)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -28,7 +27,16 @@ from benchmarks.harness.measure import (
     save,
     warn_if_busy,
 )
-from benchmarks.harness.options import add_options, changed, positive, require_room
+from benchmarks.harness.options import (
+    LOAD,
+    add_budgets,
+    add_options,
+    changed,
+    positive,
+    require_room,
+    with_budgets,
+)
+from benchmarks.harness.plots import Panel, plot
 from benchmarks.harness.scenarios import STOCK, Round, Scenario, Target, compare, show_targets
 from benchmarks.harness.server import run_benchmark
 
@@ -39,6 +47,7 @@ TARGETS: dict[Kind, dict[tuple[float, str, str], float]] = {
 }
 """What latencies over stock's may be at most, by multiple of stock's capacity, latency and percentile."""
 STATISTICS = [f"p{percentile}" for percentile in PERCENTILES]
+FIELDS = {name: field for name, field in LOAD.items() if name != "rate"}
 
 
 @dataclass(frozen=True)
@@ -99,21 +108,15 @@ def targets(scenario: Scenario, results: Sequence[AtRate]) -> list[Target]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Scenario]:
     """Read the command line: the options and the scenario with its changes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.latency", description=__doc__)
-    add_options(parser)
-    parser.add_argument(
-        "--rates",
-        type=positive,
-        nargs="+",
-        default=RATES,
-        metavar="X",
-        help="multiples of the requests per second that stock vLLM completes when all arrive at once "
-        "(default: %(default)s)",
-    )
+    # Else --rate would pass for --rates.
+    parser = argparse.ArgumentParser("python -m benchmarks.latency", description=__doc__, allow_abbrev=False)
+    add_budgets(parser)
+    add_options(parser, FIELDS, "latency")
+    about = "multiples of the requests per second that stock vLLM completes when all arrive at once"
+    own = f"{about} (default: %(default)s)"
+    parser.add_argument("--rates", type=positive, nargs="+", default=RATES, metavar="X", help=own)
     arguments = parser.parse_args(argv)
-    if arguments.rate is not None:
-        parser.error("--rate is measured here: choose multiples of it by --rates")
-    scenario = changed(arguments, BASE)
+    scenario = with_budgets(arguments, changed(parser, arguments, BASE, FIELDS))
     require_room(parser, scenario)
     return arguments, scenario
 
@@ -126,17 +129,11 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
     with bench.bar:
         saturation, results = await run_rates(bench, scenario, arguments.rates)
         bench.say("done")
-    for name, run in saturation.items():
-        console.print(
-            f"{name}: {run.requests_per_second:.3g} requests/s when all arrive at once", highlight=False
-        )
     console.print(latency_table(scenario, results))
-    reached = show_targets(console, targets(scenario, results))
-    name = arguments.name or record_name("latency", arguments.dtype)
     content = {
         "threads": arguments.threads,
         "load_average_at_start": load_average,
-        "targets": reached,
+        "targets": show_targets(console, targets(scenario, results)),
         "saturation": {side: run.summary() for side, run in saturation.items()},
         "rates": [
             {
@@ -147,8 +144,9 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
             for at in results
         ],
     }
+    name = arguments.name or record_name("latency", arguments.dtype)
     path = save(name, record("latency", content))
-    console.print(f"written to {path} and {plot(scenario, results, RESULTS / f'{name}.png')}")
+    console.print(f"written to {path} and {plot(RESULTS / f'{name}.png', panels(scenario, results))}")
 
 
 async def run_rates(
@@ -170,9 +168,8 @@ async def run_rates(
 
 def latency_table(scenario: Scenario, results: Sequence[AtRate]) -> Table:
     """One row for each rate, side and latency, in milliseconds."""
-    table = Table(
-        title=f"milliseconds, {scenario.policy}, {scenario.dtype}; the 99th of {scenario.requests} is about the slowest"
-    )
+    about = f"the 99th of {scenario.requests} is about the slowest"
+    table = Table(title=f"milliseconds, {scenario.policy}, {scenario.dtype}; {about}")
     for column in ("requests/s", "side", "latency"):
         table.add_column(column)
     for statistic in ("p50", "p99"):
@@ -189,31 +186,22 @@ def latency_table(scenario: Scenario, results: Sequence[AtRate]) -> Table:
     return table
 
 
-def plot(scenario: Scenario, results: Sequence[AtRate], path: Path) -> Path:
-    """Draw time to the first token and per further token over the rate; returns the path."""
-    import matplotlib.pyplot as plt
-
-    names = [name for name in ("ttft", "tpot") if name in results[0].rounds[0][STOCK].latency]
-    figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False)
-    titles = {"ttft": "time to the first token", "tpot": "time per further token"}
-    for panel, name in zip(panels[0], names, strict=True):
-        for number, side in enumerate(scenario.sides):
-            for statistic, style in (("p50", "-"), ("p99", "--")):
-                panel.plot(
-                    [at.rate for at in results],
-                    [at.seconds(side, name, statistic) for at in results],
-                    style,
-                    marker="o",
-                    color=f"C{number}",
-                    label=f"{side}, {statistic}",
-                )
-        panel.set(title=titles[name], xlabel="requests per second", ylabel="seconds", ylim=(0, None))
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+def panels(scenario: Scenario, results: Sequence[AtRate]) -> list[Panel]:
+    """Time to the first token and per further token over the rate."""
+    titles = {"ttft": "time to the first token, s", "tpot": "time per further token, s"}
+    return [
+        Panel(
+            "requests per second",
+            title,
+            {
+                f"{side}, {statistic}": [(at.rate, at.seconds(side, name, statistic)) for at in results]
+                for side in scenario.sides
+                for statistic in ("p50", "p99")
+            },
+        )
+        for name, title in titles.items()
+        if name in results[0].rounds[0][STOCK].latency
+    ]
 
 
 def main() -> int:

@@ -6,27 +6,25 @@ without the question, compare with stock vLLM without its prefix cache. In the s
 prompts are evicted with their question in view, so that only uncompressed prefixes can be found.
 """
 
-import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import command
-from benchmarks.harness.bench import Bench
+from benchmarks.harness.command import Benchmark, Round
 from benchmarks.harness.documents import ask, http_client
 from benchmarks.harness.load import PAGE, SETTLE_SECONDS
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.questions import SCENARIOS, STOCK_WITHOUT, WITH, WITHOUT, Scenario
-from benchmarks.harness.scenarios import KV_HEADS, LAYERS, SCRATCH, STOCK, Target, model, show_targets
-from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, SCRATCH, STOCK, Target, model
+from benchmarks.harness.server import Server, cpu_environment
+from benchmarks.harness.tables import typical
 
 LONGEST_FIRST = 8192
 """Tokens of a document with which a server is tried before it is measured."""
@@ -60,10 +58,11 @@ class Run:
         return self.output_tokens / self.wall
 
 
-Round = dict[str, Run]
+Runs = dict[str, Run]
+"""By side."""
 
 
-def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
+def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
     flags = [
         *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
@@ -80,8 +79,9 @@ def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
     return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
 
 
-async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> Run:
-    """Send a load to one side and wait until it has come to rest."""
+async def drive(server: Server, scenario: Scenario, side: str, number: int) -> Run:
+    """Send a round's load to one side, two prompts to warm up, and wait until it has come to rest."""
+    prompts = scenario.prompts(number)[: 2 if number < 0 else None]
     before = await server.snapshot()
     lengths = None if scenario.sees_question else scenario.document_len, scenario.output_len
     async with http_client(server) as client:
@@ -107,37 +107,19 @@ async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]
 
 
 def phases(name: str, scenario: Scenario) -> dict[str, tuple[str, ...]]:
-    """The phases of a round of this scenario, and the sides that take part."""
-    return {"cold": scenario.sides} | ({"warm": (STOCK, WITH)} if name == "document" else {})
-
-
-async def run_rounds(bench: Bench, name: str, scenario: Scenario) -> list[dict[str, Round]]:
-    """All rounds; of each the runs of every phase by side.
+    """The phases of a round of this scenario, and the sides that take part.
 
     Warm, the sides that cache are asked once more what they were just asked.
     """
-    rounds = []
-    async with AsyncExitStack() as stack:
-        servers = {}
-        for side in scenario.sides:
-            bench.say(f"{name}, {side}: starting")
-            servers[side] = await stack.enter_async_context(make_server(scenario, side, bench.threads))
-            first = replace(scenario, document_len=min(scenario.document_len, LONGEST_FIRST))
-            await drive(servers[side], first, first.prompts(seed=-1)[:2])
-        for number in range(scenario.rounds):
-            prompts = scenario.prompts(number)
-            round_: dict[str, Round] = {phase: {} for phase in phases(name, scenario)}
-            for phase, sides in phases(name, scenario).items():
-                for side in sides[number % 2 :] + sides[: number % 2]:
-                    bench.say(f"{name}, round {number + 1}, {phase}, {side}")
-                    with alone(servers[side], servers.values()):
-                        round_[phase][side] = await drive(servers[side], scenario, prompts)
-                    bench.bar.advance(bench.task)
-            rounds.append(round_)
-    return rounds
+    return {"cold": scenario.sides} | ({"warm": (STOCK, WITH)} if name == "document" else {})
 
 
-def _ratio(rounds: Sequence[Round], what: Any, ours: str, theirs: str) -> Estimate:
+def first(scenario: Scenario) -> Scenario:
+    """What a server is tried with before it is measured."""
+    return replace(scenario, document_len=min(scenario.document_len, LONGEST_FIRST))
+
+
+def _ratio(rounds: Sequence[Runs], what: Any, ours: str, theirs: str) -> Estimate:
     return paired_ratio([what(one[ours]) for one in rounds], [what(one[theirs]) for one in rounds])
 
 
@@ -149,7 +131,7 @@ def _speed(run: Run) -> float:
     return run.tokens_per_second
 
 
-def of_document(scenario: Scenario, cold: list[Round], rounds: Sequence[dict[str, Round]]) -> list[Target]:
+def of_document(scenario: Scenario, cold: list[Runs], rounds: Sequence[Round]) -> list[Target]:
     """What sixteen questions at once should reach, and did."""
     warm = [{WITH: one["warm"][WITH], WITHOUT: one["cold"][WITHOUT]} for one in rounds]
     least = scenario.document_len + scenario.questions * scenario.question_len
@@ -163,7 +145,7 @@ def of_document(scenario: Scenario, cold: list[Round], rounds: Sequence[dict[str
     ]
 
 
-def of_documents(scenario: Scenario, cold: list[Round]) -> list[Target]:
+def of_documents(scenario: Scenario, cold: list[Runs]) -> list[Target]:
     """What questions about documents in turns should reach, and did."""
     again = scenario.documents * (scenario.questions - 1)
 
@@ -177,7 +159,7 @@ def of_documents(scenario: Scenario, cold: list[Round]) -> list[Target]:
     ]
 
 
-def of_unique(cold: list[Round]) -> list[Target]:
+def of_unique(cold: list[Runs]) -> list[Target]:
     """What the cache may cost where it is of no use, and did."""
     more = max(one[WITH].preemptions - one[WITHOUT].preemptions for one in cold)
     return [
@@ -186,37 +168,28 @@ def of_unique(cold: list[Round]) -> list[Target]:
     ]
 
 
-def of_exact(scenario: Scenario, cold: list[Round]) -> list[Target]:
-    """What a document that was read before should be worth to prompts that are evicted whole, and was."""
+def after_the_first(scenario: Scenario, cold: list[Runs], base: str, bound: float) -> Target:
+    """What a document that was read before should be worth to the questions after the first, and was."""
 
-    def after_the_first(run: Run) -> float:
+    def wait(run: Run) -> float:
         return median(run.first_token[scenario.documents :])
 
-    first = "time to first token after the first question, over without cache"
-    return [Target(first, _ratio(cold, after_the_first, WITH, WITHOUT), 0.06, True)]
+    over = "without cache" if base == WITHOUT else base
+    name = f"time to first token after the first question, over {over}"
+    return Target(name, _ratio(cold, wait, WITH, base), bound, True)
 
 
-def of_long(scenario: Scenario, cold: list[Round]) -> list[Target]:
-    """What a long document that is cached should be worth, and was."""
-
-    def after_the_first(run: Run) -> float:
-        return median(run.first_token[scenario.documents :])
-
-    first = "time to first token after the first question, over stock without cache"
-    return [Target(first, _ratio(cold, after_the_first, WITH, STOCK_WITHOUT), 0.02, True)]
-
-
-def of_compressed(scenario: Scenario, cold: list[Round]) -> list[Target]:
+def of_compressed(scenario: Scenario, cold: list[Runs]) -> list[Target]:
     """What a document that kvzip has compressed should be worth, and was."""
     whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
     pages = max(one[WITH].cached_pages for one in cold) / whole
     return [
-        *of_long(scenario, cold),
+        after_the_first(scenario, cold, STOCK_WITHOUT, 0.02),
         Target("pages of the compressed document, over the whole one's", pages, 0.25, True),
     ]
 
 
-def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -> list[Target]:
+def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
     """What the scenario should reach, and what it did."""
     cold = [one["cold"] for one in rounds]
     if name == "document":
@@ -224,32 +197,29 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[dict[str, Round]]) -
     if name == "documents":
         return of_documents(scenario, cold)
     if name == "exact":
-        return of_exact(scenario, cold)
+        return [after_the_first(scenario, cold, WITHOUT, 0.06)]
     if name == "long":
-        return of_long(scenario, cold)
+        return [after_the_first(scenario, cold, STOCK_WITHOUT, 0.02)]
     return of_compressed(scenario, cold) if name == "compressed" else of_unique(cold)
 
 
-def table(name: str, rounds: Sequence[dict[str, Round]]) -> Table:
+def table(title: str, scenario: Scenario, rounds: Sequence[Round]) -> Table:
     """Medians over the rounds."""
-    result = Table(title=name)
-    columns = ("", "seconds", "tokens/s", "first token, mean s", "slowest", "computed", "hits", "preempted")
-    for column in columns:
-        result.add_column(column, justify="right" if column else "left")
-    for phase in rounds[0]:
-        for side in rounds[0][phase]:
-            runs = [one[phase][side] for one in rounds]
-            result.add_row(
-                f"{side}, {phase}",
-                f"{median(run.wall for run in runs):.1f}",
-                f"{median(run.tokens_per_second for run in runs):.1f}",
-                f"{median(map(_mean_wait, runs)):.3f}",
-                f"{median(max(run.first_token) for run in runs):.3f}",
-                f"{median(run.computed for run in runs):.0f}",
-                f"{median(run.hits for run in runs):.0f}",
-                f"{median(run.preemptions for run in runs):.0f}",
-            )
-    return result
+    sides = {
+        f"{side}, {phase}": [one[phase][side] for one in rounds]
+        for phase in rounds[0]
+        for side in rounds[0][phase]
+    }
+    columns = {
+        "seconds": (lambda run: run.wall, ".1f"),
+        "tokens/s": (_speed, ".1f"),
+        "first token, mean s": (_mean_wait, ".3f"),
+        "slowest": (lambda run: max(run.first_token), ".3f"),
+        "computed": (lambda run: run.computed, ".0f"),
+        "hits": (lambda run: run.hits, ".0f"),
+        "preempted": (lambda run: run.preemptions, ".0f"),
+    }
+    return typical(f"{title}, {scenario.policy}, budget {scenario.budget:g}", sides, columns)
 
 
 SIZES = {
@@ -264,36 +234,7 @@ SIZES = {
 """What of a scenario can be changed."""
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
-    """Read the command line: the options, and what to run by name."""
-    return command.parse("prefix", __doc__, SCENARIOS, SIZES, argv)
-
-
-def summary(
-    name: str, scenario: Scenario, rounds: list[dict[str, Round]], console: Console
-) -> dict[str, Any]:
-    """Print what a scenario showed; what its record says."""
-    own = SCENARIOS[name]
-    title = f"{name}: {scenario.about}, {scenario.policy}, budget {scenario.budget:g}"
-    console.print(table(title, rounds))
-    targets = figures(name, scenario, rounds) if command.is_judged(scenario, own, rounds) else []
-    return {
-        "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
-        "rounds": [
-            {phase: {side: asdict(run) for side, run in by_side.items()} for phase, by_side in one.items()}
-            for one in rounds
-        ],
-        "targets": show_targets(console, targets),
-    }
-
-
-def main() -> int:
-    """Run the scenarios; the exit code."""
-    arguments, scenarios = parse_arguments()
-    turns = {name: sum(map(len, phases(name, scenario).values())) for name, scenario in scenarios.items()}
-    runs = sum(turns[name] * scenario.rounds for name, scenario in scenarios.items())
-    return run_benchmark(command.measure("prefix", arguments, scenarios, runs, run_rounds, summary))
-
+BENCHMARK = Benchmark("prefix", __doc__, SCENARIOS, SIZES, make_server, first, drive, table, figures, phases)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(BENCHMARK))

@@ -15,18 +15,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.measure import RESULTS, warn_if_busy
-from benchmarks.harness.options import add_start_patience, positive, whole
-from benchmarks.harness.quality_columns import Columns, own_columns, split
-from benchmarks.harness.quality_folders import locked, pack, unpack, write_table
-from benchmarks.harness.quality_hours import Part, fidelity_tasks, print_hours, scored
+from benchmarks.harness.options import add, add_start_patience, positive, whole
+from benchmarks.harness.quality_folders import Part, locked, pack, unpack, write_table
 from benchmarks.harness.scenarios import SCRATCH
 from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
 from vllm_kvevict.quality.options import BUDGETS, parse_budget, parse_policy
-from vllm_kvevict.quality.questions import TASKS
-from vllm_kvevict.quality.results import AT_ONCE, FULL
+from vllm_kvevict.quality.results import AT_ONCE, FULL, Column
 from vllm_kvevict.schedules.registry import bounded_policies
 
 CONTROL = "streaming-llm"
@@ -38,28 +34,14 @@ LONGEST_ANSWER = 768  # and room for a chunk of the prompt that kvzip repeats
 PORT = 8761
 console = Console()
 
-Serve = Callable[[argparse.Namespace, Sequence[str]], AbstractAsyncContextManager[str]]
+Serve = Callable[[argparse.Namespace], AbstractAsyncContextManager[str]]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, and fill in what depends on other arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=__doc__)
-    _add_grid(parser)
-    _add_run(parser)
-    arguments = parser.parse_args(argv)
-    if wrong := [task for task in arguments.tasks if task not in TASKS]:
-        parser.error(f"--tasks: unknown {', '.join(wrong)} (choose from {', '.join(TASKS)})")
-    if arguments.seed is None:
-        arguments.seed = SEEDS[arguments.tune]
-    arguments.output = arguments.output or (TUNED if arguments.tune else PUBLISHED)
-    arguments.policies = list(dict.fromkeys([FULL, CONTROL, *arguments.policies]))
-    return arguments
-
-
-def _add_grid(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is measured")
     policies = [policy for policy in available() if policy != FULL and policy not in bounded_policies()]
-    group.add_argument(
+    parser.add_argument(
         "--policies",
         nargs="+",
         type=parse_policy,
@@ -68,51 +50,33 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
         help="entries as for vllm-kvevict quality, such as ada-snapkv:kernel=31; full and streaming-llm, the control, "
         "are always measured; take is asked questions but not scored (default: all but take)",
     )
-    group.add_argument("--budgets", nargs="+", type=parse_budget, default=list(BUDGETS), metavar="X")
-    group.add_argument("--scopes", nargs="+", choices=AT_ONCE, default=list(AT_ONCE))
-    group.add_argument(
-        "--tokens", nargs="+", type=whole, default=[1024], metavar="N", help="lengths (default: 1024)"
+    parser.add_argument("--scopes", nargs="+", choices=AT_ONCE, default=list(AT_ONCE))
+    about = (
+        f"measure in order to choose parameters: seed {SEEDS[True]}, results in benchmarks/out/{TUNED.name}"
     )
-    group.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="default: all")
-    group.add_argument(
-        "--samples", type=whole, default=20, metavar="N", help="questions of each task (default: 20)"
+    parser.add_argument("--tune", action="store_true", help=about)
+    add(
+        parser,
+        ("budgets", parse_budget, list(BUDGETS), "budgets"),
+        ("tokens", whole, [1024], "lengths"),
+        ("tasks", str, [], "kinds of prompts, of both commands; none for all"),
+        ("samples", whole, 20, "questions of each task"),
+        ("fidelity-samples", whole, 10, "answers of each task"),
+        ("seed", int, None, f"default: {SEEDS[False]}"),
+        ("model", str, None, f"folder or name (default: {checkpoint.NAME})"),
+        ("output", Path, None, "folder (default: benchmarks/results/quality/real)"),
+        ("threads", whole, 1, "of the server"),
+        ("port", whole, PORT, "of the server"),
+        ("memory", positive, 2.0, "GiB for the KV cache"),
+        ("concurrency", whole, 2, "questions at once"),
     )
-    group.add_argument(
-        "--fidelity-samples", type=whole, default=10, metavar="N", help="answers of each task (default: 10)"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help=f"default: {SEEDS[False]}")
-    group.add_argument(
-        "--tune",
-        action="store_true",
-        help=f"measure in order to choose parameters: seed {SEEDS[True]}, and results in benchmarks/out/{TUNED.name}",
-    )
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how")
-    group.add_argument("--model", metavar="FOLDER_OR_NAME", help=f"default: {checkpoint.NAME}")
-    group.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="default: benchmarks/results/quality/real"
-    )
-    group.add_argument("--dry-run", action="store_true", help="only say how many hours it takes")
-    group.add_argument("--threads", type=whole, default=1, metavar="N", help="of the server (default: 1)")
-    group.add_argument("--port", type=whole, default=PORT, metavar="N", help="default: %(default)s")
-    add_start_patience(group)
-    group.add_argument(
-        "--memory", type=positive, default=2.0, metavar="GIB", help="for the KV cache (default: %(default)s)"
-    )
-    group.add_argument(
-        "--concurrency", type=whole, default=2, metavar="N", help="questions at once (default: %(default)s)"
-    )
-
-
-def model_of(arguments: argparse.Namespace) -> str:
-    """Folder or name of the model; the checkpoint is built if it is missing.
-
-    Raises:
-        CheckpointError: it cannot be built.
-    """
-    return arguments.model or str(checkpoint.build(lambda step: console.print(step, highlight=False)))
+    add_start_patience(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.seed is None:
+        arguments.seed = SEEDS[arguments.tune]
+    arguments.output = arguments.output or (TUNED if arguments.tune else PUBLISHED)
+    arguments.policies = list(dict.fromkeys([FULL, CONTROL, *arguments.policies]))
+    return arguments
 
 
 def served_name(arguments: argparse.Namespace) -> str:
@@ -121,30 +85,29 @@ def served_name(arguments: argparse.Namespace) -> str:
 
 
 @asynccontextmanager
-async def serve(arguments: argparse.Namespace, eviction: Sequence[str]) -> AsyncIterator[str]:
-    """A server with these flags of ours; its URL."""
+async def serve(arguments: argparse.Namespace) -> AsyncIterator[str]:
+    """A server with all policies; its URL. The checkpoint is built if it is missing.
+
+    Raises:
+        CheckpointError: it cannot be built.
+    """
     flags = [
         *("--dtype", "float32", "--enforce-eager", "--served-model-name", served_name(arguments)),
         *("--max-model-len", str(max(arguments.tokens) + LONGEST_ANSWER)),
         *("--kv-cache-memory-bytes", str(int(arguments.memory * 2**30))),
-        *eviction,
-        *("--kv-eviction-config.min_prompt", "0"),
+        *(
+            "--kv-eviction",
+            FULL,
+            "--kv-eviction-config.policies",
+            "all",
+            "--kv-eviction-config.min_prompt",
+            "0",
+        ),
     ]
     env = {**cpu_environment(arguments.threads, 1), "TORCHDYNAMO_DISABLE": "1"}
-    model = Path(model_of(arguments))
-    async with Server(model, SCRATCH / "serve-real-model.log", flags, env, arguments.port) as server:
+    model = arguments.model or checkpoint.build(lambda step: console.print(step, highlight=False))
+    async with Server(Path(model), SCRATCH / "serve-real-model.log", flags, env, arguments.port) as server:
         yield f"{server.url}/v1"
-
-
-async def takes_parameters(url: str, policies: Sequence[str]) -> bool:
-    """Whether requests may set parameters of policies."""
-    async with Endpoint(url) as endpoint:
-        await endpoint.find_model(None)
-        try:
-            await endpoint.require_parameters(policies)
-        except EndpointError:
-            return False
-    return True
 
 
 def parts(arguments: argparse.Namespace) -> list[Part]:
@@ -156,27 +119,24 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     ]
 
 
-def commands(arguments: argparse.Namespace, part: Part, policies: Sequence[str], url: str) -> list[list[str]]:
-    """Words behind `vllm-kvevict quality` that measure some policies."""
-    shared = ["--url", url, "--model", served_name(arguments), "--output"]
+def commands(arguments: argparse.Namespace, part: Part, url: str) -> list[list[str]]:
+    """Words behind `vllm-kvevict quality` that measure and report a part."""
     # Results note this command; a folder of this machine would mean nothing to others.
-    shared += [
-        os.path.relpath(part.folder),
-        "--tokens",
-        str(part.tokens),
-        "--scopes",
-        part.scope,
-        "--seed",
-        str(arguments.seed),
-    ]
+    folder = os.path.relpath(part.folder)
+    shared = ["--url", url, "--model", served_name(arguments), "--output", folder]
+    shared += ["--tokens", str(part.tokens), "--scopes", part.scope, "--seed", str(arguments.seed)]
     shared += ["--budgets", *(f"{budget:g}" for budget in arguments.budgets), "--min-prompt", "0"]
-    shared += ["--timeout", "3600"]
-    answers = ["--samples", str(arguments.fidelity_samples), "--tasks", *fidelity_tasks(arguments.tasks)]
+    shared += ["--timeout", "3600", *(["--tasks", *arguments.tasks] if arguments.tasks else [])]
+    # Not those that evict while they read.
+    scored = [policy for policy in arguments.policies if Column(policy).asked not in bounded_policies()]
+    answers = ["--samples", str(arguments.fidelity_samples), "--policies", *scored]
     questions = ["--samples", str(arguments.samples), "--concurrency", str(arguments.concurrency)]
-    questions += ["--family", "text", "--tasks", *arguments.tasks]
+    questions += ["--family", "text", "--policies", *arguments.policies]
+    title = f"{served_name(arguments)}, {part.tokens:,} tokens, scope {part.scope}"
     return [
-        ["fidelity", *shared, *answers, "--policies", *scored(policies)],
-        ["run", *shared, *questions, "--policies", *policies],
+        ["fidelity", *shared, *answers],
+        ["run", *shared, *questions],
+        ["report", folder, "--title", title],
     ]
 
 
@@ -197,56 +157,24 @@ async def quality(words: Sequence[str]) -> None:
         raise ServerError(f"vllm-kvevict quality {words[0]} ended with exit code {code}")
 
 
-async def measure(arguments: argparse.Namespace, url: str, policies: Sequence[str]) -> None:
-    """Measure some policies of one server in all parts, and write the reports again after each part."""
-    for part in parts(arguments):
-        for words in commands(arguments, part, policies, url):
-            await quality(words)
-        title = f"{served_name(arguments)}, {part.tokens:,} tokens, scope {part.scope}"
-        await quality(["report", os.path.relpath(part.folder), "--title", title])
-        write_table(arguments.output, parts(arguments))
-
-
-async def compare(arguments: argparse.Namespace, start: Serve) -> None:
-    """Everything that is asked for, each server after the one before it.
-
-    Args:
-        start: starts a server.
-    """
-    plain, tuned = split(arguments.policies)
-    async with start(arguments, ["--kv-eviction", FULL, "--kv-eviction-config.policies", "all"]) as url:
-        together = not tuned or await takes_parameters(url, tuned)
-        apart = [] if together else own_columns(tuned)
-        if apart:
-            arguments.policies = [*plain, *(own.label for own in apart)]
-        if arguments.dry_run:
-            await print_hours(arguments, url, parts(arguments), console)
-            return
-        await measure(arguments, url, arguments.policies if together else plain)
-    for own in apart:
-        await _measure_own(arguments, own, start)
-
-
-async def _measure_own(arguments: argparse.Namespace, own: Columns, start: Serve) -> None:
-    """Measure a policy whose parameters its server must be started with."""
-    console.print(f"a server of its own for {own.label}", highlight=False)
-    async with start(arguments, own.flags) as url:
-        await measure(arguments, url, [FULL, own.label])
-
-
 async def run(arguments: argparse.Namespace, start: Serve = serve) -> None:
-    """Compare; results are compressed at the end, whatever the end is.
+    """Measure all parts, and write the table anew after each; results are compressed at the end, whatever the end is.
 
     Args:
         start: starts a server.
     """
+    every = parts(arguments)
     with locked(arguments.output):
-        for part in parts(arguments):
+        for part in every:
             unpack(part.folder)
         try:
-            await compare(arguments, start)
+            async with start(arguments) as url:
+                for part in every:
+                    for words in commands(arguments, part, url):
+                        await quality(words)
+                    write_table(arguments.output, every)
         finally:
-            for part in parts(arguments):
+            for part in every:
                 pack(part.folder)
 
 
@@ -256,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warn_if_busy(console)
     try:
         return run_benchmark(run(arguments))
-    except (checkpoint.CheckpointError, EndpointError, OSError, ValueError) as error:
+    except (checkpoint.CheckpointError, OSError, ValueError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
 

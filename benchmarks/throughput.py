@@ -9,32 +9,43 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import reasoning, scenarios, speculation
 from benchmarks.harness.baseline import installed
-from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record
+from benchmarks.harness.bench import WIDTH, Bench, as_record
+from benchmarks.harness.command import is_judged
 from benchmarks.harness.measure import record, record_name, save, warn_if_busy
-from benchmarks.harness.options import add_options, budget, changed, placement_name, require_room, whole
-from benchmarks.harness.runs import runs_table, span, typical
-from benchmarks.harness.scenarios import (
-    KV_HEADS,
-    LAYERS,
-    PER_CPU,
-    SCENARIOS,
-    SPEED,
-    STOCK,
-    Round,
-    Scenario,
-    ratios,
-    show_targets,
-    targets,
+from benchmarks.harness.options import (
+    LOAD,
+    add_budgets,
+    add_options,
+    budget,
+    changed,
+    placement_name,
+    require_room,
+    whole,
+    with_budgets,
 )
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, Round, Scenario, ratios, show_targets
 from benchmarks.harness.server import run_benchmark
+from benchmarks.harness.tables import typical
+from vllm_kvevict.policies.registry import decoding_policies
 
+SCENARIOS: dict[str, Scenario] = {
+    **scenarios.SCENARIOS,
+    **reasoning.SCENARIOS,
+    **speculation.SCENARIOS,
+}
+FIELDS = {
+    **LOAD,
+    "decode_budget": (whole, "reasoning: entries of an answer that each KV head keeps on average"),
+    "decode_interval": (whole, "reasoning: tokens from one eviction of an answer to the next"),
+    "every": (whole, "speculation: tokens between two mistakes in a prompt, on average"),
+}
 SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3, rounds=3)
 SWEEPS: dict[str, tuple[str, ...]] = {
     "pool": ("2", "3", "4", "6", "9", "12"),
@@ -57,9 +68,6 @@ SWEPT = {
     "load": ("input_len", "output_len", "pool"),
 }
 """The scenario's fields that a sweep sets, which no option may set then."""
-
-Results = dict[str, tuple[Scenario, list[Round]]]
-"""Scenarios and their rounds by the value of a sweep."""
 
 
 def vary(base: Scenario, what: str, value: str) -> Scenario:
@@ -86,19 +94,16 @@ def vary(base: Scenario, what: str, value: str) -> Scenario:
     return replace(base, tensor=tensor, pipeline=pipeline)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
-    """Read the command line.
-
-    Returns:
-        The options, and what to run: the scenario by its name, or those of a sweep by their values.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Everything that the command line may hold."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.throughput",
         description=__doc__,
         epilog=" ".join(f"{name}: {scenario.about}." for name, scenario in SCENARIOS.items()),
     )
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS, help="default: pool-bound")
-    add_options(parser)
+    add_budgets(parser)
+    add_options(parser, FIELDS, "by what is measured")
     parser.add_argument("--sweep", choices=SWEEPS, help="vary this instead of running a scenario")
     parser.add_argument("--values", nargs="+", metavar="V", help="values of the sweep (default: its own)")
     parser.add_argument(
@@ -108,58 +113,66 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         help="Python environment with another version of this package, such as the .venv of another checkout: it "
         "serves each budget of a scenario once more, in turns with the others; this environment itself is a control",
     )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Scenario]]:
+    """Read the command line.
+
+    Returns:
+        The options, and what to run: the scenario by its name, or those of a sweep by their values.
+    """
+    parser = make_parser()
     arguments = parser.parse_args(argv)
-    if not arguments.sweep:
-        if arguments.values:
-            parser.error("--values belong to --sweep")
-        arguments.scenario = arguments.scenario or "pool-bound"
-        scenario = replace(changed(arguments, SCENARIOS[arguments.scenario]), baseline=arguments.baseline)
-        require_room(parser, scenario)
-        return arguments, {arguments.scenario: scenario}
+    if arguments.sweep:
+        return arguments, swept(parser, arguments)
+    if arguments.values:
+        parser.error("--values belong to --sweep")
+    name = arguments.scenario = arguments.scenario or "pool-bound"
+    scenario = with_budgets(arguments, changed(parser, arguments, SCENARIOS[name], FIELDS))
+    scenario = replace(scenario, baseline=arguments.baseline)
+    if isinstance(scenario, reasoning.LongAnswers) and scenario.policy not in decoding_policies():
+        parser.error(f"--policy must evict answers: one of {', '.join(decoding_policies())}")
+    if arguments.baseline and name == "speculation-copy":
+        parser.error("--baseline belongs to other scenarios")
+    require_room(parser, scenario)
+    return arguments, {name: scenario}
+
+
+def swept(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Scenario]:
+    """The scenarios of a sweep by their values."""
+    what = arguments.sweep
     if arguments.baseline:
         parser.error("--baseline belongs to a scenario, not to --sweep")
     if arguments.scenario:
         parser.error("--sweep has a load of its own: leave the scenario out")
-    if any(getattr(arguments, field) is not None for field in SWEPT.get(arguments.sweep, ())):
-        parser.error(f"--sweep {arguments.sweep} sets that itself: give --values")
-    base = changed(arguments, SWEEP_BASE)
-    scenarios = {}
-    for value in arguments.values or SWEEPS[arguments.sweep]:
+    if any(getattr(arguments, field) is not None for field in SWEPT.get(what, ())):
+        parser.error(f"--sweep {what} sets that itself: give --values")
+    base = with_budgets(arguments, changed(parser, arguments, SWEEP_BASE, FIELDS))
+    found = {}
+    for value in arguments.values or SWEEPS[what]:
         try:
-            scenarios[value] = vary(base, arguments.sweep, value)
+            found[value] = vary(base, what, value)
         except (ValueError, argparse.ArgumentTypeError) as error:
             parser.error(f"--values {value}: {error}")
-        require_room(parser, scenarios[value])
-    return arguments, scenarios
+        require_room(parser, found[value])
+    return found
 
 
-def sweep_table(what: str, results: Results) -> Table:
-    """One row for each value and side with eviction."""
-    table = Table(title=f"--sweep {what}")
-    for column in (
-        what,
-        "side",
-        "tokens/s",
-        "stock's",
-        "ratio [95 %]",
-        "per CPU s [95 %]",
-        "at once",
-        "stock's",
-    ):
-        table.add_column(column, justify="left" if column == "side" else "right")
-    for value, (scenario, rounds) in results.items():
-        stock = [one[STOCK] for one in rounds]
-        for side, reached in ratios(scenario, rounds).items():
-            runs = [one[side] for one in rounds]
-            table.add_row(
-                value,
-                side,
-                *(typical(of, lambda run: run.tokens_per_second, ".1f") for of in (runs, stock)),
-                str(reached[SPEED]),
-                str(reached[PER_CPU]),
-                *(span([run.peak_running for run in of]) for of in (runs, stock)),
-            )
-    return table
+def runs_table(title: str, rounds: Sequence[Round]) -> Table:
+    """Medians of every turn over the rounds."""
+    columns = {
+        "seconds": (lambda run: run.wall, ".2f"),
+        "CPU s": (lambda run: run.cpu, ".2f"),
+        "tokens/s": (lambda run: run.tokens_per_second, ".1f"),
+        "at once": (lambda run: run.peak_running, "g"),
+        "preempted": (lambda run: run.preemptions, "g"),
+        "KV MiB": (lambda run: run.physical_bytes / 2**20, ".1f"),
+        "live MiB": (lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
+        "evicting": (lambda run: run.evict_share, ".1%"),
+        "accepted": (lambda run: run.accepted, "g"),
+    }
+    return typical(title, {turn: [one[turn] for one in rounds] for turn in rounds[0]}, columns)
 
 
 def count_runs(scenario: Scenario) -> int:
@@ -167,76 +180,49 @@ def count_runs(scenario: Scenario) -> int:
     return scenario.rounds * len(scenario.turns())
 
 
-async def run_scenario(scenario: Scenario, threads: int | None) -> list[Round]:
-    """All rounds of a scenario with so many threads."""
-    bench = Bench(threads, count_runs(scenario))
-    with bench.bar:
-        rounds = await bench.run(scenario)
-        bench.say("done")
-    return rounds
-
-
-async def measure(arguments: argparse.Namespace, scenarios: dict[str, Scenario]) -> None:
-    """Run everything, print it and save it."""
+async def measure(arguments: argparse.Namespace, chosen: dict[str, Scenario]) -> None:
+    """Run everything; print and save each scenario or value, so that a sweep that is stopped keeps what it has."""
     console = Console(width=WIDTH)
     common = {"threads": arguments.threads, "load_average_at_start": warn_if_busy(console)}
-    if arguments.sweep:
-        path = await measure_sweep(console, arguments, scenarios, common)
-    else:
-        path = await measure_scenario(console, arguments, scenarios[arguments.scenario], common)
+    bench = Bench(arguments.threads, sum(map(count_runs, chosen.values())))
+    console.print(placement_name(arguments.threads))
+    values = []
+    with bench.bar:
+        for key, scenario in chosen.items():
+            rounds = await bench.run(scenario, f"{key}, ")
+            shown = show(console, key, scenario, rounds)
+            values.append({"value": key, **shown})
+            content = (
+                {"sweep": arguments.sweep, **common, "values": values} if arguments.sweep else common | shown
+            )
+            path = save(name_of(arguments, key), record("throughput", content))
+        bench.say("done")
     console.print(f"written to {path}")
 
 
-async def measure_sweep(
-    console: Console, arguments: argparse.Namespace, scenarios: dict[str, Scenario], common: dict[str, Any]
-) -> Path:
-    """Each value of a sweep; the record is written after each, so that one that is stopped keeps what it has."""
-    name = arguments.name or record_name(f"throughput-sweep-{arguments.sweep}", arguments.dtype)
-    bench = Bench(arguments.threads, sum(count_runs(scenario) for scenario in scenarios.values()))
-    results: Results = {}
-    with bench.bar:
-        for value, scenario in scenarios.items():
-            results[value] = (scenario, await bench.run(scenario, f"{arguments.sweep} {value}, "))
-            values = [{"value": done, **as_record(*result)} for done, result in results.items()]
-            content = {"sweep": arguments.sweep, **common, "values": values}
-            path = save(name, record("throughput", content))
-        bench.say("done")
-    console.print(sweep_table(arguments.sweep, results))
-    return path
+def name_of(arguments: argparse.Namespace, key: str) -> str:
+    """The record's."""
+    own = f"sweep-{arguments.sweep}" if arguments.sweep else key
+    compared = "-over-baseline" if arguments.baseline else ""
+    return arguments.name or record_name(f"throughput-{own}{compared}", arguments.dtype)
 
 
-async def measure_scenario(
-    console: Console, arguments: argparse.Namespace, scenario: Scenario, common: dict[str, Any]
-) -> Path:
-    """One scenario."""
-    rounds = await run_scenario(scenario, arguments.threads)
-    console.print(placement_name(arguments.threads))
-    content = common | show_scenario(console, arguments.scenario, scenario, rounds)
-    compared = "-over-baseline" if scenario.baseline else ""
-    name = arguments.name or record_name(f"throughput-{arguments.scenario}{compared}", arguments.dtype)
-    return save(name, record("throughput", content))
-
-
-def show_scenario(console: Console, name: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
-    """Print the tables and targets of a scenario; what goes into its record."""
+def show(console: Console, key: str, scenario: Scenario, rounds: list[Round]) -> dict[str, Any]:
+    """Print the table, ratios and targets of a scenario or of a sweep's value; what goes into its record."""
     title = (
-        f"{name}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
+        f"{key}: {scenario.requests} x ({scenario.input_len} in, {scenario.output_len} out), "
         f"KV memory for {scenario.pool}, {scenario.policy}, {scenario.dtype}"
     )
     console.print(runs_table(title, rounds))
-    show_ratios(console, scenario, rounds)
-    # They hold for the scenario's own sizes.
-    own = SCENARIOS[name]
-    same = replace(scenario, rounds=own.rounds, dtype=own.dtype, baseline=None) == own
-    wanted = targets(name, scenario, rounds) if same and len(rounds) >= LEAST_ROUNDS else []
-    return as_record(scenario, rounds) | {"targets": show_targets(console, wanted)}
-
-
-def show_ratios(console: Console, scenario: Scenario, rounds: list[Round]) -> None:
-    """Print each side's, over stock."""
     for side, reached in ratios(scenario, rounds).items():
         for measure, ratio in reached.items():
             console.print(f"{side}: {measure}: {ratio}", highlight=False)
+    # They hold for the scenario's own sizes.
+    own = SCENARIOS.get(key)
+    judged = own and is_judged(replace(scenario, baseline=None), own, rounds)
+    wanted = scenario.targets(key, rounds) if judged else []
+    content = as_record(scenario, rounds)
+    return content | {"targets": show_targets(console, wanted)} if own else content
 
 
 def main() -> int:

@@ -33,8 +33,9 @@ from benchmarks.gpu.common import (
     Times,
 )
 from benchmarks.harness.measure import Estimate, paired_ratio
-from benchmarks.harness.options import budget, whole
+from benchmarks.harness.options import add, budget, whole
 from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.tables import table
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
@@ -298,26 +299,15 @@ def targets(cells: Sequence[Cell]) -> list[Target]:
 
 def show(cells: Sequence[Cell], bandwidth: float) -> Table:
     """One row per cell; medians, and 95 % intervals of ratios."""
-    table = Table(title=f"decode attention of one layer; copies move {bandwidth / 1e9:,.0f} GB/s")
-    for column in (
-        "context x batch",
-        "budget",
-        "FA all us",
-        "FA per head us",
-        "x FA all",
-        "ours us",
-        "GB/s",
-        "of floor",
-        "x FA all [95 %]",
-        "ragged: FA",
-        "ours, over uniform",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ["budget", "FA all us", "FA per head us", "x FA all", "ours us", "GB/s", "of floor"]
+    columns += ["x FA all [95 %]", "ragged: FA", "ours, over uniform"]
+    title = f"decode attention of one layer; copies move {bandwidth / 1e9:,.0f} GB/s"
+    shown = table(title, ["context x batch"], columns)
     for cell in cells:
         us = {name: f"{times.us.median:.1f}" for name, times in cell.times.items()}
         speed = cell.bytes_per_second(OURS)
         theirs, ours = cell.ragged_over_uniform(PER_HEAD), cell.ragged_over_uniform(OURS)
-        table.add_row(
+        shown.add_row(
             cell.name,
             f"{cell.budget:g}",
             us[FULL],
@@ -330,25 +320,18 @@ def show(cells: Sequence[Cell], bandwidth: float) -> Table:
             f"{theirs.median:.3g}" if theirs else "-",
             common.shown(ours) if ours else "-",
         )
-    return table
+    return shown
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.parser("attention", __doc__, rounds=20)
-    for name, kind, default, text in (
+    add(
+        parser,
         ("contexts", whole, [8192, 32768, 131072], "tokens of each request"),
         ("budgets", budget, [1.0, 0.2, 0.05, 1024.0], "share of the tokens kept, or tokens per KV head"),
         ("batches", whole, [1, 16, 64], "requests"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=kind,
-            nargs="+",
-            default=default,
-            metavar="X",
-            help=f"{text} (default: %(default)s)",
-        )
+    )
     arguments = parser.parse_args(argv)
     if any(context % PAGE for context in arguments.contexts):
         parser.error(f"--contexts must be multiples of {PAGE}")

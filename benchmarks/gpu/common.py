@@ -18,7 +18,7 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.harness.measure import RESULTS, Estimate, estimate, save
-from benchmarks.harness.options import add_counts
+from benchmarks.harness.options import add, whole
 from vllm_kvevict import machine
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
@@ -238,7 +238,7 @@ def parser(name: str, description: str | None, rounds: int) -> argparse.Argument
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_counts(result, ("rounds", rounds, "timings of each contender"))
+    add(result, ("rounds", whole, rounds, "timings of each contender"))
     own = DTYPES[0]
     result.add_argument("--dtype", choices=DTYPES, default=own, help="of all numbers (default: %(default)s)")
     about = f"default: {RESULTS / 'gpu' / name}.json, with the dtype in its name where that is not {own}"

@@ -36,15 +36,16 @@ from benchmarks.gpu.common import (
     WrongResult,
 )
 from benchmarks.harness.measure import Estimate, estimate
-from benchmarks.harness.options import add_counts, budget, whole
+from benchmarks.harness.options import add, budget, policy_name, whole
 from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.tables import table
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.devices import CUDA
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 from vllm_kvevict.schedules.eviction import QueryRows, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
 from vllm_kvevict.schedules.inputs import LayerStep, Sources
@@ -306,16 +307,21 @@ def measure(arguments: argparse.Namespace, tokens: int, attend: FlashAttention, 
 
 def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> Table:
     """A row per length and policy."""
-    table = Table(title=f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers")
-    for column in ("tokens", "policy", "evicting ms [95 %]", "deciding ms", "attention ms", "prefill ms"):
-        table.add_column(column, no_wrap=True, justify="left" if column == "policy" else "right")
-    for column in ("of attention", "of prefill [95 %]"):
-        table.add_column(column, no_wrap=True, justify="right")
+    columns = (
+        "evicting ms [95 %]",
+        "deciding ms",
+        "attention ms",
+        "prefill ms",
+        "of attention",
+        "of prefill [95 %]",
+    )
+    title = f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers"
+    shown = table(title, ["tokens", "policy"], columns)
     for length in lengths:
         attention, prefill = length.seconds("attention"), length.seconds("attention", *MATRICES)
         for policy in policies:
             times, share = length.times, length.share(policy, prefill)
-            table.add_row(
+            shown.add_row(
                 str(length.tokens),
                 policy,
                 common.shown(estimate(times[policy].ms)),
@@ -325,26 +331,26 @@ def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> T
                 f"{length.share(policy, attention).median:.2%}",
                 f"{share.median:.2%} [{share.low:.2%}, {share.high:.2%}]",
             )
-    return table
+    return shown
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.parser("eviction", __doc__, rounds=10)
-    add = parser.add_argument
-    add("--lengths", type=whole, nargs="+", default=[8192, 32768], metavar="N", help="default: %(default)s")
-    policies = [name for name in available() if name != "full"]
-    default = ["snapkv", "ada-snapkv", "lava"]
-    add("--policies", nargs="+", choices=policies, default=default, metavar="P", help="default: %(default)s")
-    add("--budget", type=budget, default=0.2, metavar="X", help="--kv-budget (default: %(default)s)")
-    add_counts(parser, ("layers", LAYERS, "of the model"))
+    add(
+        parser,
+        ("lengths", whole, [8192, 32768], "tokens of the prompts"),
+        ("policies", policy_name, ["snapkv", "ada-snapkv", "lava"], "that evict"),
+        ("budget", budget, 0.2, "--kv-budget"),
+        ("layers", whole, LAYERS, "of the model"),
+    )
     arguments = parser.parse_args(argv)
     known = {"q_window", "values"}
-    for policy in arguments.policies:
-        config = policy_config(policy, arguments.budget)
-        if not schedule_for(policy).holds_whole_prompt or not config.needs <= known:
+    for name in arguments.policies:
+        config = policy_config(name, arguments.budget)
+        if name == "full" or not schedule_for(name).holds_whole_prompt or not config.needs <= known:
             parser.error(
-                f"--policies {policy}: only policies that read {' and '.join(sorted(known))} are measured"
+                f"--policies {name}: only policies that read {' and '.join(sorted(known))} are measured"
             )
     return arguments
 

@@ -30,8 +30,9 @@ from benchmarks.gpu.common import (
     Times,
 )
 from benchmarks.harness.measure import Estimate, estimate
-from benchmarks.harness.options import add_counts
+from benchmarks.harness.options import add, whole
 from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.tables import table
 from vllm_kvevict.kernels import append_pages, compact_rows, radix_select, window_attention, write_entries
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
@@ -232,10 +233,9 @@ def show(
     operations: Sequence[Operation], times: dict[str, Times], bandwidth: float, context: int
 ) -> tuple[Table, list[Target]]:
     """A row per kernel, and the targets."""
-    table = Table(title=f"Triton kernels at {context} tokens; copies move {bandwidth / 1e9:,.0f} GB/s")
-    table.add_column("kernel", no_wrap=True)
-    for column in ("us [95 %]", "MB", "floor us", "times the floor [95 %]", "target"):
-        table.add_column(column, no_wrap=True, justify="right")
+    title = f"Triton kernels at {context} tokens; copies move {bandwidth / 1e9:,.0f} GB/s"
+    columns = ("us [95 %]", "MB", "floor us", "times the floor [95 %]", "target")
+    rows = table(title, ["kernel"], columns)
     targets = []
     for one in operations:
         name = one.contender.name
@@ -245,7 +245,7 @@ def show(
         if one.has_target:
             targets.append(target)
         moved = f"{one.moved / 1e6:,.1f}"
-        table.add_row(
+        rows.add_row(
             name,
             common.shown(times[name].us),
             moved,
@@ -253,18 +253,18 @@ def show(
             common.shown(ratio),
             verdict,
         )
-    return table, targets
+    return rows, targets
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.parser("kernels", __doc__, rounds=30)
-    add_counts(
+    add(
         parser,
-        ("context", 32768, "tokens of each request"),
-        ("layers", LAYERS, "of the model"),
-        ("append-batch", 64, "requests of append_pages"),
-        ("decode-batch", 16, "requests of paged_decode"),
+        ("context", whole, 32768, "tokens of each request"),
+        ("layers", whole, LAYERS, "of the model"),
+        ("append-batch", whole, 64, "requests of append_pages"),
+        ("decode-batch", whole, 16, "requests of paged_decode"),
     )
     arguments = parser.parse_args(argv)
     if arguments.context % PAGE or BUDGET * arguments.context <= WINDOW:
@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         times = common.take_turns([one.contender for one in operations], arguments.rounds, timer)
     common.note_late(console, list(times.values()))
-    table, targets = show(operations, times, bandwidth, context)
+    shown, targets = show(operations, times, bandwidth, context)
     results = {
         "bandwidth_GB_per_s": bandwidth / 1e9,
         "kernels": [
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "targets": show_targets(console, targets),
     }
     print(f"written to {common.write('kernels', arguments, results)}")
-    console.print(table)
+    console.print(shown)
 
 
 if __name__ == "__main__":

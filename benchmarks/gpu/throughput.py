@@ -17,9 +17,9 @@ from rich.table import Table
 
 from benchmarks.gpu import common
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.options import add_counts, budget, positive, whole
+from benchmarks.harness.options import add, budget, policy_name, positive, whole
 from benchmarks.harness.sides import LOGS, Outcome, Side, Workload, running
-from vllm_kvevict.policies import available
+from benchmarks.harness.tables import table
 
 STOCK, OURS = "gpu stock", "gpu eviction"
 BLOCK = 16
@@ -146,22 +146,12 @@ def show(arguments: argparse.Namespace, results: dict[str, Rounds]) -> Table:
     mode = "eager" if arguments.eager else "CUDA graphs"
     pool = f"KV memory for {arguments.pool_tokens:,} tokens"
     what = f"{arguments.dtype}, {arguments.policy} {arguments.budget:g}, kernels {arguments.kernels}, {mode}"
-    table = Table(title=f"{arguments.model_size} Llama, {pool}; {what}")
-    for column in (
-        "load",
-        "side",
-        "tokens/s",
-        "decoding s",
-        "prefill s",
-        "at once",
-        "preempted",
-        "ratio",
-    ):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("load", "side") else "right")
+    columns = ("tokens/s", "decoding s", "prefill s", "at once", "preempted", "ratio")
+    shown = table(f"{arguments.model_size} Llama, {pool}; {what}", ["load", "side"], columns)
     for load, (name, rounds) in zip(loads(arguments), results.items(), strict=True):
         for side in (STOCK, OURS):
             runs = [one[side] for one in rounds]
-            table.add_row(
+            shown.add_row(
                 f"{name}: {load.requests} x ({load.input_len}, {load.output_len})" if side == STOCK else "",
                 side.removeprefix("gpu "),
                 common.shown(estimate([speed(run) for run in runs])),
@@ -171,39 +161,30 @@ def show(arguments: argparse.Namespace, results: dict[str, Rounds]) -> Table:
                 f"{max(run.preemptions for run in runs)}",
                 common.shown(ratio(rounds)) if side == OURS else "",
             )
-    return table
+    return shown
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.parser("throughput", __doc__, rounds=3)
-    add = parser.add_argument
-    add("--model-size", choices=MODELS, default="8b", help="default: %(default)s")
-    add("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD", help="default: %(default)s")
-    add("--policy", choices=available(), default="ada-snapkv", help="default: %(default)s")
-    add("--budget", type=budget, default=0.2, metavar="X", help="--kv-budget (default: %(default)s)")
-    add_counts(
-        parser,
-        ("pool-tokens", 6 * (8192 + 512), "tokens that the KV memory of each side holds in full"),
-        ("threads", 8, "OpenMP threads of each engine"),
-    )
-    add("--requests", type=whole, metavar="N", help="of each load (default: its own)")
+    parser.add_argument("--model-size", choices=MODELS, default="8b", help="default: %(default)s")
+    about = "default: %(default)s"
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD", help=about)
+    free = "share of the GPU memory that must be free when an engine starts"
     add(
-        "--memory-share",
-        type=positive,
-        default=0.4,
-        metavar="X",
-        help="share of the GPU memory that must be free when an engine starts (default: %(default)s)",
+        parser,
+        ("policy", policy_name, "ada-snapkv", "of ours"),
+        ("budget", budget, 0.2, "--kv-budget"),
+        ("pool-tokens", whole, 6 * (8192 + 512), "tokens that the KV memory of each side holds in full"),
+        ("threads", whole, 8, "OpenMP threads of each engine"),
+        ("requests", whole, None, "of each load (default: its own)"),
+        ("memory-share", positive, 0.4, free),
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--eager", action="store_true", default=False, help="no CUDA graphs and no compilation")
     mode.add_argument("--graphs", action="store_false", dest="eager", help="as vLLM does by default")
-    add(
-        "--kernels",
-        choices=("on", "off"),
-        default="on",
-        help="ours for decode attention (default: %(default)s)",
-    )
+    about = "ours for decode attention (default: %(default)s)"
+    parser.add_argument("--kernels", choices=("on", "off"), default="on", help=about)
     arguments = parser.parse_args(argv)
     for name in arguments.loads:
         if (least := LOADS[name].input_len + LOADS[name].output_len) > arguments.pool_tokens:

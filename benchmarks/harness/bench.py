@@ -55,14 +55,14 @@ class Bench:
     ) -> Round:
         """Let the sides take their turns; the number decides on the prompts, which are the same for all sides."""
         runs = {}
-        for turn in scenario.turns():
+        for turn in scenario.turns(number):
             self.say(f"{prefix}round {number}, {turn.name}")
             load = scenario.load(turn.input_len, turn.output_len, seed=number)
             server = servers[turn.side]
             with alone(server, servers.values()):
                 runs[turn.name] = await drive(server, load, scenario.kv_bytes(), scenario.dtype)
             self.bar.advance(self.task)
-        return runs
+        return {turn.name: runs[turn.name] for turn in scenario.turns()}
 
     async def run(self, scenario: Scenario, prefix: str = "") -> list[Round]:
         """All rounds of a scenario, on servers of its own."""

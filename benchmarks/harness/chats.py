@@ -1,7 +1,6 @@
 """The chats of the chat benchmark: who says how much in which order, in how much memory, and which sides serve them."""
 
 import random
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
@@ -91,10 +90,6 @@ class Scenario:
             choose = random.Random(f"{seed} system")
             said[0][: self.system_len] = choose.choices(range(FIRST_WORD, VOCAB), k=self.system_len)
         return said
-
-    def beginning(self, chat: int, tokens: int) -> Hashable:
-        """What tells the first tokens of a chat from others."""
-        return (None if self.is_shared and tokens <= self.system_len else chat), tokens
 
     def prompt_len(self, turn: int) -> int:
         """Tokens of the prompt of a turn."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any
 
+from benchmarks.harness.soaking import BLOCK
 from benchmarks.harness.words import random_words
 
 SALTS = (None, "one", "other")
 """Values of ``cache_salt``; what is cached with one is found with no other."""
-BLOCK = 32
-"""Tokens of a block of uncompressed KV on the soak's server."""
 LIVE = 4
 """Conversations that go on side by side: few, so that some of what they leave is still there for their next turns."""
 SHARES = (0.1, 0.25, 0.5)

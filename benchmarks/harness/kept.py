@@ -1,13 +1,12 @@
 """The demo's tables: what evictions kept, and servers side by side."""
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.harness.server import Snapshot
+from benchmarks.harness.load import Run
 from vllm_kvevict.schedules.reports import EvictionRecord
 
 
@@ -36,82 +35,33 @@ def _cell(kept: int, most: int) -> Text:
     return Text.assemble(f"{kept:,} ", (f"{bar:<4}", "cyan"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one server showed.
-
-    Attributes:
-        name: of the server.
-        requests, prompt_tokens, output_tokens: answered; tokens of one prompt; tokens of all answers.
-        seconds: from the first request to the last answer.
-        peak: the moment with the most running requests.
-        peak_usage: highest share of the KV memory in use.
-        final: counters at the end.
-    """
-
-    name: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    seconds: float
-    peak: Snapshot
-    peak_usage: float
-    final: Snapshot
-
-    @classmethod
-    def typical(cls, runs: Sequence["Run"]) -> "Run":
-        """Several runs on one server as one: the median of their seconds, the highest peaks, the last counters."""
-        return replace(
-            runs[-1],
-            seconds=statistics.median(run.seconds for run in runs),
-            peak=max((run.peak for run in runs), key=lambda peak: peak.running),
-            peak_usage=max(run.peak_usage for run in runs),
-        )
-
-    @property
-    def speed(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.seconds
-
-
-def pages_of_prompt(run: Run, rows: int, page_size: int) -> float:
-    """Pages that a prompt holds once it has been read, on average."""
-    freed = run.final.freed_pages / run.final.evictions if run.final.evictions else 0.0
-    return rows * -(-run.prompt_tokens // page_size) - freed
-
-
-def comparison_table(runs: Sequence[Run], pool_bytes: int, rows: int, page_size: int) -> Table:
-    """The servers side by side.
+def comparison_table(sides: Mapping[str, Sequence[Run]], pool_bytes: int) -> Table:
+    """The servers side by side, by name, the first one as the reference: medians of their rounds.
 
     Args:
-        runs: the first one is the reference.
         pool_bytes: KV memory of each server.
-        rows: layers x KV heads of the model.
-        page_size: tokens of one KV head in a page.
     """
-    mib = pool_bytes / 2**20
+    runs = list(sides.values())
     table = Table(
-        title=f"The same {runs[0].requests} requests in the same {mib:.0f} MiB of KV memory",
-        caption=f"a page: {page_size} tokens of one KV head (stock's blocks counted in pages); memory: at the peak; "
-        "seconds: the median of rounds in turns",
+        title=f"The same {runs[0][0].completed} requests in the same {pool_bytes / 2**20:.0f} MiB of KV memory",
+        caption="memory: at the peak; seconds: the median of rounds in turns",
     )
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    table.add_column("", justify="right")
+    for column in ("", *sides, ""):
+        table.add_column(column, justify="right" if column else "left")
 
-    def row(label: str, values: Sequence[float], form: str, ratio: bool = True) -> None:
-        first, last = values[0], values[-1]
-        change = f"{last / first:.1f}x" if ratio and first else ""
+    def row(label: str, figure: Callable[[Run], float], form: str, ratio: bool = True) -> None:
+        values = [median(map(figure, of)) for of in runs]
+        change = f"{values[-1] / values[0]:.1f}x" if ratio and values[0] else ""
         table.add_row(label, *(form.format(value) for value in values), change)
 
-    pages = [pages_of_prompt(run, rows, page_size) for run in runs]
-    row("pages per prompt, after reading it", pages, "{:,.0f}")
-    held = [run.peak.kv_usage * mib / max(run.peak.running, 1) for run in runs]
-    row("KV memory per running request, MiB", held, "{:.1f}")
-    row("most requests running at once", [run.peak.running for run in runs], "{:.0f}")
-    row("most KV memory in use", [100 * run.peak_usage for run in runs], "{:.0f} %", ratio=False)
-    row("preemptions in all rounds", [run.final.preemptions for run in runs], "{:.0f}", ratio=False)
-    row("seconds until all were answered", [run.seconds for run in runs], "{:.1f}")
-    row("output tokens per second", [run.speed for run in runs], "{:.1f}")
+    row(
+        "KV memory per running request, MiB",
+        lambda run: run.physical_bytes / 2**20 / run.peak_running,
+        "{:.1f}",
+    )
+    row("most requests running at once", lambda run: run.peak_running, "{:.0f}")
+    row("most KV memory in use", lambda run: 100 * run.physical_bytes / pool_bytes, "{:.0f} %", ratio=False)
+    row("preemptions", lambda run: run.preemptions, "{:.0f}", ratio=False)
+    row("seconds until all were answered", lambda run: run.wall, "{:.1f}")
+    row("output tokens per second", lambda run: run.tokens_per_second, "{:.1f}")
     return table

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Run:
         evictions: how many; a request's answer may be evicted more than once.
         decision_seconds, compaction_seconds: sums over the evictions, of the slowest rank of each.
         answer_evictions, answer_seconds: of these, evictions of answers, and the seconds of both kinds that they took.
+        drafted, accepted: tokens of speculative decoding.
     """
 
     wall: float
@@ -99,6 +100,8 @@ class Run:
     compaction_seconds: float
     answer_evictions: int = 0
     answer_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,7 +144,13 @@ def longest(length: int, spread: float) -> int:
     return math.floor(length * (1 + spread))
 
 
-async def drive(server: Server, load: Load, kv_bytes: int, dtype: str) -> Run:
+async def drive(
+    server: Server,
+    load: Load,
+    kv_bytes: int,
+    dtype: str,
+    on_progress: Callable[[Snapshot], None] = lambda now: None,
+) -> Run:
     """Run a load to its end and wait until the server has come to rest.
 
     Args:
@@ -162,6 +171,7 @@ async def drive(server: Server, load: Load, kv_bytes: int, dtype: str) -> Run:
             await asyncio.wait([client], timeout=POLL_SECONDS)
             server.check()
             seen.append(await server.snapshot())
+            on_progress(seen[-1])
         result = client.result()
     finally:
         client.cancel()
@@ -263,6 +273,8 @@ def summarise(
         compaction_seconds=after.compaction_seconds - before.compaction_seconds,
         answer_evictions=after.answer_evictions - before.answer_evictions,
         answer_seconds=after.answer_seconds - before.answer_seconds,
+        drafted=after.draft_tokens - before.draft_tokens,
+        accepted=after.accepted_drafts - before.accepted_drafts,
     )
 
 

@@ -1,14 +1,17 @@
 """Command line options that the serving benchmarks share."""
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.scenarios import Scenario
 from benchmarks.harness.server import Server
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import available
+
+S = TypeVar("S")
 
 
 def whole(text: str) -> int:
@@ -43,12 +46,23 @@ def share(text: str) -> float:
     return value
 
 
-def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -> None:
-    """Options that are positive integers: name, default and help of each."""
-    for name, default, text in counts:
-        parser.add_argument(
-            f"--{name}", type=whole, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+def policy_name(text: str) -> str:
+    """A policy of the command line that evicts, or the one that does not."""
+    if text not in available():
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(available())}, got {text}")
+    return text
+
+
+Option = tuple[str, Callable[[str], Any], Any, str]
+"""Name, type, default and help; one whose default is a list takes several values."""
+
+
+def add(parser: argparse._ActionsContainer, *options: Option) -> None:
+    """Options that take values."""
+    for name, kind, default, text in options:
+        about = text if default is None else f"{text} (default: %(default)s)"
+        many: Any = {"nargs": "+"} if isinstance(default, list) else {}
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=about, **many)
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -97,56 +111,61 @@ def placement_name(threads: int | None) -> str:
     return f"{threads} bound thread{'s' * (threads > 1)}"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that change a scenario, and those of every serving benchmark."""
-    own = "default: the scenario's"
-    parser.add_argument("--policy", choices=available(), help=own)
-    parser.add_argument(
-        "--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=f"budgets to compare ({own})"
-    )
-    for name, kind, text in (
-        ("requests", whole, "requests of each run"),
-        ("input-len", whole, "tokens of each prompt"),
-        ("output-len", whole, "tokens of each answer"),
-        ("spread", share, "lengths vary uniformly by up to this share"),
-        ("rate", positive, "requests per second, Poisson"),
-        ("concurrency", whole, "most requests that the client has in flight"),
-        ("pool", whole, "requests that the KV memory holds without eviction"),
-        ("rounds", whole, "runs of each side"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text} ({own})")
+Fields = Mapping[str, tuple[Callable[[str], Any], str]]
+"""What of a scenario can be changed by options: type and help of each field."""
+
+LOAD: Fields = {
+    "policy": (policy_name, "of the sides with eviction"),
+    "requests": (whole, "requests of each run"),
+    "input_len": (whole, "tokens of each prompt"),
+    "output_len": (whole, "tokens of each answer"),
+    "spread": (share, "lengths vary uniformly by up to this share"),
+    "rate": (positive, "requests per second, Poisson"),
+    "concurrency": (whole, "most requests that the client has in flight"),
+    "pool": (whole, "requests that the KV memory holds without eviction"),
+    "rounds": (whole, "runs of each side"),
+}
+
+
+def add_options(
+    parser: argparse.ArgumentParser, fields: Fields, name: str, threads: int | None = None
+) -> None:
+    """Options that change a scenario's fields, and those of every benchmark that starts servers.
+
+    Args:
+        name: what records are called by default.
+        threads: of each rank by default; None: as vLLM places them.
+    """
+    for field, (kind, text) in fields.items():
+        flag = f"--{field.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, metavar="X", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
     add_start_patience(parser)
-    parser.add_argument(
-        "--threads",
-        type=placement,
-        metavar="N",
-        help=f"OpenMP threads of each rank, or {AUTO}: as vLLM places them (default: {AUTO})",
-    )
-    parser.add_argument(
-        "--name", help="name of the file in benchmarks/results/ (default: by what is measured)"
-    )
+    placed = AUTO if threads is None else threads
+    about = f"OpenMP threads of each rank, or {AUTO}: as vLLM places them (default: {placed})"
+    parser.add_argument("--threads", type=placement, default=threads, metavar="N", help=about)
+    parser.add_argument("--name", help=f"of the file in benchmarks/results/ (default: {name})")
 
 
-def changed(arguments: argparse.Namespace, base: Scenario) -> Scenario:
-    """The scenario with the options that were given."""
-    names = (
-        "policy",
-        "budgets",
-        "requests",
-        "input_len",
-        "output_len",
-        "spread",
-        "rate",
-        "concurrency",
-        "pool",
-        "dtype",
-    )
-    given = {name: getattr(arguments, name) for name in (*names, "rounds")}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if "budgets" in changes:
-        changes["budgets"] = tuple(dict.fromkeys(changes["budgets"]))
-    return replace(base, **changes)
+def changed(parser: argparse.ArgumentParser, arguments: argparse.Namespace, base: S, fields: Fields) -> S:
+    """The scenario with the options that were given; those that it does not know end the program."""
+    given = {name: getattr(arguments, name) for name in (*fields, "dtype")}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if not hasattr(base, name):
+            parser.error(f"--{name.replace('_', '-')} belongs to other scenarios")
+    return replace(base, **given)  # type: ignore[type-var]
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    """The budgets of a scenario, a side each."""
+    about = "budgets to compare (default: the scenario's)"
+    parser.add_argument("--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=about)
+
+
+def with_budgets(arguments: argparse.Namespace, scenario: Scenario) -> Scenario:
+    """The scenario with the budgets that were given."""
+    return replace(scenario, budgets=tuple(dict.fromkeys(arguments.budgets or scenario.budgets)))
 
 
 def require_room(parser: argparse.ArgumentParser, scenario: Scenario) -> None:

@@ -6,10 +6,10 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness.quality_hours import Part
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Fidelity, is_full
 from vllm_kvevict.quality.findings import full_scores, too_hard
 from vllm_kvevict.quality.measures import Measures, gather
@@ -27,6 +27,21 @@ MEANING = (
     "bootstrap intervals. Cost: the median over the prompts of the time that a prompt took longer than with the full "
     "cache, as a share of the latter."
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One length and scope.
+
+    Attributes:
+        folder: of its results.
+        tokens: of each prompt, at most.
+        scope: see Column.
+    """
+
+    folder: Path
+    tokens: int
+    scope: str
 
 
 @contextmanager

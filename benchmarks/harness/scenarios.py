@@ -83,26 +83,39 @@ class Scenario:
         return self.tensor * self.pipeline
 
     @property
+    def reference(self) -> str:
+        """The side of stock vLLM, over which ratios are taken."""
+        return STOCK
+
+    @property
     def evicting(self) -> dict[str, float]:
-        """Name and budget of the sides with eviction."""
+        """Name and budget of the sides with eviction that are compared with stock vLLM."""
         return {f"budget {budget:g}": budget for budget in self.budgets}
 
     @property
-    def baselines(self) -> dict[str, float]:
-        """Name and budget of the sides that the baseline serves."""
-        return {of_baseline(side): budget for side, budget in self.evicting.items() if self.baseline}
+    def baselines(self) -> list[str]:
+        """The sides that the baseline serves."""
+        return [of_baseline(side) for side in self.evicting if self.baseline]
 
     @property
     def sides(self) -> list[str]:
         """Stock vLLM, the sides with eviction, and these again by the baseline."""
-        return [STOCK, *self.evicting, *self.baselines]
+        return [self.reference, *self.evicting, *self.baselines]
 
     def flags(self, side: str) -> list[str]:
         """What a side's server is told that no other is."""
         if side == STOCK:
             return []
-        budget = (self.evicting | self.baselines)[side]
+        budget = self.evicting[side.removesuffix(of_baseline(""))]
         return ["--kv-eviction", self.policy, "--kv-budget", f"{budget:g}"]
+
+    def environment(self, threads: int | None) -> dict[str, str]:
+        """Of every server; ``threads`` are OpenMP threads of each rank, None: as vLLM places them."""
+        return cpu_environment(threads, self.ranks)
+
+    def model(self) -> Path:
+        """That all sides serve."""
+        return model(max(4096, self.max_len))
 
     def kv_bytes(self) -> int:
         """KV memory of all ranks, with the one block that vLLM keeps for itself."""
@@ -113,8 +126,8 @@ class Scenario:
         """The requests of one run."""
         return Load(self.requests, input_len, output_len, self.spread, self.rate, self.concurrency, seed)
 
-    def turns(self) -> list[Turn]:
-        """The runs of one round, in order."""
+    def turns(self, number: int = 0) -> list[Turn]:
+        """The runs of a round, in order."""
         turns = [Turn(side, side, self.input_len, self.output_len) for side in self.sides]
         if self.phases:
             turns.append(Turn(prefill(STOCK), STOCK, self.input_len, 1))
@@ -124,6 +137,48 @@ class Scenario:
                 turns.append(Turn(prefill(short(side)), STOCK, kept, 1))
                 turns.append(Turn(prefill(side), side, self.input_len, 1))
         return turns
+
+    def figures(self, side: str, rounds: Sequence["Round"]) -> dict[str, Estimate]:
+        """What a side with eviction reached, as ratios."""
+
+        def ratio(what: Callable[[Run], float], one: str, other: str) -> Estimate:
+            return compare(rounds, lambda runs: what(runs[one]), lambda runs: what(runs[other]))
+
+        result = {
+            SPEED: ratio(lambda run: run.tokens_per_second, side, self.reference),
+            PER_CPU: ratio(lambda run: run.tokens_per_cpu_second, side, self.reference),
+        }
+        if self.baseline:
+            result[OVER_BASELINE] = ratio(lambda run: run.tokens_per_second, side, of_baseline(side))
+        if self.phases:
+            result[POSSIBLE] = compare(
+                rounds, lambda runs: possible_seconds(side, runs), lambda runs: runs[side].wall
+            )
+            result[DECODING] = compare(
+                rounds, lambda runs: decode_seconds(STOCK, runs), lambda runs: decode_seconds(side, runs)
+            )
+        return result
+
+    def targets(self, name: str, rounds: Sequence["Round"]) -> list["Target"]:
+        """What the scenario of this name should reach on this processor and in its dtype."""
+        bounds = TARGETS.get(kind(self.dtype), {}).get(name, {})
+        wanted = [
+            Target(f"{side}: {measure}", reached[measure], bound)
+            for side, reached in ratios(self, rounds).items()
+            for measure, bound in bounds.items()
+        ]
+        if name == "pool-bound" and bounds:
+            wanted += counts(self, rounds, RUNNING_AT_ONCE, PREEMPTIONS)
+        return wanted
+
+
+def counts(scenario: Scenario, rounds: Sequence["Round"], at_once: int, preemptions: int) -> list["Target"]:
+    """How many requests should run at once in the worst run with eviction, and how many may be preempted."""
+    ours = [one[side] for one in rounds for side in scenario.evicting]
+    return [
+        Target("requests running at once", min(run.peak_running for run in ours), at_once),
+        Target("preemptions", max(run.preemptions for run in ours), preemptions, at_most=True),
+    ]
 
 
 def token_bytes(dtype: str, layers: int = LAYERS) -> int:
@@ -235,36 +290,9 @@ def compare(
     return paired_ratio([ours(one) for one in rounds], [theirs(one) for one in rounds])
 
 
-def figures(scenario: Scenario, side: str, rounds: Sequence[Round]) -> dict[str, Estimate]:
-    """What a side with eviction reached, as ratios."""
-    result = {
-        SPEED: compare(
-            rounds, lambda runs: runs[side].tokens_per_second, lambda runs: runs[STOCK].tokens_per_second
-        ),
-        PER_CPU: compare(
-            rounds,
-            lambda runs: runs[side].tokens_per_cpu_second,
-            lambda runs: runs[STOCK].tokens_per_cpu_second,
-        ),
-    }
-    if scenario.baseline:
-        theirs = of_baseline(side)
-        result[OVER_BASELINE] = compare(
-            rounds, lambda runs: runs[side].tokens_per_second, lambda runs: runs[theirs].tokens_per_second
-        )
-    if scenario.phases:
-        result[POSSIBLE] = compare(
-            rounds, lambda runs: possible_seconds(side, runs), lambda runs: runs[side].wall
-        )
-        result[DECODING] = compare(
-            rounds, lambda runs: decode_seconds(STOCK, runs), lambda runs: decode_seconds(side, runs)
-        )
-    return result
-
-
 def ratios(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
     """The figures of each side with eviction."""
-    return {side: figures(scenario, side, rounds) for side in scenario.evicting}
+    return {side: scenario.figures(side, rounds) for side in scenario.evicting}
 
 
 def possible_seconds(side: str, runs: Round) -> float:
@@ -315,7 +343,7 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
 
 
 def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
-    """The server of a side, not started yet; ``threads`` are OpenMP threads of each rank, None: as vLLM places them.
+    """The server of a side, not started yet; threads as of :meth:`Scenario.environment`.
 
     Apart from the eviction all sides get the same, and vLLM's defaults otherwise; the baseline's sides what ours get.
     """
@@ -329,6 +357,5 @@ def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
         flags += ["--pipeline-parallel-size", str(scenario.pipeline)]
     flags += scenario.flags(side)
     log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
-    env = cpu_environment(threads, scenario.ranks)
     vllm = scenario.baseline.vllm if scenario.baseline and side in scenario.baselines else None
-    return Server(model(max(4096, scenario.max_len)), log, flags, env, vllm=vllm)
+    return Server(scenario.model(), log, flags, scenario.environment(threads), vllm=vllm)

@@ -16,15 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.table import Table
 
-from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
-from benchmarks.harness.requirements import Requirement, SoakRun, tracebacks
-from benchmarks.harness.server import Server, Snapshot, cpu_environment
+from benchmarks.harness.server import Server, Snapshot
+from benchmarks.harness.soaking import (
+    BLOCK,
+    FOLDER,
+    KEPT_FAILURES,
+    PATIENCE,
+    Requirement,
+    SoakRun,
+    reset,
+    until_idle,
+)
 from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, WRONG, Outcome, send
 from benchmarks.harness.updates import (
-    BLOCK,
     CHATS,
     MIXABLE,
     MIXED,
@@ -55,68 +61,50 @@ FLAGS = (
 """Memory for six requests of MAX_LEN: prefixes stay cached, but not all of them, and not for long.
 
 Documents are read in several steps, so that weights change in between."""
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
-"""GiB that vLLM may take; and what makes it offer to change weights and to reset its cache."""
 CONCURRENCY = 12
 BETWEEN = 0.5, 4.0
 """Seconds from one update to the next, at least and at most."""
 LONGEST_PAUSE, SENT_AGAIN = 0.3, 6
 """Seconds before weights change, or between that and a reset without a pause; and how many of the requests that are in
 flight are sent again at once, on top of the others."""
-PATIENCE = 180.0
-"""Seconds that a pause may wait for requests, and the server for the last of them to leave."""
 HITS = 0.1
 """Share of the compared answers that must begin in each of the caches; without hits they would prove nothing."""
-KEPT_FAILURES = 20
 
 
 class UpdateSoak(SoakRun):
-    """One run: the load, what was seen, and the verdict.
+    """One run: the load, what was seen, and the verdict."""
 
-    Args:
-        arguments: the soak's.
-        folder: for models and logs, and for records that are not the project's.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, folder: Path):
-        super().__init__(arguments, FLAGS)
-        self.folder = folder
-        self.ways: Sequence[Update] = WITHOUT_RESET if arguments.without_reset else UPDATES
+    def __init__(self, arguments: argparse.Namespace):
+        self.is_control = arguments.without_reset
+        super().__init__("soak-without-reset" if self.is_control else "soak-updates", arguments, FLAGS)
+        self.ways: Sequence[Update] = WITHOUT_RESET if self.is_control else UPDATES
         self.models: list[Path] = []
-        self.table: dict[Question, list[str]] = {}
+        self.answers: dict[Question, list[str]] = {}
         self.in_flight: list[Question] = []
         self.timeline = Timeline()
         self.updates: Counter[str] = Counter()
         self.compared: Counter[tuple[str, str]] = Counter()
         self.sent_while_paused = 0
+        self.idle = self.empty = Snapshot()
 
-    async def run(self) -> None:
-        """Everything: start, questions with nothing cached, load, verdict, record."""
-        load_average = warn_if_busy(self.console)
+    def model(self) -> Path:
+        """One of several sets of weights."""
         self.models = [
-            make_model(self.folder / f"weights-{seed}", layers=2, hidden=64, max_len=MAX_LEN, seed=seed)
-            for seed in range(WEIGHTS)
+            make_model(FOLDER / f"weights-{seed}", **self.sizes, seed=seed) for seed in range(WEIGHTS)
         ]
-        env = cpu_environment(1, self.ranks) | ENVIRONMENT
-        env["VLLM_KVEVICT_CHECK"] = str(int(self.arguments.check))
-        server = Server(self.models[0], self.folder / "updates.log", self.flags, env)
-        self.console.print(f"starting vllm serve {' '.join(self.flags)}", highlight=False)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with server, httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits) as client:
-            await self._ask_all(client)
-            self.console.print(
-                f"{len(self.table)} questions, each with {WEIGHTS} sets of weights; now the load"
-            )
-            start = time.monotonic()
-            await self._load(server, client)
-            seconds = time.monotonic() - start
-            idle = await _idle(server)
-            await _reset(client)
-            empty = await _idle(server, empty=True)
-            server.check()
-            log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own
-        self.judge(idle, empty, tracebacks(log))
-        self._report(seconds, load_average, idle)
+        return self.models[0]
+
+    async def load(self, server: Server, client: httpx.AsyncClient) -> None:
+        """Questions with nothing cached, then clients and updates, and a reset at the end."""
+        client.timeout = httpx.Timeout(PATIENCE)
+        await self._ask_all(client)
+        self.console.print(
+            f"{len(self.answers)} questions, each with {WEIGHTS} sets of weights; now the load"
+        )
+        await self._clients(server, client)
+        self.idle = await until_idle(server)
+        await reset(client)
+        self.empty = await until_idle(server, empty=True)
 
     # What has to be answered.
 
@@ -131,10 +119,10 @@ class UpdateSoak(SoakRun):
                 for _ in range(TURNS):
                     questions.append(chat.next())
                     chat.answered(await _alone(client, questions[-1], next(salts)))
-        self.table = {question: [] for question in questions}
+        self.answers = {question: [] for question in questions}
         for weights in range(WEIGHTS):
             await self._set_weights(client, weights)
-            for question, answers in self.table.items():
+            for question, answers in self.answers.items():
                 answers.append(await _alone(client, question, next(salts)))
         self.timeline = Timeline(WEIGHTS - 1)
 
@@ -144,7 +132,7 @@ class UpdateSoak(SoakRun):
 
     # The load.
 
-    async def _load(self, server: Server, client: httpx.AsyncClient) -> None:
+    async def _clients(self, server: Server, client: httpx.AsyncClient) -> None:
         """Clients and updates, until there are to be no more requests and all are answered."""
         over = asyncio.Event()
         numbers = self._numbers()
@@ -152,7 +140,7 @@ class UpdateSoak(SoakRun):
         async def ask_on(choose: random.Random) -> None:
             for _ in numbers:
                 server.check()
-                question = choose.choice(list(self.table))
+                question = choose.choice(list(self.answers))
                 # Whoever went on with other weights must leave nothing, which the next one would find.
                 while await self._ask(client, choose, question) == MIXABLE:
                     pass
@@ -229,7 +217,7 @@ class UpdateSoak(SoakRun):
         if not update.pause:
             await asyncio.sleep(choose.uniform(0, LONGEST_PAUSE))
         if update.reset:
-            await _reset(client, hard=update.reset == "hard")
+            await reset(client, hard=update.reset == "hard")
         if update.pause:
             self.timeline.paused = False
             await _post(client, "/resume")
@@ -238,7 +226,7 @@ class UpdateSoak(SoakRun):
 
     def note(self, question: Question, sent: int, outcome: Outcome, stream: bool = False) -> str:
         """Count what became of a request that was sent at a moment of the timeline and has just ended."""
-        expected = self.table[question]
+        expected = self.answers[question]
         result = judge(self.timeline, sent, outcome, expected)
         self.tally[question.kind + (", streamed" if stream else ""), result] += 1
         self.server_errors += outcome.status is not None and outcome.status >= 500
@@ -250,19 +238,13 @@ class UpdateSoak(SoakRun):
             self.failures.append({**asked, "weights": self.timeline.weights, **seen})
         return result
 
-    def judge(self, idle: Snapshot, empty: Snapshot, tracebacks: int) -> None:
-        """Hold everything against what is required.
-
-        Args:
-            idle: the server when all requests were over.
-            empty: and when its cache was then emptied.
-            tracebacks: in its log.
-        """
+    def judge(self, tracebacks: int) -> None:
+        """Hold everything against what is required."""
 
         def count(wanted: str) -> int:
             return sum(times for (_, result), times in self.tally.items() if result == wanted)
 
-        alike = sum(len(set(answers)) < WEIGHTS for answers in self.table.values())
+        alike = sum(len(set(answers)) < WEIGHTS for answers in self.answers.values())
         self.requirements = [
             Requirement("answers that were not as with nothing cached", count(STALE)),
             Requirement("answers of several sets of weights after a pause", count(MIXED)),
@@ -277,9 +259,9 @@ class UpdateSoak(SoakRun):
             Requirement("answers refused, cut short or too long", count(WRONG)),
             Requirement("answers 5xx", self.server_errors),
             Requirement("tracebacks in the server's log", tracebacks),
-            Requirement("requests running or waiting when idle", idle.running + idle.waiting),
-            Requirement("pages held when idle", idle.request_pages),
-            Requirement("pages held after a last reset", empty.physical_pages or 0),
+            Requirement("requests running or waiting when idle", self.idle.running + self.idle.waiting),
+            Requirement("pages held when idle", self.idle.request_pages),
+            Requirement("pages held after a last reset", self.empty.physical_pages or 0),
         ]
 
     def _hits(self, where: str) -> Requirement:
@@ -288,63 +270,27 @@ class UpdateSoak(SoakRun):
         share = found / max(1, self.compared.total())
         return Requirement(f"share of compared answers with hits in {where}es", share, HITS, at_most=False)
 
-    def show(self, seconds: float) -> Table:
-        """Tally and requirements."""
-        table = Table(title=f"{self.answered} requests, {self.updates.total()} updates in {seconds:.0f} s")
-        for heading in ("", "", "bound"):
-            table.add_column(heading, justify="right" if table.columns else "left")
-        for name, value in self._counts().items():
-            table.add_row(name, str(value), "")
-        table.add_section()
-        for of in self.requirements:
-            bound = f"{'at most' if of.at_most else 'at least'} {of.bound:g}"
-            table.add_row(of.name, f"{of.value:.3g}", bound, style=None if of.met else "bold red")
-        return table
+    def rows(self) -> dict[str, int]:
+        """What was compared, and the updates."""
+        compared = {
+            f"began with {found}: {result}": n for (found, result), n in sorted(self.compared.items())
+        }
+        updates = {f"update: {name}": times for name, times in sorted(self.updates.items())}
+        return {**compared, "sent while the server paused": self.sent_while_paused, **updates}
 
-    def _counts(self) -> dict[str, int]:
-        """Everything that was counted."""
+    def results(self) -> dict[str, Any]:
+        """For the record."""
         return {
-            **{f"{kind}: {result}": times for (kind, result), times in sorted(self.tally.items())},
-            **{
-                f"began with {found}: {result}": times
-                for (found, result), times in sorted(self.compared.items())
-            },
-            "sent while the server paused": self.sent_while_paused,
-            **{f"update: {name}": times for name, times in sorted(self.updates.items())},
-        }
-
-    def _report(self, seconds: float, load_average: float, idle: Snapshot) -> None:
-        self.console.print(self.show(seconds))
-        results = {
-            "flags": self.flags,
-            "check": self.arguments.check,
             "concurrency": CONCURRENCY,
-            "load_average_at_start": load_average,
-            "seconds": seconds,
-            "requests": self.answered,
-            "questions": len(self.table),
-            "counts": self._counts(),
-            "preemptions": idle.preemptions,
-            "evictions": idle.evictions,
-            "targets": [requirement.as_record() for requirement in self.requirements],
-            "failures": self.failures,
+            "questions": len(self.answers),
+            "counts": self.counted() | self.rows(),
+            "preemptions": self.idle.preemptions,
+            "evictions": self.idle.evictions,
         }
-        own = self.arguments.name is None and not self.arguments.without_reset
-        name = self.arguments.name or ("soak-updates" if own else "soak-without-reset")
-        path = save(name, record("soak", results), RESULTS if own else self.folder)
-        self.console.print(f"written to {path}")
-        for failure in self.failures[:5]:
-            self.console.print(failure, style="red")
-        if not self.passed:
-            self.console.print(f"failed; the server's log is in {self.folder}", highlight=False)
 
 
 async def _post(client: httpx.AsyncClient, path: str, **arguments: Any) -> None:
     (await client.post(path, **arguments)).raise_for_status()
-
-
-async def _reset(client: httpx.AsyncClient, hard: bool = False) -> None:
-    await _post(client, "/reset_prefix_cache", params={"reset_running_requests": str(hard).lower()})
 
 
 async def _alone(client: httpx.AsyncClient, question: Question, salt: int) -> str:
@@ -353,18 +299,3 @@ async def _alone(client: httpx.AsyncClient, question: Question, salt: int) -> st
     if outcome.result != EXPECTED or outcome.answer is None or outcome.answer.cached:
         raise RuntimeError(f"{question} was not answered as with nothing cached: {outcome}")
     return outcome.answer.text
-
-
-async def _idle(server: Server, empty: bool = False) -> Snapshot:
-    """The server once nothing runs and no request holds anything, or after too long a time.
-
-    Args:
-        empty: wait until nothing is cached, either.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        seen = await server.snapshot()
-        held = seen.physical_pages if empty else seen.request_pages
-        if not (seen.running or seen.waiting or held) or time.monotonic() > deadline:
-            return seen
-        await asyncio.sleep(0.2)

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.soaking import BLOCK
 from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome
 from benchmarks.harness.words import random_words
 
-BLOCK = 32
-"""Tokens of a block of uncompressed KV. No document has a multiple of it, so that hits tell which cache they are of."""
 DOCUMENTS = (75, 110, 150, 205, 260, 330)
-"""Words of each."""
+"""Words of each, no multiple of a block of uncompressed KV, so that hits tell which cache they are of."""
 CHATS, TURNS = 3, 3
 STALE, ABORTED = "not as with nothing cached", "aborted by a pause"
 MIXABLE, WHOLE, MIXED = (

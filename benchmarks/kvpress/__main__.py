@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -31,10 +30,11 @@ from benchmarks.harness.measure import (
     save,
     warn_if_busy,
 )
-from benchmarks.harness.options import add_counts, add_dtype, positive
+from benchmarks.harness.options import add, add_dtype, positive, whole
 from benchmarks.harness.scenarios import Scenario, Target, model, show_targets
 from benchmarks.harness.server import ended_by_sigterm
 from benchmarks.harness.sides import Side, Workload, running
+from benchmarks.harness.tables import table, typical
 from benchmarks.kvpress.check import check, describe, require_same
 from benchmarks.kvpress.environment import kvpress_python
 from benchmarks.kvpress.opponent import Opponent
@@ -71,20 +71,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_counts(
+    add(
         parser,
-        ("requests", 8, "requests that arrive together"),
-        ("input-len", 2048, "tokens of each prompt"),
-        ("output-len", 256, "tokens of each answer"),
-        ("rounds", 3, "runs of each side"),
-        ("threads", 1, "OpenMP threads of each program"),
-    )
-    parser.add_argument(
-        "--budget",
-        type=positive,
-        default=0.2,
-        metavar="X",
-        help="share of the prompt that is kept (default: %(default)s)",
+        ("requests", whole, 8, "requests that arrive together"),
+        ("input-len", whole, 2048, "tokens of each prompt"),
+        ("output-len", whole, 256, "tokens of each answer"),
+        ("rounds", whole, 3, "runs of each side"),
+        ("threads", whole, 1, "OpenMP threads of each program"),
+        ("budget", positive, 0.2, "share of the prompt that is kept"),
     )
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     add_dtype(parser)
@@ -233,25 +227,18 @@ def targets(rounds: Sequence[Round], policies: Sequence[str], dtype: str) -> lis
 
 def runs_table(title: str, rounds: Sequence[Round]) -> Table:
     """Medians of every side over the rounds in which it answered."""
-    table = Table(title=title)
-    table.add_column("median of a round")
-    for column in ("tokens/s", "seconds", "CPU s", "prefill s", "decode s", "ms/step", "KV MiB", "failed"):
-        table.add_column(column, justify="right")
-    for side in rounds[0]:
-        runs = [one[side] for one in rounds if one[side].answered]
-        failed = sum(len(one[side].errors) for one in rounds)
-        figures: list[Callable[[Run], float]] = [
-            lambda run: run.tokens_per_second,
-            lambda run: run.wall,
-            lambda run: run.cpu,
-            lambda run: run.prefill,
-            lambda run: run.decode,
-            lambda run: run.step_ms,
-        ]
-        cells = [f"{median(what(run) for run in runs):.2f}" if runs else "-" for what in figures]
-        stored = [run.stored_bytes for run in runs if run.stored_bytes is not None]
-        table.add_row(side, *cells, f"{median(stored) / 2**20:.1f}" if stored else "-", str(failed))
-    return table
+    columns = {
+        "tokens/s": (lambda run: run.tokens_per_second, ".2f"),
+        "seconds": (lambda run: run.wall, ".2f"),
+        "CPU s": (lambda run: run.cpu, ".2f"),
+        "prefill s": (lambda run: run.prefill, ".2f"),
+        "decode s": (lambda run: run.decode, ".2f"),
+        "ms/step": (lambda run: run.step_ms, ".2f"),
+        "KV MiB": (lambda run: (run.stored_bytes or 0) / 2**20, ".1f"),
+        "failed": (lambda run: len(run.errors), "g"),
+    }
+    answered = {side: [one[side] for one in rounds if one[side].answered] for side in rounds[0]}
+    return typical(title, answered, columns)
 
 
 def show(
@@ -264,13 +251,11 @@ def show(
     console.print("prefill s: steps that read prompts (ours also decode in them); KV MiB: after the prefill")
     for errors in {error for one in rounds for run in one.values() for error in run.errors}:
         console.print(f"kvpress failed: {errors}", style="yellow", highlight=False)
-    table = Table(title="ours / theirs, 95 % interval")
     compared = ratios(rounds, arguments.policies)
-    for column in ("sides", *next(iter(compared.values()))):
-        table.add_column(column)
+    shown = table("ours / theirs, 95 % interval", ["sides"], [*next(iter(compared.values()))])
     for pair, figures in compared.items():
-        table.add_row(pair, *("failed" if value is None else str(value) for value in figures.values()))
-    console.print(table)
+        shown.add_row(pair, *("failed" if value is None else str(value) for value in figures.values()))
+    console.print(shown)
     for name, found in checks.items():
         console.print(describe(name, found), highlight=False)
     wanted = targets(rounds, arguments.policies, arguments.dtype) if len(rounds) >= LEAST_ROUNDS else []

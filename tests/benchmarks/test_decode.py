@@ -1,15 +1,15 @@
-"""Steps of pure decode, their turns and targets, with engines that only count; no engine is started."""
+"""Steps of pure decode and their turns, with engines that only count; no engine is started."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 from rich.progress import Progress
 
-from benchmarks import decode
-from benchmarks.decode import Cell, check_steps, parse_arguments
 from benchmarks.harness.sides import Engine, Workload
-from benchmarks.harness.steps import CHUNK, admit, output_len, prefill, requests
+from benchmarks.micro import decode
+from benchmarks.micro.decode import check_steps
+from benchmarks.micro.engines import CHUNK, admit, output_len, prefill, requests
+from benchmarks.micro.loop import parse
 
 
 class FakeRequest:
@@ -76,12 +76,13 @@ class FakeSide:
 
 
 def test_sides_take_turns_once_all_prompts_are_read():
-    arguments = parse_arguments(["--batch", "3", "--contexts", "3000", "--pairs", "3", "--steps", "2"])
+    words = ["--batch", "3", "--contexts", "3000", "--pairs", "3", "--steps", "2"]
+    arguments = parse("decode", decode, words)
     turns: list[str] = []
     sides = [FakeSide("stock", turns), FakeSide("ours", turns)]
-    cell = decode.measure(arguments, 8, 3000, sides, Progress(disable=True))
+    cell = decode.measure_at(arguments, 8, 3000, sides, Progress(disable=True))
     assert turns == ["stock", "ours", "stock", "ours", "ours", "stock", "stock", "ours"]
-    assert len(cell.stock) == len(cell.ours) == 3
+    assert len(cell.pairs) == 3 and cell.of == {"layers": 8, "context": 3000}
     assert not any(requests(side.engine) for side in sides)  # so that the next context starts afresh
 
 
@@ -111,45 +112,3 @@ def test_timed_steps_must_be_pure_decode():
             check_steps(seen, steps=1, batch=4)
     with pytest.raises(RuntimeError, match="2 steps ran where 3"):
         check_steps([(0.1, 0, 4)] * 2, steps=3, batch=4)
-
-
-def cell(layers: int, context: int, ratios=(4.0, 4.0, 4.0)) -> Cell:
-    return Cell(layers, context, [(ratio, 2 * ratio) for ratio in ratios], [(1.0, 1.0)] * len(ratios))
-
-
-def test_target_holds_for_the_default_sizes_and_the_low_end_of_the_interval(at_level):
-    at_level("avx512")
-    defaults = parse_arguments([])
-    cells = [cell(8, 16384), cell(8, 4096), cell(4, 16384)]
-    (target,) = decode.targets(defaults, cells)
-    assert target.met
-    (target,) = decode.targets(defaults, [cell(8, 16384, (4.0, 4.0, 3.0))])
-    assert not target.met
-    for changed in ("--budget 0.5", "--batch 8", "--policy snapkv", "--dtype float32"):
-        assert decode.targets(parse_arguments(changed.split()), cells) == []
-    at_level("avx2")
-    assert decode.targets(parse_arguments([]), cells) == decode.targets(defaults, cells) == []
-
-
-def test_ratios_are_stock_over_ours():
-    summary = cell(8, 1024).summary()
-    assert summary["wall_ratio"]["median"] == 4 and summary["cpu_ratio"]["median"] == 8
-    assert summary["stock_ms"]["median"] == 4000 and summary["ours_ms"]["median"] == 1000
-
-
-@pytest.mark.parametrize("level, name", [("avx512", "decode.png"), ("avx2", "decode-avx2-float32.png")])
-def test_plot_draws_every_number_of_layers(tmp_path, monkeypatch, at_level, level, name):
-    monkeypatch.setattr(decode, "RESULTS", tmp_path)
-    at_level(level)
-    path = decode.plot(parse_arguments([]), [cell(8, 4096), cell(8, 1024), cell(4, 1024)])
-    assert path == str(tmp_path / name) and (tmp_path / name).exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["--batch 0", "--batch 5000", "--contexts 512 0", "--pairs 0", "--model-layers 0", "--budget 1.5"],
-)
-def test_bad_arguments_name_the_flag(arguments, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(arguments.split())
-    assert re.search(f"{arguments.split()[0]}:? must be", capsys.readouterr().err)

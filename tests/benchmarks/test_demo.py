@@ -15,14 +15,12 @@ from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.harness import growing
 from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
+from benchmarks.harness.documents import Answer, waits_table
 from benchmarks.harness.growing import WIDTH, Growth, growth_shown, watch
-from benchmarks.harness.kept import (
-    Run,
-    comparison_table,
-    kept_table,
-    pages_of_prompt,
-)
+from benchmarks.harness.kept import comparison_table, kept_table
+from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
+from tests.benchmarks.runs import run_of
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.schedules.reports import EvictionRecord, read_evictions
@@ -86,28 +84,12 @@ def test_another_file_is_no_eviction_log(tmp_path, line):
 
 
 def test_comparison():
-    stock = Run("stock", 8, 2048, 800, 10.0, Snapshot(running=4, kv_usage=1.0), 1.0, Snapshot(preemptions=1))
-    final = Snapshot(evictions=8, freed_pages=8 * 400)
-    ours = Run("ours", 8, 2048, 800, 5.0, Snapshot(running=8, kv_usage=0.5), 0.6, final)
-    assert pages_of_prompt(stock, rows=8, page_size=32) == 512
-    assert pages_of_prompt(ours, rows=8, page_size=32) == 112
-    text = rendered(comparison_table([stock, ours], 64 * 2**20, rows=8, page_size=32))
-    for part in ("64 MiB", "512", "112", "16.0", "4.0", "2.0x", "80.0", "160.0", "60 %"):
+    stock = run_of(10.0, tokens=800, peak=4, preemptions=1)
+    sides = {"stock": [replace(stock, physical_bytes=64 * 2**20, wall=wall) for wall in (10.0, 10.0)]}
+    sides["ours"] = [replace(stock, physical_bytes=32 * 2**20, peak_running=8, wall=5.0)]
+    text = rendered(comparison_table(sides, 64 * 2**20))
+    for part in ("8 requests in the same 64 MiB", "16.0", "4.0", "2.0x", "80.0", "160.0", "50 %", "100 %"):
         assert part in text
-
-
-def test_arguments():
-    assert parse_arguments([]).threads >= 1
-    for wrong in (
-        ["--budget", "7.5"],
-        ["--budget", "0"],
-        ["--requests", "0"],
-        ["--policy", "full"],
-        ["--answer", "9999"],
-    ):
-        with pytest.raises(SystemExit):
-            parse_arguments(wrong)
-    assert pool_bytes(2048, 256, "bfloat16") == (4 * 72 + 1) * 32 * 4 * 4 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize("level, dtype", [("avx2", "float32"), ("avx512", "bfloat16")])
@@ -126,7 +108,7 @@ def test_servers_compute_in_what_is_fast(level, dtype, at_level, monkeypatch):
         flags = started[-1]
         assert flags[flags.index("--dtype") + 1] == expected
         memory = int(flags[flags.index("--kv-cache-memory-bytes") + 1])
-        assert memory == pool_bytes(2048, 256, expected)
+        assert memory == pool_bytes(2304, 4, expected) == (4 * 72 + 1) * 4 * 4 * page_bytes(expected)
 
 
 class IdleServer:
@@ -154,23 +136,20 @@ def test_sides_take_turns_alone(monkeypatch):
     waiting = iter(servers)
     monkeypatch.setattr(demo, "comparison_server", lambda flags, arguments: next(waiting))
 
-    async def measure(name, server, load, number, poll, seen):
+    async def drive(server, load, kv_bytes, dtype, seen):
         assert [other.paused for other in servers] == [other is not server for other in servers]
-        assert load.prompts(0) != load.prompts(1) and len(load.prompts(0)[0]) == 2048
-        said.append(f"{name} {number}")
-        seconds = {"stock": [4.0, 8.0], "ours": [3.0, 1.0]}[name][number]
-        peak = Snapshot(running=number)
-        return Run(name, 1, 10, 20, seconds, peak, 0.5 - number / 4, await server.snapshot())
+        assert len(load.prompts()[0][0]) == 2048 and kv_bytes == pool_bytes(2304, 4, dtype)
+        seen(Snapshot(running=3, output_tokens=7))
+        said.append(f"{server.name} {load.seed}")
+        return run_of(1.0)
 
     async def then(server):
         said.append(f"then {server.name}")
 
-    monkeypatch.setattr(demo, "measure", measure)
-    stock, ours = asyncio.run(demo.compare({"stock": [], "ours": ["--flag"]}, parse_arguments([]), then))
-    assert said[:5] == ["stock 0", "ours 0", "stock 1", "ours 1", "then ours"]
-    assert said[5:] == ["end ours", "end stock"]
-    assert (stock.seconds, ours.seconds) == (6.0, 2.0) and (stock.peak.running, stock.peak_usage) == (1, 0.5)
-    assert stock.final.preemptions == 3
+    monkeypatch.setattr(demo, "drive", drive)
+    rounds = asyncio.run(demo.compare({"stock": [], "ours": ["--flag"]}, parse_arguments([]), then))
+    assert said == ["stock 0", "ours 0", "stock 1", "ours 1", "then ours", "end ours", "end stock"]
+    assert list(rounds) == ["stock", "ours"] and len(rounds["ours"]) == 2
 
 
 def test_another_dtype_than_the_models_is_explained(at_level):
@@ -220,6 +199,12 @@ def test_answers_are_marked():
         rendered(answers_table("a model", columns, [Asked(case, replies)])) for replies in (wrong, right)
     ]
     assert [table.count("wrong") for table in shown] == [3, 2]
+
+
+def test_waits_of_questions():
+    text = rendered(waits_table(2032, [Answer(1.25, [1], 0), Answer(0.05, [1], 2032)]))
+    for part in ("2 questions about one document of 2,032 tokens", "1.250 s", "0.050 s", "2,032 "):
+        assert part in text
 
 
 GROWING = Growth("kept whole", 4.0, 640, [(0, 0), (1, 64), (320, 128), (640, 192)], 0)

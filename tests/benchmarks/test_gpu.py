@@ -175,13 +175,6 @@ def test_attention(card, tmp_path, capsys, dtype):
     assert [target["bound"] for target in record["results"]["targets"]] == [4.5, 1.05]
 
 
-def test_attention_skips_what_does_not_fit(card, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(common, "free_bytes", lambda: attention.SPARE_BYTES + 64 * 8 * 512)
-    record, out = run(attention, tmp_path, capsys, "--contexts 64 --budgets 1 --batches 1 2")
-    assert [cell["batch"] for cell in record["results"]["cells"]] == [1]
-    assert "skipped 64 x 2" in out and record["results"]["skipped"]
-
-
 def test_attention_refuses_a_wrong_kernel(card, tmp_path, capsys, monkeypatch):
     class Wrong(attention.PagedDecode):
         def __call__(self, query, *others):
@@ -278,12 +271,6 @@ def test_results_of_another_dtype_have_files_of_their_own(name, card, tmp_path, 
     with pytest.raises(SystemExit):
         module.parse_arguments(["--dtype", "float32"])
     assert "--dtype" in capsys.readouterr().err
-
-
-def test_both_engines_get_the_dtype():
-    arguments = throughput.parse_arguments(["--dtype", "float16"])
-    stock, ours = throughput.settings(arguments).values()
-    assert stock["dtype"] == ours["dtype"] == "float16"
 
 
 def test_graphs_and_kernels_are_the_default():

@@ -1,28 +1,69 @@
-"""Floors, their arithmetic, and every operation once at a small size; no engine is started."""
+"""What all names of `micro` share, and floors; no engine is started."""
 
-import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.platforms import current_platform
 
-from benchmarks import micro
-from benchmarks.harness import floors
-from benchmarks.harness.floors import Operation, Rates, Timing, Work
 from benchmarks.harness.measure import Estimate
+from benchmarks.harness.options import whole
+from benchmarks.harness.plots import Panel
+from benchmarks.micro import attention, decode, eviction, floors, loop, prompts, steps
+from benchmarks.micro.floors import Operation, Rates, Work
+from benchmarks.micro.holding import KERNEL, OP, Holding
+from benchmarks.micro.loop import Cell, Found, in_turns
+from benchmarks.micro.prompts import Prompt
 
 RATES = Rates(memory=100.0, arithmetic=1000.0)
+MACHINE = SimpleNamespace(measure=lambda: RATES)
 
 
-class FakeMachine:
-    def measure(self) -> Rates:
-        return RATES
+def arguments(module, *words: str):
+    return loop.parse("name", module, words)
+
+
+def test_sides_take_turns_and_the_first_round_does_not_count():
+    calls: list[str] = []
+    found = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}, 2)
+    assert "".join(calls) == "cba" + "abc" + "cba"
+    assert found == {"a": [4, 9], "b": [5, 8], "c": [6, 7]}
+
+
+def test_ratios_are_paired():
+    pairs = [((2.0, 6.0), (1.0, 2.0)), ((30.0, 6.0), (10.0, 2.0))]
+    cell = Cell({"context": 1}, pairs)
+    assert cell.ratio(0) == Estimate(2.5, 2.0, 3.0) and cell.ratio(1).median == 3.0
+    assert Cell({}, pairs, over=(1, 0)).ratio(1).median == pytest.approx(1 / 3)
+    assert cell.summary().keys() == {"context", "pairs", "wall", "cpu"}
+
+
+def test_what_was_found_is_printed_drawn_and_saved(monkeypatch, tmp_path, capsys, at_level):
+    at_level("avx2")
+    saved = {}
+    monkeypatch.setattr(loop, "RESULTS", tmp_path)
+    monkeypatch.setattr(loop, "save", lambda name, content: saved.update({name: content}))
+    panel = Panel("x", "y", {"a": [(1, Estimate(1.0, 0.5, 2.0)), (2, 3.0)]}, 1)
+    shown = loop.Table("heading")
+    module = SimpleNamespace(
+        OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: Found({"cells": [7]}, [shown], [], [panel])
+    )
+    assert loop.run("decode", module, ["--rounds", "5"]) == 0
+    ((name, content),) = saved.items()
+    assert name == "decode-avx2-float32" and (tmp_path / f"{name}.png").exists()
+    assert content["results"]["settings"] == {"rounds": 5, "dtype": "float32"}
+    assert content["results"]["cells"] == [7] and content["results"]["targets"] == []
+    assert (
+        content["command"].startswith("python -m benchmarks.micro") and "heading" in capsys.readouterr().out
+    )
+
+
+# Floors.
 
 
 def test_floor_is_the_longer_of_moving_and_computing():
     assert Work(moved=200).floor(RATES) == 2 and Work(moved=200).bound(RATES) == "memory"
     assert Work(200, 3000).floor(RATES) == 3 and Work(200, 3000).bound(RATES) == "arithmetic"
-    assert Work(400, 3000).floor(RATES) == 4 and Work(400, 3000).bound(RATES) == "memory"
 
 
 def test_every_round_is_held_against_its_own_rates():
@@ -30,85 +71,124 @@ def test_every_round_is_held_against_its_own_rates():
     timing = floors.summarise("copy", Work(100), [3.0, 6.0, 12.0], rates)
     assert timing.times_floor == Estimate(3.0, 3.0, 3.0)  # the machine slowed down, not the operation
     assert timing.floor_ms == pytest.approx(2000) and timing.raw == [3000, 6000, 12000]
+    assert floors.summarise("ledger", None, [1.0], [RATES]).times_floor is None
 
 
-def test_without_tensors_there_is_no_floor():
-    timing = floors.summarise("ledger", None, [1.0, 2.0, 3.0], [RATES] * 3)
-    assert timing.floor_ms is None and timing.times_floor is None and timing.ms.median == 2000
-
-
-def test_operations_take_turns_and_the_first_round_does_not_count():
+def test_operations_take_turns_and_their_first_round_does_not_count():
     calls: list[str] = []
     operations = [
         Operation("a", lambda: calls.append("a"), Work(1), lambda: calls.append("before a"), repeats=2),
         Operation("b", lambda: calls.append("b") or 0.25, Work(1), times_itself=True),
     ]
-    timings, rates = floors.measure(operations, FakeMachine(), rounds=2)
+    timings, rates = floors.measure(operations, MACHINE, rounds=2)
     assert calls == ["before a", "a", "a", "b"] * 3
     assert [len(timing.raw) for timing in timings] == [2, 2] and len(rates) == 2
     assert timings[1].raw == [250, 250]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_machine_measures_positive_rates(monkeypatch, dtype):
-    monkeypatch.setattr(floors, "READ_BYTES", 1 << 16)
-    monkeypatch.setattr(floors, "MATMUL_SIZE", 32)
-    machine = floors.Machine(dtype)
-    rates = machine.measure()
-    assert rates.memory > 0 and rates.arithmetic > 0 and machine._factors.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_operations_run_again_and_again(dtype):
+def test_operations_run_again_and_again():
     current_platform.import_kernels()
     torch.manual_seed(0)
     with torch.inference_mode():
         operations = [
-            *micro.step_operations(batch=2, context=256, share=0.2, dtype=dtype),
-            *micro.prompt_operations(context=256, chunk=64, share=0.2, dtype=dtype),
-            micro.ledger_operation(batch=2),
+            *steps.step_operations(batch=2, context=256, share=0.2, dtype="float32"),
+            *steps.prompt_operations(context=256, chunk=64, share=0.2, dtype="float32"),
+            steps.prefix_operation(context=256, share=0.2, dtype="float32"),
+            steps.ledger_operation(batch=2),
         ]
-        timings, _ = floors.measure(operations, FakeMachine(), rounds=3)
-    assert len({timing.name for timing in timings}) == len(timings) == 15
-    assert all(timing.ms.low > 0 for timing in timings)
-    assert [timing.name for timing in timings if timing.floor_ms is None] == ["ledger, one request and step"]
+        timings, _ = floors.measure(operations, MACHINE, rounds=3)
+    assert len({timing.name for timing in timings}) == 16 and all(timing.ms.low > 0 for timing in timings)
 
 
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
 def test_attention_of_a_share_has_that_share_of_the_floor(dtype, size):
-    whole, part = (operation.work for operation in micro.step_operations(2, 512, 0.25, dtype)[:4:2])
-    assert whole is not None and part is not None
+    whole, part = (operation.work for operation in steps.step_operations(2, 512, 0.25, dtype)[:4:2])
     assert part.moved / whole.moved == pytest.approx(0.25, abs=0.02)
     # Nothing else than keys and values, queries and outputs.
-    entries, tokens = 2 * 513 * micro.LAYERS * micro.KV_HEADS, 2 * micro.LAYERS
-    assert whole.moved == (entries * 2 * 64 + 2 * tokens * micro.QUERY_HEADS * 64) * size
-    assert whole.flops == entries * micro.GROUP * 4 * 64
+    entries, tokens = 2 * 513 * steps.LAYERS * steps.KV_HEADS, 2 * steps.LAYERS
+    assert whole.moved == (entries * 2 * 64 + 2 * tokens * steps.QUERY_HEADS * 64) * size
+    assert whole.flops == entries * steps.GROUP * 4 * 64
 
 
-def test_plot_leaves_out_what_has_no_floor(tmp_path, monkeypatch):
-    monkeypatch.setattr(micro, "RESULTS", tmp_path)
-    one = Estimate(2.0, 1.0, 3.0)
-    timings = [
-        Timing("a", one, 1.0, one, "memory", [2.0]),
-        Timing("b", one, None, None, "interpreter", [2.0]),
-    ]
-    assert micro.plot(timings, 1, "micro-x") == str(tmp_path / "micro-x.png")
-    assert (tmp_path / "micro-x.png").exists()
+# Attention.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_both_ways_to_attend_compute_the_same(dtype):
+    current_platform.import_kernels()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        cells = attention.compare(2, 64, 0.5, 2, dtype)
+        holding = Holding(2, 64, 0.5, KERNEL, 1, dtype)
+        holding.decode()  # stores the new entries as well, so that the op finds them
+        ours = holding.output.clone()
+        holding.kernel = None
+        holding.decode()
+        prompt = Prompt(300, getattr(torch, dtype))
+        prompt.by_op()
+        by_op = prompt.output.clone()
+        prompt.output.zero_()
+        prompt.by_kernel()
+    assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(OP, 2), (KERNEL, 2)]
+    torch.testing.assert_close(holding.output, ours, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(prompt.output, by_op, atol=2e-2, rtol=2e-2)
+
+
+def speed_up(share: float, ratios=(9.0, 9.0, 9.0), context: int = 8192, way: str = KERNEL) -> Cell:
+    """A cell in which all KV takes this many times as long."""
+    of = {"context": context, "share": share, "attention": way}
+    return Cell(of, [((ratio, ratio), (1.0, 1.0)) for ratio in ratios])
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "level, dtype, bounds, prompt_bounds",
     [
-        "--batch 0",
-        "--rounds 0",
-        "--rounds 1000",
-        "--threads 0",
-        "--context 100",
-        "--chunk 8192",
-        "--share 0.6",
+        ("avx512", "bfloat16", [8.5, 1.7], [0.68]),
+        ("avx2", "float32", [5.0, 1.2], []),
+        ("avx512", "float32", [], [1.0]),
     ],
 )
-def test_bad_arguments_name_the_flag(arguments, capsys):
-    with pytest.raises(SystemExit):
-        micro.parse_arguments(arguments.split())
-    assert re.search(f"{arguments.split()[0]}:? must be", capsys.readouterr().err)
+def test_targets_of_attention_are_those_of_level_and_dtype(at_level, level, dtype, bounds, prompt_bounds):
+    at_level(level)
+    cells = [speed_up(0.2), speed_up(0.2, way=OP), speed_up(1.0), speed_up(0.4), speed_up(0.2, context=4096)]
+    of = arguments(attention, "--dtype", dtype)
+    assert [target.bound for target in attention.targets(of, cells)] == bounds
+    assert all(target.met for target in attention.targets(of, cells))
+    assert not attention.targets(arguments(attention, "--dtype", dtype, "--batch", "4"), cells)
+    half = [((1.0, 1.0), (0.5, 0.5))] * 3
+    sizes = [{"tokens": tokens, "threads": threads} for tokens, threads in ((2048, 1), (8192, 1), (2048, 2))]
+    found = prompts.targets(arguments(prompts, "--dtype", dtype), [Cell(s, half, (1, 0)) for s in sizes])
+    assert [target.bound for target in found] == prompt_bounds and all(target.met for target in found)
+
+
+def test_the_worse_end_of_the_interval_counts(at_level):
+    at_level("avx512")
+    (target,) = attention.targets(arguments(attention), [speed_up(0.2, (9.0, 9.0, 8.4))])
+    assert not target.met
+    slow = Cell({"tokens": 2048, "threads": 1}, [((1.0, 1.0), (x, x)) for x in (0.5, 0.5, 0.7)], (1, 0))
+    (target,) = prompts.targets(arguments(prompts), [slow])
+    assert not target.met
+
+
+def test_targets_of_a_decode_step_and_of_evictions_are_those_of_the_usual_sizes(at_level):
+    at_level("avx512")
+
+    def cell(layers: int, context: int, ratios=(4.0, 4.0, 4.0)) -> Cell:
+        return Cell({"layers": layers, "context": context}, [((r, 2 * r), (1.0, 1.0)) for r in ratios])
+
+    cells = [cell(8, 16384), cell(8, 4096), cell(4, 16384)]
+    (target,) = decode.targets(arguments(decode), cells)
+    assert target.met and not decode.targets(arguments(decode), [cell(8, 16384, (4.0, 4.0, 3.0))])[0].met
+    for changed in ("--budget 0.5", "--batch 8", "--policy snapkv", "--dtype float32"):
+        assert decode.targets(arguments(decode, *changed.split()), cells) == []
+    summary = decode.summary(cells[0])
+    assert summary["wall_ratio"]["median"] == 4 and summary["cpu_ratio"]["median"] == 8
+    assert summary["stock_ms"]["median"] == 4000 and summary["ours_ms"]["median"] == 1000
+    share = Estimate(0.02, 0.01, 0.04)
+    assert not eviction.target_of("snapkv", 8192, share, "bfloat16").met
+    for policy, length, dtype in (
+        ("h2o", 8192, "bfloat16"),
+        ("lava", 2048, "bfloat16"),
+        ("lava", 8192, "float32"),
+    ):
+        assert eviction.target_of(policy, length, share, dtype) is None

@@ -1,125 +1,143 @@
-"""Options that benchmarks share: dtypes, the bytes and names of records that follow from them, and patience."""
+"""Options, names of records, and commands that have moved; nothing is measured."""
 
 import asyncio
 import importlib
-import re
+import json
+import subprocess
+import sys
 
 import pytest
 
-from benchmarks.demo import pool_bytes
+import benchmarks
 from benchmarks.harness import measure, server
 from benchmarks.harness.load import NUMBER_BYTES, entry_bytes, page_bytes
 from benchmarks.harness.measure import full_name, record, record_name
-from benchmarks.harness.scenarios import LAYERS, SCENARIOS, token_bytes
+from benchmarks.harness.scenarios import LAYERS, token_bytes
+from benchmarks.micro import loop
+from benchmarks.micro.__main__ import NAMES
 
 FOLDER = measure.RESULTS.parent
-MODULES = sorted(
-    {path.stem for path in FOLDER.glob("*.py") if "def parse_arguments" in path.read_text()}
-    # These compare no speeds of sides, their servers always compute in fp32; and the front end computes nothing.
-    - {"soak", "hostile", "real_model", "frontend"}
-    | {"kvpress.__main__"}
-)
+COMMANDS = {"demo", "throughput", "latency", "prefix", "chat", "kvpress", "soak", "report", "real_model"}
+SERVING = COMMANDS - {"kvpress", "report"}
+OF_ALL = {"soak": ["--requests", "1"]}
+"""What a command cannot do without."""
 
 
-def parse(module: str, *options: str):
-    """A benchmark's options."""
-    found = importlib.import_module(f"benchmarks.{module}").parse_arguments(options)
+def parse(name: str, *words: str):
+    """A command's options."""
+    if name in NAMES:
+        return loop.parse(name, importlib.import_module(f"benchmarks.micro.{name}"), words)
+    module = importlib.import_module(f"benchmarks.{name}{'.__main__' if name == 'kvpress' else ''}")
+    if hasattr(module, "BENCHMARK"):
+        return importlib.import_module("benchmarks.harness.command").parse(module.BENCHMARK, words)[0]
+    found = module.parse_arguments([*OF_ALL.get(name, []), *words])
     return found[0] if isinstance(found, tuple) else found
 
 
-def test_all_benchmarks_are_found():
-    serving = {"throughput", "latency", "kvpress.__main__", "demo"}
-    engines = {"breakdown", "decode", "eviction", "prefill", "waste"}
-    assert set(MODULES) >= serving | engines | {"attention", "micro"}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_benchmark_takes_a_dtype(module, at_level, capsys):
-    for level, expected in (("avx512", "bfloat16"), ("avx2", "float32"), ("generic", "bfloat16")):
-        at_level(level)
-        assert parse(module).dtype == expected
-    for dtype in NUMBER_BYTES:
-        assert parse(module, "--dtype", dtype).dtype == dtype
-    with pytest.raises(SystemExit):
-        parse(module, "--dtype", "float16")
-    assert "--dtype" in capsys.readouterr().err
-
-
-def test_the_help_says_what_is_fast_here(at_level, capsys):
-    at_level("avx2")
-    with pytest.raises(SystemExit):
-        parse("decode", "--help")
-    assert "this processor computes fast, here float32" in " ".join(capsys.readouterr().out.split())
+def test_these_are_all_commands():
+    names = {path.stem for path in FOLDER.glob("[!_]*.py")}
+    assert names | {"kvpress"} == COMMANDS
+    assert set(NAMES) == {path.stem for path in (FOLDER / "micro").glob("*.py")} & set(NAMES)
 
 
 @pytest.mark.parametrize(
-    "size",
-    [entry_bytes, page_bytes, token_bytes, lambda dtype: pool_bytes(2048, 256, dtype)],
+    "name",
+    sorted({*NAMES, "throughput", "latency", "prefix", "chat", "kvpress", "demo"} - {"ledger", "frontend"}),
 )
+def test_what_compares_speeds_takes_a_dtype(name, at_level, capsys):
+    for level, expected in (("avx512", "bfloat16"), ("avx2", "float32"), ("generic", "bfloat16")):
+        at_level(level)
+        assert parse(name).dtype == expected
+    for dtype in NUMBER_BYTES:
+        assert parse(name, "--dtype", dtype).dtype == dtype
+    with pytest.raises(SystemExit):
+        parse(name, "--dtype", "float16")
+    assert "--dtype" in capsys.readouterr().err
+
+
+WRONG = """
+attention --batch 0: must be at least 1
+attention --shares 0.2 1.5: --shares must be in
+breakdown --context 100: --context must be at least 256
+breakdown --threads 1000: --threads must be at most
+breakdown --budget 1.5: --budget: must be in
+decode --batch 5000: --batch must be at most
+decode --contexts 512 0: --contexts: must be at least 1
+eviction --policies full: --policies must evict
+ledger --rounds 1000: --rounds must be at most
+prefill --contexts 100: --contexts must be at least 512
+prompts --tokens 256 0: --tokens: must be at least 1
+steps --chunk 8192: --chunk must be above 1
+steps --share 0.6: --share must be
+waste --budget 2048: --budget must be above 32
+waste --page-size 48: --page-size must be
+demo --budget 7.5: --budget: must be in
+demo --policy full: --policy: invalid choice
+demo --answer 9999: --answer must be at most
+kvpress --input-len 100: must keep more than 32 tokens
+kvpress --budget 1: --budget must be below 1
+kvpress --output-len 1: --output-len must be at least 2
+latency --rate 2: unrecognized arguments: --rate 2
+latency --rates 0: --rates: must be above 0
+prefix nothing: there is no scenario nothing
+throughput overhead --spread 1: --spread: must be
+throughput overhead --pool 1 --spread 0.5: --pool 1 does not hold
+throughput overhead --decode-budget 5: --decode-budget belongs to other scenarios
+throughput reasoning-long --policy h2o: --policy must evict answers
+throughput overhead --values 3: --values belong to --sweep
+throughput overhead --sweep pool: --sweep has a load of its own
+throughput --sweep pool --pool 3: --sweep pool sets that itself
+throughput --sweep parallel --values 3x1: --values 3x1:
+throughput --sweep load --values 2x3: --values 2x3: expected PROMPTxANSWER@POOL
+throughput overhead --baseline .: --baseline: there is no bin/python
+soak --without-reset: --without-reset needs --updates
+soak --updates --model x: --model: --updates and --hostile make
+soak --rounds 2: --server and --rounds need --hostile
+soak --minutes 1: not allowed with argument --requests
+"""
+
+
+@pytest.mark.parametrize("case", WRONG.strip().splitlines())
+def test_wrong_options_are_named(case, capsys):
+    line, _, message = case.partition(": ")
+    name, *words = line.split()
+    with pytest.raises(SystemExit):
+        parse(name, *words)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("size", [entry_bytes, page_bytes, token_bytes])
 def test_bytes_follow_the_dtype(size):
     assert size("float32") == 2 * size("bfloat16") > 0
-
-
-def test_bytes_of_a_token():
     assert entry_bytes("bfloat16") == 2 * 64 * 2
     assert token_bytes("float32", 16) * LAYERS == token_bytes("float32") * 16
 
 
-def test_names_of_records_keep_kinds_apart(at_level):
+def test_names_of_records_keep_kinds_apart(at_level, monkeypatch):
     at_level("avx512")
     assert record_name("decode", "bfloat16") == "decode"
     assert record_name("decode", "float32") == "decode-avx512-float32"
     at_level("avx512", converts=True)
     assert record_name("decode", "bfloat16") == "decode-avx512-converted-bfloat16"
-    assert record_name("decode", "float32") == "decode-avx512-float32"
     at_level("avx2")
     assert record_name("decode", "bfloat16") == full_name("decode", "bfloat16") == "decode-avx2-bfloat16"
-
-
-def test_records_of_a_level_that_is_forced_say_so(at_level, monkeypatch):
-    at_level("avx2")
     monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx2")
-    assert record_name("decode", "float32") == full_name("decode", "float32") == "decode-avx2-forced-float32"
+    assert record_name("decode", "float32") == "decode-avx2-forced-float32"
     assert record("decode", {})["command"].startswith(
         "VLLM_KVEVICT_CPU_LEVEL=avx2 python -m benchmarks.decode"
     )
 
 
-def test_a_scenario_changes_with_the_option():
-    (chosen,) = (
-        importlib.import_module("benchmarks.throughput").parse_arguments(["--dtype", "float32"])[1].values()
-    )
-    usual = SCENARIOS["pool-bound"]
-    assert chosen.dtype == "float32" and chosen.kv_bytes() == 2 * usual.kv_bytes()
-
-
-STARTING = {
-    path.stem: ["--requests", "1"] if path.stem == "soak" else []
-    for path in FOLDER.glob("*.py")
-    if re.search(r"\bServer\(|\bmake_server\b|\brun_benchmark\b", path.read_text())
-}
-"""Benchmarks that start servers, with the options that they cannot do without."""
-
-
-def test_benchmarks_that_start_servers_are_found():
-    assert set(STARTING) >= {
-        "throughput",
-        "latency",
-        "prefix",
-        "chat",
-        "speculation",
-        "demo",
-        "hostile",
-        "soak",
-    }
-
-
-@pytest.mark.parametrize("module", STARTING)
-def test_a_server_that_does_not_start_in_time(module, monkeypatch, tmp_path):
-    """The sentence names the option, and the option is heard."""
+@pytest.mark.parametrize("name", sorted(SERVING))
+def test_every_command_hears_how_long_a_server_may_take(name, monkeypatch):
     monkeypatch.setattr(server.Server, "patience", server.Server.patience)
-    assert parse(module, *STARTING[module]).start_patience == 240
-    parse(module, *STARTING[module], "--start-patience", "0.1")
+    assert parse(name).start_patience == 240
+    parse(name, "--start-patience", "0.5")
+    assert server.Server.patience == 0.5
+
+
+def test_a_server_that_does_not_start_in_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(server.Server, "patience", 0.1)
 
     async def start():
         slow = server.Server(tmp_path, tmp_path / "log", [], {})
@@ -129,3 +147,25 @@ def test_a_server_that_does_not_start_in_time(module, monkeypatch, tmp_path):
 
     with pytest.raises(server.ServerError, match=r"not answer within 0\.1 s: .* raise --start-patience"):
         asyncio.run(start())
+
+
+def test_a_command_that_has_moved_says_where_it_is():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.hostile", "--rounds", "3"], capture_output=True, text=True
+    )
+    sentence = "python -m benchmarks.hostile is now: python -m benchmarks.soak --hostile\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+    for old, new in benchmarks.MOVED.items():
+        with pytest.raises(SystemExit, match=f"is now: python -m benchmarks.{new}"):
+            benchmarks.refuse_moved(["python", "-m", f"benchmarks.{old}", "--rounds", "3"])
+        command, *name = new.split()
+        assert command in COMMANDS or name[0] in NAMES
+    benchmarks.refuse_moved(["python", "-m", "benchmarks.soak", "--hostile"])
+    benchmarks.refuse_moved(["python", "-m", "hostile"])
+
+
+def test_every_command_that_a_record_names_is_there_or_says_where():
+    named = [json.loads(path.read_text())["command"].split() for path in measure.RESULTS.glob("*.json")]
+    modules = [words[words.index("-m") + 1] for words in named]
+    known = COMMANDS | set(benchmarks.MOVED) | {"micro"}
+    assert {name.removeprefix("benchmarks.") for name in modules if name.startswith("benchmarks.")} <= known

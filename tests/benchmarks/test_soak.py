@@ -4,17 +4,19 @@ import asyncio
 import io
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from rich.console import Console
 
-from benchmarks.harness import conversations, traffic
+from benchmarks.harness import conversations, soaking, traffic
 from benchmarks.harness.conversations import GOES_ON, WEIGHTS, Turn
-from benchmarks.harness.requirements import Requirement, tracebacks
+from benchmarks.harness.random_soak import BURST, LONGEST_PROMPT, MAX_LEN, RandomSoak
 from benchmarks.harness.samples import Sample, baseline, growth
+from benchmarks.harness.server import Snapshot
+from benchmarks.harness.soaking import BLOCK, Requirement, tracebacks, until_idle
 from benchmarks.harness.traffic import (
     BROKEN,
     EXPECTED,
@@ -27,9 +29,10 @@ from benchmarks.harness.traffic import (
     Traffic,
     send,
 )
-from benchmarks.soak import BURST, Soak, parse_arguments
+from benchmarks.soak import parse_arguments
 from tests.engine.support.serving import command
 from vllm_kvevict.policies import available
+from vllm_kvevict.policies.registry import policies_for_parts
 
 LONGEST = 50
 # Without one policy, as under pipeline parallelism: no request may name it.
@@ -196,12 +199,9 @@ def test_tracebacks_of_refused_bodies_do_not_count():
     assert tracebacks(f"{broken}{start}KeyError: 1\nINFO\n{broken}") == 1
 
 
-def samples(*rss: float, **last) -> list[Sample]:
-    idle = {"pages": 0, "entries": 0, "running": 0, "waiting": 0, "preemptions": 3}
-    return [
-        Sample(seconds, seconds, {"server": mib}, **(idle | (last if seconds == len(rss) - 1 else {})))
-        for seconds, mib in enumerate(rss)
-    ]
+def samples(*rss: float) -> list[Sample]:
+    nothing = {"pages": 0, "entries": 0, "running": 0, "waiting": 0, "preemptions": 3}
+    return [Sample(seconds, seconds, {"server": mib}, **nothing) for seconds, mib in enumerate(rss)]
 
 
 def test_growth_is_measured_after_the_warm_up():
@@ -212,13 +212,21 @@ def test_growth_is_measured_after_the_warm_up():
     assert growth(samples(100)) == 0
 
 
-def verdict(seen: list[Sample], *outcomes: tuple[Ask, Outcome], changed=0, tracebacks=0) -> Soak:
-    soak = Soak(parse_arguments(["--requests", "5"]))
-    soak.samples = seen
+IDLE = Snapshot(physical_pages=0, logical_entries=0)
+
+
+def verdict(*outcomes: tuple[Ask, Outcome], rss=(100, 100), idle=IDLE, empty=IDLE, changed=0, tracebacks=0):
+    soak = RandomSoak(parse_arguments(["--requests", "5"]))
+    soak.samples, soak.idle, soak.empty, soak.changed = samples(*rss), idle, empty, changed
     for ask, outcome in outcomes:
-        soak._note(ask, outcome)
-    soak._judge(changed, tracebacks)
+        soak.note(ask, outcome)
+    soak.judge(tracebacks)
     return soak
+
+
+def missed(soak) -> set[str]:
+    assert soak.passed == all(requirement.met for requirement in soak.requirements)
+    return {requirement.name for requirement in soak.requirements if not requirement.met}
 
 
 def turn_of(turn: Turn, cached: int) -> tuple[Ask, Outcome]:
@@ -232,17 +240,26 @@ FOUND = turn_of(LATER, cached=7)
 GOOD = [(ASK, Outcome(EXPECTED, 200)), (BAD, Outcome(EXPECTED, 400)), (STREAM, Outcome(LEFT)), FOUND]
 
 
-def test_a_good_run_passes():
-    soak = verdict(samples(100, 100), *GOOD)
-    assert soak.passed and soak.answered == 4 and not soak.failures
-    console = Console(file=io.StringIO(), width=110)
-    console.print(soak.table(2.0))
-    text = console.file.getvalue()
-    assert "4 requests in 2 s, 2.0/s" in text and "chat: as expected" in text and "preemptions" in text
+def test_a_good_run_passes_and_is_recorded(monkeypatch):
+    soak = verdict(*GOOD)
+    assert not missed(soak) and soak.answered == 4 and not soak.failures
+    saved = {}
+    monkeypatch.setattr(
+        soaking, "save", lambda name, content, folder: saved.update({name: (content, folder)})
+    )
+    soak.console = Console(file=io.StringIO(), width=110)
+    soak._report(2.0, 0.5)
+    content, folder = saved["soak"]
+    assert folder == soaking.RESULTS and content["results"]["tally"]["chat: as expected"] == 1
+    assert len(content["results"]["targets"]) == 13 and content["results"]["extremes"]["preemptions"] == 3
+    assert "4 requests in 2 s" in soak.console.file.getvalue()
+    expected = {"name": "a", "value": 1, "bound": 0, "at_most": True, "met": False}
+    assert Requirement("a", 1).as_record() == expected
+    assert not RandomSoak(parse_arguments(["--minutes", "0.5"])).passed  # nothing measured is no success
 
 
 @pytest.mark.parametrize(
-    "change, missed",
+    "change, expected",
     [
         ({"outcome": (ASK, Outcome(HUNG))}, {"requests that hung"}),
         ({"outcome": (ASK, Outcome(BROKEN))}, {"connections that broke off"}),
@@ -251,65 +268,126 @@ def test_a_good_run_passes():
         ({"outcome": (BAD, Outcome(WRONG, 200))}, {"malformed requests not refused with 4xx"}),
         ({"changed": 1}, {"probes answered otherwise at the end"}),
         ({"tracebacks": 1}, {"tracebacks in the server's log"}),
-        ({"running": 1}, {"requests running or waiting when idle"}),
-        ({"waiting": 1}, {"requests running or waiting when idle"}),
-        ({"pages": 1}, {"pages held when idle"}),
-        ({"entries": 1}, {"KV entries stored when idle"}),
-        ({"rss": 103}, {"growth of the resident memory after a third of the load"}),
+        ({"idle": Snapshot(running=1)}, {"requests running or waiting when idle"}),
+        ({"idle": Snapshot(waiting=1)}, {"requests running or waiting when idle"}),
+        ({"idle": Snapshot(physical_pages=2, cached_pages=1)}, {"pages held when idle"}),
+        ({"empty": Snapshot(physical_pages=1, cached_pages=1)}, {"pages cached after a reset"}),
+        ({"empty": Snapshot(logical_entries=1)}, {"KV entries stored when idle"}),
+        ({"rss": [100] * 9 + [103] * 3}, {"growth of the resident memory after a third of the load"}),
     ],
 )
-def test_each_requirement_can_fail(change, missed):
+def test_each_requirement_can_fail(change, expected):
     change = dict(change)
     outcomes = [*GOOD, change.pop("outcome")] if "outcome" in change else GOOD
-    judged = {name: change.pop(name) for name in ("changed", "tracebacks") if name in change}
-    rss = [100] * 9 + [change.pop("rss", 100)] * 3
-    soak = verdict(samples(*rss, **change), *outcomes, **judged)
-    assert not soak.passed
-    assert {requirement.name for requirement in soak.requirements if not requirement.met} == missed
-    assert len(soak.failures) == len(outcomes) - len(GOOD)
+    soak = verdict(*outcomes, **change)
+    assert missed(soak) == expected and len(soak.failures) == len(outcomes) - len(GOOD)
 
 
 def test_conversations_must_be_found():
     """First turns do not count, and what is found otherwise is no chain."""
     first = turn_of(FIRST, cached=4)
     others = [turn_of(LATER, cached) for cached in (0, 4, 6)]
-    assert verdict(samples(100), *GOOD, *[first] * 99).passed
-    assert verdict(samples(100), *GOOD, *others * 3).passed
+    assert verdict(*GOOD, *[first] * 99).passed and verdict(*GOOD, *others * 3).passed
     for outcomes in (GOOD[:-1], [*GOOD[:-1], first, *others], [*GOOD, *others * 4]):
-        (missed,) = [one for one in verdict(samples(100), *outcomes).requirements if not one.met]
-        assert missed.name == "share of later turns that begin with earlier ones"
+        assert missed(verdict(*outcomes)) == {"share of later turns that begin with earlier ones"}
 
 
-def test_nothing_measured_is_no_success():
-    assert not Soak(parse_arguments(["--minutes", "0.5"])).passed
+def test_a_soak_waits_until_nothing_is_held():
+    held = Snapshot(physical_pages=2, cached_pages=2)
+    seen = iter([Snapshot(running=1), Snapshot(physical_pages=3, cached_pages=2), held, held, IDLE])
+
+    class Resting:
+        async def snapshot(self):
+            return next(seen)
+
+    assert asyncio.run(until_idle(Resting())) == held
+    assert asyncio.run(until_idle(Resting(), empty=True)) == IDLE
 
 
-def test_requirements_are_recorded_like_targets():
-    expected = {"name": "a", "value": 1, "bound": 0, "at_most": True, "met": False}
-    assert Requirement("a", 1).as_record() == expected
-
-
-def test_the_length_of_a_run():
-    assert list(Soak(parse_arguments(["--requests", "3"]))._numbers(0.0)) == [BURST, BURST + 1, BURST + 2]
-    assert list(Soak(parse_arguments(["--minutes", "1"]))._numbers(-1e9)) == []
-    for argv in ([], ["--requests", "1", "--minutes", "1"], ["--requests", "0"]):
-        with pytest.raises(SystemExit):
-            parse_arguments(argv)
-
-
-def test_a_server_of_several_ranks():
-    one = Soak(parse_arguments(["--requests", "3"]))
-    assert one.ranks == 1 and one.policies == list(available())
+def test_the_length_of_a_run_and_its_ranks():
+    assert list(RandomSoak(parse_arguments(["--requests", "3"])).numbers(0.0)) == [
+        BURST,
+        BURST + 1,
+        BURST + 2,
+    ]
+    assert list(RandomSoak(parse_arguments(["--minutes", "1"])).numbers(-1e9)) == []
     ranks = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
-    soak = Soak(parse_arguments(["--requests", "3", *ranks]))
-    assert soak.ranks == 4 and soak.flags[-4:] == ranks
-    assert soak.policies == one.policies
+    soak = RandomSoak(parse_arguments(["--requests", "3", *ranks]))
+    assert soak.ranks == 4 and soak.flags[-4:] == ranks and soak.policies == list(available())
+
+
+# Conversations.
+
+
+def test_turns_end_where_answers_do():
+    assert FIRST.ends == [4] and LATER.ends == [4, 7] and LATER.is_later and not FIRST.is_later
+    assert LATER.prompt("completions") == {"prompt": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    messages = LATER.prompt("chat")["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert [message["content"] for message in messages] == [*LATER.said]
+    # One turn may be found as a single prefix is, and whole blocks as uncompressed ones are.
+    assert [cached for cached in range(9) if LATER.is_found(cached)] == [7]
+    block = Turn(("w1 w2 w3 w4", "w " * (BLOCK - 5), "w7", "w8"), 3)
+    assert block.ends == [4, BLOCK] and not block.is_found(BLOCK)
+
+
+def answered_asks(count: int) -> list[Ask]:
+    """What clients ask who hear answers at once, and what they ask while those of every fifth are on the way."""
+    requests = Traffic("m", 0, LONGEST_PROMPT, MAX_LEN, PROBES)
+    found = []
+    for number in range(count):
+        found.append(ask := requests.next())
+        if number % 5:
+            text = f" w{number % 400 + 9}" * (ask.tokens // ask.choices)
+            requests.hear(ask, Outcome(EXPECTED, 200, answer=Answer([], ask.tokens, text)))
+    return found
+
+
+def test_conversations_go_on_and_branch_and_fit():
+    asked = [ask for ask in answered_asks(8000) if ask.kind.startswith("conversation")]
+    assert {ask.kind.removesuffix(", left") for ask in asked} == {f"conversation, {how}" for how in WEIGHTS}
+    assert max(len(ask.turn.said) for ask in asked if ask.turn) > 6
+    fields_of, salts, next_questions = {}, defaultdict(set), defaultdict(set)
+    for ask in asked:
+        if (turn := ask.turn) is None:
+            continue
+        words = sum(len(text.split()) for text in turn.said)
+        assert words <= LONGEST_PROMPT and words + turn.tokens + len(turn.said) < MAX_LEN
+        assert turn.ends == sorted(set(turn.ends)) and turn.ends[-1] < words
+        assert ask.tokens == ask.choices * turn.tokens
+        body = json.loads(ask.content)
+        fields = body["vllm_xargs"]
+        # A turn is asked again, by others too, but never in another way.
+        assert fields_of.setdefault(turn, fields) == fields and fields["kv_turns"] == turn.ends
+        salts[turn].add(body.get("cache_salt"))
+        next_questions[turn.said[:-1]].add(turn.said[-1])
+        if GOES_ON in ask.kind:
+            assert turn.said[:-2] in {before.said for before in fields_of}
+    assert any(len(of_turn) > 1 for of_turn in salts.values())
+    assert any(len(said) > 3 and len(questions) > 1 for said, questions in next_questions.items())
+    policies = {fields["kv_eviction"] for fields in fields_of.values()}
+    assert policies == set(policies_for_parts()) - {"full", "tova"}
+
+
+def test_the_same_turn_must_be_answered_in_the_same_way():
+    requests = Traffic("m", 0, 50, MAX_LEN, PROBES)
+    turn = Ask("conversation", "/v1/completions", b"", tokens=3, turn=LATER)
+    other = Ask("completions", "/v1/completions", b"", tokens=3)
+
+    def hear(ask: Ask, text: str, result: str = EXPECTED) -> str:
+        return requests.hear(ask, Outcome(result, 200, answer=Answer(["length"], 3, text))).result
+
+    assert hear(turn, " w2", WRONG) == WRONG  # and is not what others must be answered
+    assert hear(turn, " w1") == hear(turn, " w1") == EXPECTED
+    assert hear(turn, " w2") == WRONG
+    assert hear(other, " w1") == hear(other, " w2") == EXPECTED
+    assert requests.hear(turn, Outcome(LEFT)).result == LEFT
 
 
 # In a process of its own: other tests leave helpers behind that are children, too.
 COUNT = """
 import json, subprocess
-from benchmarks.soak import resident_memory
+from benchmarks.harness.samples import resident_memory
 with subprocess.Popen(["sleep", "60"]) as child:
     counted = resident_memory()
     child.kill()

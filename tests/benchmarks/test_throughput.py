@@ -1,7 +1,8 @@
-"""Scenarios, sweeps, ratios and targets; no engine is started."""
+"""Scenarios, sweeps, rates, ratios and targets; no engine is started."""
 
 import asyncio
 import io
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks import throughput
-from benchmarks.harness import scenarios
+from benchmarks.harness import bench, scenarios
 from benchmarks.harness.baseline import Baseline
-from benchmarks.harness.bench import as_record
+from benchmarks.harness.bench import Bench, as_record
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
-from benchmarks.harness.runs import runs_table
 from benchmarks.harness.scenarios import (
     BLOCK,
     DECODING,
@@ -27,20 +27,16 @@ from benchmarks.harness.scenarios import (
     TARGETS,
     Scenario,
     Target,
-    figures,
     make_server,
     ratios,
-    targets,
     token_bytes,
 )
-from benchmarks.throughput import (
-    SWEEP_BASE,
-    SWEEPS,
-    parse_arguments,
-    show_scenario,
-    sweep_table,
-)
+from benchmarks.latency import BASE, AtRate, latency_table, panels, run_rates
+from benchmarks.latency import targets as latency_targets
+from benchmarks.throughput import SWEEP_BASE, parse_arguments, show
 from tests.benchmarks.runs import ours, run_of
+
+QUIET = Console(file=io.StringIO())
 
 
 def rounds_of(scenario: Scenario, ours_wall: float = 1.0, **changes) -> list[dict[str, Run]]:
@@ -56,25 +52,12 @@ def without_port(command: list[str]) -> list[str]:
     return command[:port] + command[port + 1 :]
 
 
-def rendered(table) -> str:
-    console = Console(file=io.StringIO(), width=130)
-    console.print(table)
-    return console.file.getvalue()
-
-
-def test_targets_are_met_at_their_bound():
-    assert Target("at least", 12, 12).met and Target("at most", 2, 2, at_most=True).met
-    assert not Target("at least", 11, 12).met and not Target("at most", 3, 2, at_most=True).met
-    assert "MISSED" in str(Target("at least", 11, 12))
-
-
 def test_the_whole_interval_has_to_reach_a_target():
+    assert Target("at least", 12, 12).met and not Target("at most", 3, 2, at_most=True).met
     value = Estimate(1.3, 1.2, 1.4)
     assert Target("at least", value, 1.2).met and not Target("at least", value, 1.25).met
-    assert (
-        Target("at most", value, 1.4, at_most=True).met
-        and not Target("at most", value, 1.35, at_most=True).met
-    )
+    assert Target("at most", value, 1.4, at_most=True).met
+    assert not Target("at most", value, 1.35, at_most=True).met
     assert str(Target("speed", value, 1.25)) == "speed: 1.3 [1.2, 1.4], target >= 1.25: MISSED"
 
 
@@ -97,7 +80,7 @@ def test_phases_say_what_would_be_possible():
         "budget 0.2, prefill": ("budget 0.2", 2048, 1),
     }
     walls = dict(zip(turns, (90.0, 40.0, 20.0, 18.0, 2.0, 15.0), strict=True))
-    reached = figures(scenario, "budget 0.2", [{name: run_of(wall) for name, wall in walls.items()}])
+    reached = scenario.figures("budget 0.2", [{name: run_of(wall) for name, wall in walls.items()}])
     assert reached[POSSIBLE].median == pytest.approx((20 + 18 - 2) / 40)
     assert reached[DECODING].median == pytest.approx((90 - 20) / (40 - 15))
     assert reached[SPEED].median == pytest.approx(90 / 40)
@@ -108,8 +91,7 @@ def test_pool_bound_counts_take_the_worst_run(at_level):
     scenario = SCENARIOS["pool-bound"]
     rounds = rounds_of(scenario, peak=13)
     rounds[1]["budget 0.2"] = ours(1.0, peak=11, preemptions=3)
-    assert [target.met for target in targets("pool-bound", scenario, rounds)] == [True, False, False]
-    assert targets("prefill-bound", replace(SCENARIOS["prefill-bound"], dtype="float32"), rounds) == []
+    assert [target.met for target in scenario.targets("pool-bound", rounds)] == [True, False, False]
 
 
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in TARGETS for name in SCENARIOS])
@@ -117,55 +99,16 @@ def test_every_target_can_be_met_and_missed(kind, name, at_level):
     at_level(kind[0])
     scenario = replace(SCENARIOS[name], dtype=kind[1])
     for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
-        rounds = [
-            {
-                turn.name: ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
-                if turn.name == "budget 0.2"
-                else run_of(0.1 if turn.output_len == 1 else 2.0)
-                for turn in scenario.turns()
-            }
-            for _ in range(3)
-        ]
-        if name != "memory-bound":
-            for one in rounds:
-                one |= {
-                    side: ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
-                    for side in scenario.evicting
-                }
-        wanted = targets(name, scenario, rounds)
+        run = ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
+        turns = {turn.name: run_of(0.1 if turn.output_len == 1 else 2.0) for turn in scenario.turns()}
+        wanted = scenario.targets(name, [turns | dict.fromkeys(scenario.evicting, run)] * 3)
         assert len(wanted) >= len(TARGETS[kind].get(name, {})) and all(target.met == met for target in wanted)
 
 
-@pytest.mark.parametrize(
-    "level, dtype, speeds",
-    [
-        (
-            "avx512",
-            "bfloat16",
-            {"memory-bound": 1.6, "pool-bound": 1.25, "overhead": 0.92, "prefill-bound": 1.2},
-        ),
-        ("avx2", "float32", {"pool-bound": 2.3}),
-        ("avx2", "bfloat16", {}),
-        ("avx512", "float32", {}),
-        ("generic", "bfloat16", {}),
-    ],
-)
-def test_targets_hold_for_their_level_and_dtype(at_level, level, dtype, speeds):
-    at_level(level)
-    found, counts = {}, 0
-    for name, own in SCENARIOS.items():
-        scenario = replace(own, dtype=dtype)
-        walls = {turn.name: 0.1 if turn.output_len == 1 else 1.0 for turn in scenario.turns()}
-        wanted = targets(name, scenario, [{turn: ours(wall) for turn, wall in walls.items()}])
-        found.update((name, target.bound) for target in wanted if SPEED in target.name)
-        counts += sum("stock" not in target.name and "speed" not in target.name for target in wanted)
-    assert found == speeds and counts == 2 * ("pool-bound" in speeds)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", throughput.SCENARIOS)
 def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
-    scenario = replace(SCENARIOS[name], dtype=dtype)
+    scenario = replace(throughput.SCENARIOS[name], dtype=dtype)
     blocks = scenario.kv_bytes() // (BLOCK * token_bytes(dtype))
     per_request = -(-(scenario.input_len + scenario.output_len) // BLOCK)
     assert (blocks - 1) // per_request == scenario.pool  # vLLM keeps one block
@@ -192,37 +135,6 @@ def test_a_sweep_varies_one_thing():
     _, loads = parse_arguments(["--sweep", "load"])
     sizes = {(one.input_len, one.output_len, one.pool) for one in loads.values()}
     assert len(loads) == len(sizes) == 18 and (8192, 32, 12) in sizes
-    assert loads["512x1024@3"].output_len == 1024 and loads["512x1024@3"].requests == 12
-    _, contexts = parse_arguments(["--sweep", "context"])
-    assert [one.input_len for one in contexts.values()] == [256, 512, 1024, 2048, 4096]
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("overhead --requests 0", "--requests: must be at least 1"),
-        ("overhead --threads 0", "--threads: must be at least 1"),
-        ("overhead --budget 1.5", "--budget: must be in"),
-        ("overhead --spread 1", "--spread: must be"),
-        ("overhead --rate inf", "--rate: must be"),
-        ("overhead --pool 1 --spread 0.5", "--pool 1 does not hold"),
-        ("overhead --values 3", "--values belong to --sweep"),
-        ("overhead --sweep pool", "--sweep has a load of its own"),
-        ("--sweep pool --pool 3", "--sweep pool sets that itself"),
-        ("--sweep pool --values 1 --spread 0.5", "--pool 1 does not hold"),
-        ("--sweep parallel --values 3x1", "--values 3x1: "),
-        ("--sweep parallel --values 2", "--values 2: expected TPxPP"),
-        ("--sweep load --output-len 3", "--sweep load sets that itself"),
-        ("--sweep load --values 2x3", "--values 2x3: expected PROMPTxANSWER@POOL"),
-        ("--sweep context --values -5x", "--values"),
-        (f"--sweep pool --baseline {sys.prefix}", "--baseline belongs to a scenario"),
-        ("overhead --baseline .", "--baseline: there is no bin/python: give a Python environment"),
-    ],
-)
-def test_bad_arguments_are_named(capsys, line, message):
-    with pytest.raises(SystemExit):
-        parse_arguments(line.split())
-    assert message in capsys.readouterr().err
 
 
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
@@ -234,56 +146,39 @@ def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
     assert int(per_rank) * 2 == scenario.kv_bytes()
     assert stock[stock.index("--tensor-parallel-size") + 1] == "2"
-    assert stock[stock.index("--dtype") + 1] == "float32"
 
 
-def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path):
+def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path, at_level):
+    at_level("avx512")
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
-    baseline = Baseline("other", {"vllm-kvevict": "0.1"}, "abc")
-    scenario = replace(SCENARIOS["fits"], baseline=baseline)
+    scenario = replace(SCENARIOS["fits"], baseline=Baseline("other", {"vllm-kvevict": "0.1"}, "abc"))
     assert scenario.sides == ["stock", "budget 1", "budget 0.2", "budget 1, baseline", "budget 0.2, baseline"]
     _, _, served, _, other = (make_server(scenario, side, threads=None) for side in scenario.sides)
     assert Path(other.command[0]) == Path.cwd() / "other/bin/vllm" and other.command[0] != served.command[0]
     assert without_port(other.command)[1:] == without_port(served.command)[1:] and other.log != served.log
-
-
-def test_the_baseline_is_compared_with_the_same_budget(at_level):
-    at_level("avx512")
-    scenario = replace(SCENARIOS["fits"], baseline=Baseline("other", {}, None))
     walls = dict(zip(scenario.sides, (2.0, 1.0, 0.5, 3.0, 0.25), strict=True))
     rounds = [{side: run_of(wall) for side, wall in walls.items()}] * 3
     reached = ratios(scenario, rounds)
-    assert list(reached) == ["budget 1", "budget 0.2"]
     assert [one[OVER_BASELINE].median for one in reached.values()] == [3.0, 0.5]
     assert OVER_BASELINE not in ratios(SCENARIOS["fits"], rounds)["budget 1"]
     # The scenario's own targets still hold.
-    assert show_scenario(Console(file=io.StringIO()), "fits", scenario, rounds)["targets"]
-    assert asdict(scenario)["baseline"] == {"environment": "other", "versions": {}, "commit": None}
-
-
-def test_tables_show_every_turn_and_value():
-    scenario = SCENARIOS["pool-bound"]
-    rounds = rounds_of(scenario, peak=13)
-    text = rendered(runs_table("title", rounds))
-    assert "stock" in text and "budget 0.2" in text and "50.0" in text and "100.0" in text and "13" in text
-    text = rendered(sweep_table("pool", {"3": (scenario, rounds), "4": (scenario, rounds)}))
-    assert text.count("2 [2, 2]") == 2 and set(SWEEPS) >= {"pool"}
+    assert show(QUIET, "fits", scenario, rounds)["targets"]
+    assert asdict(scenario)["baseline"]["commit"] == "abc"
 
 
 def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
     at_level("avx512")
     scenario = SCENARIOS["overhead"]
-    console = Console(file=io.StringIO())
     rounds = rounds_of(scenario)
-    (target,) = show_scenario(console, "overhead", scenario, rounds)["targets"]
+    (target,) = show(QUIET, "overhead", scenario, rounds)["targets"]
     assert target["met"] and target["bound"] == 0.92
-    assert show_scenario(console, "overhead", scenario, rounds[:2])["targets"] == []
-    assert show_scenario(console, "overhead", replace(scenario, requests=1), rounds)["targets"] == []
-    assert show_scenario(console, "overhead", replace(scenario, dtype="float32"), rounds)["targets"] == []
+    for other in (replace(scenario, requests=1), replace(scenario, dtype="float32")):
+        assert show(QUIET, "overhead", other, rounds)["targets"] == []
+    assert show(QUIET, "overhead", scenario, rounds[:2])["targets"] == []
     at_level("avx2")
-    assert show_scenario(console, "overhead", scenario, rounds)["targets"] == []
+    assert show(QUIET, "overhead", scenario, rounds)["targets"] == []
     other = replace(SCENARIOS["pool-bound"], dtype="float32")
-    assert len(show_scenario(console, "pool-bound", other, rounds_of(other))["targets"]) == 3
+    assert len(show(QUIET, "pool-bound", other, rounds_of(other))["targets"]) == 3
 
 
 def test_the_record_holds_the_raw_runs():
@@ -292,48 +187,85 @@ def test_the_record_holds_the_raw_runs():
     assert len(content["rounds"]) == 3 and content["rounds"][0]["stock"]["wall"] == 2.0
     assert content["ratios"]["budget 0.2"][SPEED] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert content["scenario"]["kv_bytes"] == scenario.kv_bytes()
-    assert content["scenario"]["dtype"] == "bfloat16"
 
 
-def test_records_of_another_dtype_have_files_of_their_own(monkeypatch, at_level):
-    saved = []
+def test_records_of_other_kinds_have_files_of_their_own_and_a_sweep_that_is_stopped_keeps_its_values(
+    monkeypatch, at_level
+):
+    saved = {}
 
     async def run(self, scenario, prefix=""):
+        if scenario.pool == 4 and "sweep" not in saved and scenario.requests == 12:
+            raise KeyboardInterrupt
         return rounds_of(scenario)
 
     monkeypatch.setattr(throughput.Bench, "run", run)
-    monkeypatch.setattr(throughput, "save", lambda name, content: saved.append(name))
+    monkeypatch.setattr(throughput, "save", lambda name, content: saved.update({name: content["results"]}))
     for level, options in (
         ("avx512", "overhead --dtype bfloat16"),
         ("avx512", "overhead --dtype float32"),
-        ("avx2", "--sweep pool"),
         ("avx2", "overhead --name mine"),
         ("avx512", f"overhead --dtype bfloat16 --baseline {sys.prefix}"),
     ):
         at_level(level)
         asyncio.run(throughput.measure(*parse_arguments(options.split())))
-    expected = ["throughput-overhead", "throughput-overhead-avx512-float32"]
-    # A sweep is saved after each value.
-    assert list(dict.fromkeys(saved)) == [
-        *expected,
-        "throughput-sweep-pool-avx2-float32",
-        "mine",
-        "throughput-overhead-over-baseline",
-    ]
-
-
-def test_a_sweep_that_is_stopped_keeps_the_values_it_has(monkeypatch):
-    saved = []
-
-    async def run(self, scenario, prefix=""):
-        if scenario.pool == 4:
-            raise KeyboardInterrupt
-        return rounds_of(scenario)
-
-    monkeypatch.setattr(throughput.Bench, "run", run)
-    monkeypatch.setattr(throughput, "save", lambda name, content: saved.append((name, content["results"])))
-    options = ["--sweep", "pool", "--values", "2", "3", "4", "--name", "mine"]
+    names = ["throughput-overhead", "throughput-overhead-avx512-float32", "mine"]
+    assert list(saved) == [*names, "throughput-overhead-over-baseline"]
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(throughput.measure(*parse_arguments(options)))
-    assert [name for name, _ in saved] == ["mine", "mine"]
-    assert [[one["value"] for one in results["values"]] for _, results in saved] == [["2"], ["2", "3"]]
+        asyncio.run(throughput.measure(*parse_arguments(["--sweep", "pool", "--dtype", "bfloat16"])))
+    assert [one["value"] for one in saved["throughput-sweep-pool"]["values"]] == ["2", "3"]
+
+
+# Latencies.
+
+
+def at_rate(multiple: float, names=("ttft", "tpot", "itl", "e2e")) -> AtRate:
+    def run(seconds: float) -> Run:
+        of = {"mean": seconds, "p50": seconds, "p90": 2 * seconds, "p99": 3 * seconds}
+        return replace(run_of(2.0), latency=dict.fromkeys(names, of))
+
+    return AtRate(multiple, 2 * multiple, [{"stock": run(0.4), "budget 0.2": run(0.1)} for _ in range(3)])
+
+
+def test_latency_targets_are_of_the_usual_kind_and_load(at_level):
+    at_level("avx512")
+    results = [at_rate(0.25), at_rate(0.5), at_rate(1.0)]
+    reached = latency_targets(BASE, results)
+    assert [target.bound for target in reached] == [1.0, 0.6, 1.05] and all(target.met for target in reached)
+    assert reached[0].value.median == pytest.approx(0.25)
+    swapped = [dict(zip(one, reversed(one.values()), strict=True)) for one in results[0].rounds]
+    slower = [replace(at, rounds=swapped) for at in results]
+    assert not any(target.met for target in latency_targets(BASE, slower))
+    assert len(latency_targets(replace(BASE, requests=96, rounds=7), results)) == 3
+    for other in (replace(BASE, requests=3), replace(BASE, rounds=1), replace(BASE, pool=8)):
+        assert latency_targets(other, results) == []
+    assert latency_table(BASE, results).row_count == 3 * 4 and len(panels(BASE, results)) == 2
+    # An answer of one token has no time between tokens.
+    assert set(at_rate(0.5, ("ttft", "e2e")).ratios("budget 0.2")) == {"ttft", "e2e"}
+
+
+def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
+    loads, running = [], set(BASE.sides)
+
+    class Paused(str):
+        def signal(self, number):
+            (running.discard if number == signal.SIGSTOP else running.add)(self)
+
+    async def drive(server, load, kv_bytes, dtype):
+        loads.append((server, load))
+        assert running == {server}
+        return replace(run_of(8.0 if server == "stock" else 4.0), completed=24)
+
+    async def start(self, stack, scenario, prefix=""):
+        return {side: Paused(side) for side in scenario.sides}
+
+    monkeypatch.setattr(bench, "drive", drive)
+    monkeypatch.setattr(Bench, "start", start)
+    saturation, results = asyncio.run(run_rates(Bench(1, 10), replace(BASE, rounds=2), (0.5, 1.0)))
+    assert saturation["stock"].requests_per_second == 3.0
+    assert [(at.rate, len(at.rounds)) for at in results] == [(1.5, 2), (3.0, 2)]
+    assert [server for server, _ in loads] == ["stock", "budget 0.2"] * 5
+    assert [load.rate for _, load in loads[::2]] == [None, 1.5, 3.0, 1.5, 3.0]
+    for (_, stock), (_, evicting) in zip(loads[::2], loads[1::2], strict=True):
+        assert stock == evicting  # the same prompts and arrivals
+    assert len({load for _, load in loads}) == 5 and running == set(BASE.sides)

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.harness import update_soak
 from benchmarks.harness.server import Snapshot
+from benchmarks.harness.soaking import BLOCK
 from benchmarks.harness.traffic import EXPECTED, HUNG, LEFT, WRONG, Answer, Outcome
 from benchmarks.harness.update_soak import UpdateSoak
 from benchmarks.harness.updates import (
     ABORTED,
-    BLOCK,
     DOCUMENTS,
     MIXABLE,
     MIXED,
@@ -174,8 +174,8 @@ def calls(update: Update) -> list[str]:
 
     async def one() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as client:
-            soak = UpdateSoak(parse_arguments(["--requests", "1", "--updates"]), update_soak.RESULTS)
-            soak.models = [update_soak.RESULTS] * update_soak.WEIGHTS
+            soak = UpdateSoak(parse_arguments(["--requests", "1", "--updates"]))
+            soak.models = [update_soak.FOLDER] * update_soak.WEIGHTS
             await soak._update(client, update, random.Random(0))
             assert soak.timeline.moment == 2 and soak.timeline.weights and not soak.timeline.paused
 
@@ -211,14 +211,15 @@ def test_an_update(update, expected, monkeypatch):
 
 
 def verdict(*outcomes: Outcome, updates=UPDATES, idle=None, empty=None, tracebacks=0) -> UpdateSoak:
-    soak = UpdateSoak(parse_arguments(["--requests", "5", "--updates"]), update_soak.RESULTS)
+    soak = UpdateSoak(parse_arguments(["--requests", "5", "--updates"]))
     question = Chat("full", seed=0).next()
-    soak.table = {question: TABLE}
+    soak.answers = {question: TABLE}
     for outcome in outcomes:
         soak.note(question, 0, outcome)
     soak.updates.update(str(update) for update in updates)
     nothing = Snapshot(physical_pages=0)
-    soak.judge(idle or nothing, empty or nothing, tracebacks)
+    soak.idle, soak.empty = idle or nothing, empty or nothing
+    soak.judge(tracebacks)
     return soak
 
 
@@ -233,7 +234,7 @@ def missed(soak: UpdateSoak) -> set[str]:
 def test_a_good_run_passes():
     soak = verdict(*GOOD)
     assert not missed(soak) and soak.answered == 4 and not soak.failures
-    assert soak.show(2.0).row_count == len(soak._counts()) + len(soak.requirements)
+    assert soak.table(2.0).row_count == len(soak.results()["counts"]) + len(soak.requirements)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,7 @@ def test_a_wrong_answer_is_shown_beside_the_right_one():
     assert failure["answer"]["cached"] == 75 and failure["result"] == STALE
 
 
-def test_arguments(capsys):
-    control = UpdateSoak(
-        parse_arguments(["--minutes", "1", "--updates", "--without-reset"]), update_soak.RESULTS
-    )
+def test_the_control_is_recorded_apart():
+    control = UpdateSoak(parse_arguments(["--minutes", "1", "--updates", "--without-reset"]))
     assert control.ways == WITHOUT_RESET and not control.passed
-    for argv in (["--without-reset"], ["--updates", "--model", "x"]):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--minutes", "1", *argv])
-        assert argv[0] in capsys.readouterr().err
+    assert control.is_control and control.name == "soak-without-reset"

@@ -1,0 +1,284 @@
+"""Whether hostile clients slow down ordinary ones more than honest clients with as many tokens do.
+
+The server has memory for less than one request of the longest kind. Hostile clients ask for answers that the memory
+cannot hold, for prompts that fit only once they are evicted, for policies that need memory besides their KV, and for
+what must be refused; and they disconnect. Each round sends such requests, then an honest one of the same length for
+each that was answered. Meanwhile four ordinary clients ask short questions, each one after the other. Their waiting
+times in both cases are compared.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.server import Server
+from benchmarks.harness.soaking import BLOCK, Requirement, SoakRun
+from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, HUNG, LEFT, Ask, send
+from benchmarks.harness.words import random_words
+
+HIDDEN, LAYERS, MAX_LEN = 64, 4, 1024
+POOL = 512
+"""Tokens that the memory holds of a request that is kept whole."""
+FLAGS = (
+    *("--kv-budget", "0.2", "--kv-eviction-config.policies", "all", "--kv-eviction-config.min_prompt", "32"),
+    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--enable-prompt-embeds", "--dtype", "float32"),
+    *("--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL // BLOCK)),
+)  # fmt: skip
+SERVERS = {
+    "chunks": (
+        *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "128"),
+        *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "192"),
+    ),
+    "layers": (
+        *("--kv-eviction", "knorm", "--kv-eviction-config.skip_layers", "1"),
+        *("--max-num-batched-tokens", str(MAX_LEN)),
+    ),
+}
+"""How a prompt of MAX_LEN gets by with less memory than it has tokens: evicted chunk by chunk or layer by layer."""
+CONCURRENCY, ORDINARY_CLIENTS = 12, 4
+QUESTION, ANSWER = 100, 16
+"""Tokens of the ordinary clients' prompts and answers."""
+ORDINARY = {"vllm_xargs": {"kv_eviction": "ada-snapkv"}}
+"""What ordinary and honest clients ask for."""
+MOST = 3.0
+"""What the ordinary clients' 99th percentile may be, over what it is beside honest clients."""
+
+
+@dataclass
+class Phase:
+    """What came of one crowd and of the ordinary clients beside it.
+
+    Attributes:
+        latencies: seconds of each of the ordinary clients' requests.
+        lengths: tokens of prompt and answer of each request of the crowd that was answered.
+        tally: how many requests of the crowd came to which end, by kind and result.
+        failures: what was wrong, a sentence each.
+        seconds: from the crowd's first request to its last answer.
+        preemptions: by the server meanwhile.
+    """
+
+    latencies: list[float] = field(default_factory=list)
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    tally: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of all prompts and of all answers."""
+        return sum(prompt for prompt, _ in self.lengths), sum(answer for _, answer in self.lengths)
+
+    def percentile(self, percent: float) -> float:
+        """Of the ordinary clients' latencies, seconds."""
+        return float(np.percentile(self.latencies, percent))
+
+    def summary(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "seconds": self.seconds,
+            "requests": {f"{kind}: {result}": times for (kind, result), times in sorted(self.tally.items())},
+            "prompt_tokens": self.tokens[0],
+            "output_tokens": self.tokens[1],
+            "preemptions": self.preemptions,
+            "ordinary": len(self.latencies),
+            **{f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)},
+        }
+
+
+def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
+    """So many requests, of each kind in turn.
+
+    Args:
+        model: its name.
+        seed: of their words and lengths.
+    """
+    choose = random.Random(seed)
+
+    def body(tokens: int, output: int, policy: str | None = None, **more: Any) -> dict[str, Any]:
+        fields = {} if policy is None else {"vllm_xargs": {"kv_eviction": policy}}
+        return _body(model, random_words(choose, tokens), output, **fields, **more)
+
+    def beyond_memory(policy: str) -> Callable[[], Ask]:
+        """As long an answer as the model's length allows."""
+        tokens = POOL // 2
+        return lambda: _ask(f"endless answer, {policy}", body(tokens, MAX_LEN - tokens, policy))
+
+    def only_evicted(policy: str) -> Callable[[], Ask]:
+        """A prompt that whole would not fit; in several steps, since no step has so many tokens."""
+        return lambda: _ask(
+            f"long prompt, {policy}", body(choose.randint(POOL // 2, POOL * 3 // 4), 8, policy)
+        )
+
+    def leaving() -> Ask:
+        """Its client goes away while it is read or answered."""
+        return _ask("left", body(POOL // 2, POOL, "lava"), leave=choose.choice((0.05, 0.3, 1.0)))
+
+    makers = [
+        *map(beyond_memory, ("knorm", "ada-snapkv", "pyramidkv")),
+        *map(only_evicted, ("criticalkv", "defensivekv", "h2o", "take")),
+        lambda: _ask("long prompt, full", body(POOL - 64, 8, "full")),
+        lambda: _ask("too long", body(POOL + 64, 8, "full"), refusal="kv_eviction"),
+        lambda: _ask("min_tokens", body(POOL // 2, MAX_LEN // 2, "full", min_tokens=1000), refusal="min_tokens"),
+        lambda: _ask("unknown policy", body(64, 8, "nope"), refusal="kv_eviction"),
+        lambda: _mixed(model, random_words(choose, 64)),
+        leaving,
+    ]  # fmt: skip
+    return [make() for make in itertools.islice(itertools.cycle(makers), count)]
+
+
+def honest_asks(model: str, lengths: Sequence[tuple[int, int]], seed: int) -> list[Ask]:
+    """A request of each length: tokens of its prompt and of its answer."""
+    choose = random.Random(seed)
+    return [
+        _ask("honest", _body(model, random_words(choose, prompt), answer, **ORDINARY))
+        for prompt, answer in lengths
+    ]
+
+
+def _ask(kind: str, body: Mapping[str, Any], endpoint: str = "completions", **more: Any) -> Ask:
+    return Ask(kind, ENDPOINTS[endpoint], json.dumps(body).encode(), tokens=None, **more)
+
+
+def _body(model: str, text: str, output: int, **more: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    return body | more
+
+
+def _mixed(model: str, text: str) -> Ask:
+    """A chat of text and embeddings, whose token ids ``take`` could not probe with."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(40, HIDDEN), buffer)
+    embeddings = {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode()}
+    content = [{"type": "text", "text": text}, embeddings]
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 4,
+        "vllm_xargs": {"kv_eviction": "take"},
+    }
+    return _ask("text with embeddings, take", body, "chat", refusal="take")
+
+
+async def run_phase(server: Server, client: httpx.AsyncClient, asks: Sequence[Ask], seed: int) -> Phase:
+    """Send a crowd's requests, so many at a time, and ask as ordinary clients meanwhile."""
+    phase, slots = Phase(), asyncio.Semaphore(CONCURRENCY)
+    before = (await server.snapshot()).preemptions
+
+    async def one(ask: Ask) -> None:
+        async with slots:
+            server.check()
+            if answer := await _note(client, ask, phase):
+                phase.lengths.append(answer)
+
+    start, over = time.monotonic(), asyncio.Event()
+    seeds = (f"{seed} {number}" for number in range(ORDINARY_CLIENTS))
+    ordinary = [_ask_questions(client, server.model, each, phase, over) for each in seeds]
+    questions = asyncio.gather(*ordinary)
+    try:
+        await asyncio.gather(*map(one, asks))
+        phase.seconds = time.monotonic() - start
+        over.set()
+        await questions
+    finally:
+        questions.cancel()
+    phase.preemptions = (await server.snapshot()).preemptions - before
+    return phase
+
+
+async def _note(client: httpx.AsyncClient, ask: Ask, phase: Phase) -> tuple[int, int] | None:
+    """Send a request and note what became of it; tokens of its prompt and of its answer."""
+    outcome = await send(client, ask)
+    phase.tally[ask.kind, outcome.result] += 1
+    if outcome.result not in (EXPECTED, LEFT, HUNG):
+        phase.failures.append(f"{ask.kind}: HTTP {outcome.status} {outcome.details}")
+    return (outcome.answer.prompt, outcome.answer.tokens) if outcome.answer else None
+
+
+async def _ask_questions(
+    client: httpx.AsyncClient, model: str, seed: str, phase: Phase, over: asyncio.Event
+) -> None:
+    """Ask short questions, one after the other, until the crowd's last answer."""
+    choose = random.Random(seed)
+    while not over.is_set():
+        body = _body(model, random_words(choose, QUESTION), ANSWER, **ORDINARY)
+        begin = time.monotonic()
+        await _note(client, _ask("ordinary", body), phase)
+        phase.latencies.append(time.monotonic() - begin)
+
+
+class HostileSoak(SoakRun):
+    """The whole run."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        mode = "" if arguments.server == "chunks" else f"-{arguments.server}"
+        sizes = (("tp", arguments.tensor_parallel_size), ("pp", arguments.pipeline_parallel_size))
+        ranks = "".join(f"-{name}{size}" for name, size in sizes if size > 1)
+        super().__init__(f"hostile{mode}{ranks}", arguments, [*SERVERS[arguments.server], *FLAGS])
+        self.sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 4, "max_len": MAX_LEN}
+        self.rounds: list[tuple[Phase, Phase]] = []
+        self.pages = 0
+
+    async def load(self, server: Server, client: httpx.AsyncClient) -> None:
+        """Rounds, each beside hostile clients, then beside honest ones with as many tokens."""
+        for ask in honest_asks(server.model, [(QUESTION, ANSWER)] * 4, seed=-1):
+            await send(client, ask)  # compiles what later ones use
+        for number in range(self.arguments.seed, self.arguments.seed + self.arguments.rounds):
+            asks = hostile_asks(server.model, self.arguments.requests, number)
+            hostile = await run_phase(server, client, asks, number)
+            honest = honest_asks(server.model, hostile.lengths, number)
+            self.rounds.append((hostile, await run_phase(server, client, honest, number)))
+            self.console.print(
+                f"round {len(self.rounds)} of {self.arguments.rounds} is done", highlight=False
+            )
+        self.pages = (await server.snapshot()).request_pages
+
+    @property
+    def ratio(self) -> Estimate:
+        """The ordinary clients' 99th percentile, beside hostile over beside honest clients."""
+        return paired_ratio(
+            *([phase.percentile(99) for phase in side] for side in zip(*self.rounds, strict=True))
+        )
+
+    def judge(self, tracebacks: int) -> None:
+        """Hold everything against what is required."""
+        phases = [phase for pair in self.rounds for phase in pair]
+        for phase in phases:
+            self.tally += phase.tally
+            self.failures += phase.failures
+        hung = sum(times for (_, result), times in self.tally.items() if result == HUNG)
+        name = "the ordinary clients' p99, beside hostile over beside honest clients"
+        self.requirements = [
+            Requirement(name, self.ratio.median, MOST),
+            Requirement("requests that hung", hung),
+            Requirement("answers that were wrong or broke off", len(self.failures)),
+            Requirement("tracebacks in the server's log", tracebacks),
+            Requirement("pages held at the end", self.pages),
+        ]
+
+    def rows(self) -> dict[str, Any]:
+        """What ordinary clients waited."""
+        return {
+            f"round {number}, beside {name}: p50, p99 s": f"{phase.percentile(50):.3f}, {phase.percentile(99):.3f}"
+            for number, pair in enumerate(self.rounds, 1)
+            for name, phase in zip(("hostile", "honest"), pair, strict=True)
+        }
+
+    def results(self) -> dict[str, Any]:
+        """For the record."""
+        rounds = [{"hostile": one.summary(), "honest": other.summary()} for one, other in self.rounds]
+        return {"concurrency": CONCURRENCY, "rounds": rounds, "p99_ratio": vars(self.ratio)}

@@ -1,0 +1,193 @@
+"""What every soak shares: a server under load, what it must not do as figures with bounds, and the record."""
+
+import argparse
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
+from benchmarks.harness.models import make_model
+from benchmarks.harness.server import Server, Snapshot, cpu_environment
+
+FOLDER = Path(__file__).parents[1] / "out" / "soak"
+"""For models and logs, and for records that are not the project's."""
+BLOCK = 32
+"""Tokens of a block of uncompressed KV on the servers."""
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+"""GiB that vLLM may take, of which the servers' blocks are far less; and what makes it offer to change weights and to
+reset its cache."""
+PATIENCE = 180.0
+"""Seconds that the server has to come to rest."""
+KEPT_FAILURES = 20
+
+
+def tracebacks(log: str) -> int:
+    """How many a server's log has, apart from those of bodies that FastAPI refuses.
+
+    A server that offers to reset its cache logs these, though it answers them as any other does.
+    """
+    parts = log.split("Traceback (most recent call last)")[1:]
+    return sum("JSONDecodeError" not in part and "RequestValidationError" not in part for part in parts)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A figure and the bound that it must not exceed, or must reach."""
+
+    name: str
+    value: float
+    bound: float = 0
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def as_record(self) -> dict[str, Any]:
+        """As the other benchmarks record their targets."""
+        return asdict(self) | {"met": self.met}
+
+
+async def reset(client: httpx.AsyncClient, hard: bool = False) -> None:
+    """Empty the server's caches; hard: also preempt what runs."""
+    params = {"reset_running_requests": str(hard).lower()}
+    (await client.post("/reset_prefix_cache", params=params, timeout=60)).raise_for_status()
+
+
+async def until_idle(server: Server, empty: bool = False) -> Snapshot:
+    """The server once nothing runs and no request holds anything, or after too long a time.
+
+    Args:
+        empty: wait until nothing is cached, either.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        seen = await server.snapshot()
+        held = seen.physical_pages if empty else seen.request_pages
+        if not (seen.running or seen.waiting or held) or time.monotonic() > deadline:
+            return seen
+        await asyncio.sleep(0.2)
+
+
+class SoakRun(ABC):
+    """One run of a load against a server, held against requirements.
+
+    Args:
+        arguments: of the soak.
+        flags: of the server, but for its ranks.
+
+    Attributes:
+        name: of the record, which is the project's unless the arguments name it or it is a control.
+        sizes: of the model.
+        ranks: of the server.
+        tally: how often what became of a request of which kind.
+        failures: details of the first requests that went wrong.
+        server_errors: answers 5xx.
+        requirements: known at the end.
+    """
+
+    is_control = False
+
+    def __init__(self, name: str, arguments: argparse.Namespace, flags: Sequence[str]):
+        self.name, self.arguments = name, arguments
+        tensor, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+        self.ranks: int = tensor * stages
+        self.flags = [*flags, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)]
+        self.console = Console(width=110)
+        self.tally: Counter[tuple[str, str]] = Counter()
+        self.failures: list[Any] = []
+        self.server_errors = 0
+        self.sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "max_len": 512}
+        self.requirements: list[Requirement] = []
+
+    @property
+    def answered(self) -> int:
+        return sum(self.tally.values())
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
+
+    def counted(self) -> dict[str, int]:
+        """Requests by kind and result."""
+        return {f"{kind}: {result}": times for (kind, result), times in sorted(self.tally.items())}
+
+    def model(self) -> Path:
+        """That the server starts with."""
+        return make_model(FOLDER / f"model-{self.name}", **self.sizes)
+
+    @abstractmethod
+    async def load(self, server: Server, client: httpx.AsyncClient) -> None:
+        """Everything that is asked of the server."""
+
+    @abstractmethod
+    def judge(self, tracebacks: int) -> None:
+        """Set the requirements; tracebacks are those in the server's log."""
+
+    @abstractmethod
+    def results(self) -> dict[str, Any]:
+        """For the record, besides what every soak writes."""
+
+    def rows(self) -> Mapping[str, Any]:
+        """For the table, besides the tally."""
+        return {}
+
+    async def run(self) -> None:
+        """Everything: start, load, verdict, table, record."""
+        load_average = warn_if_busy(self.console)
+        env = cpu_environment(1, self.ranks) | ENVIRONMENT
+        env["VLLM_KVEVICT_CHECK"] = str(int(self.arguments.check))
+        server = Server(self.model(), FOLDER / f"{self.name}.log", self.flags, env)
+        self.console.print(f"starting vllm serve {' '.join(self.flags)}", highlight=False)
+        # The server closes idle connections; a request that is on its way just then would be lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        begin = time.monotonic()
+        async with server, httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
+            await self.load(server, client)
+            server.check()
+            log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own
+        self.judge(tracebacks(log))
+        self._report(time.monotonic() - begin, load_average)
+
+    def table(self, seconds: float) -> Table:
+        """Tally, figures and requirements."""
+        table = Table(title=f"{self.answered} requests in {seconds:.0f} s")
+        for heading in ("", "", "bound"):
+            table.add_column(heading, justify="right" if table.columns else "left")
+        for name, value in {**self.counted(), **self.rows()}.items():
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), "")
+        table.add_section()
+        for of in self.requirements:
+            bound = f"{'at most' if of.at_most else 'at least'} {of.bound:g}"
+            table.add_row(of.name, f"{of.value:.3g}", bound, style=None if of.met else "bold red")
+        return table
+
+    def _report(self, seconds: float, load_average: float) -> None:
+        self.console.print(self.table(seconds))
+        content = {
+            "flags": self.flags,
+            "check": self.arguments.check,
+            "load_average_at_start": load_average,
+            "seconds": seconds,
+            "requests": self.answered,
+            "tally": self.counted(),
+            **self.results(),
+            "targets": [requirement.as_record() for requirement in self.requirements],
+            "failures": self.failures[:KEPT_FAILURES],
+        }
+        own = self.arguments.name is None and not self.is_control
+        path = save(self.arguments.name or self.name, record("soak", content), RESULTS if own else FOLDER)
+        self.console.print(f"written to {path}")
+        for failure in self.failures[:5]:
+            self.console.print(failure, style="red", highlight=False)
+        if not self.passed:
+            self.console.print(f"failed; the server's log is in {FOLDER}", highlight=False)

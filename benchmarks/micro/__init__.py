@@ -1,0 +1,1 @@
+"""What developers time, each ``python -m benchmarks.micro NAME``; most of it starts no server."""

@@ -1,0 +1,42 @@
+"""Times one part of the project, or compares it with vLLM's: ``python -m benchmarks.micro NAME``.
+
+``python -m benchmarks.micro NAME --help`` lists the options of a name.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from benchmarks.micro.loop import run
+
+NAMES = {
+    "attention": "decode attention over part of the KV and over all of it",
+    "breakdown": "where the time of an engine step goes",
+    "decode": "a step of pure decode at long context, stock vLLM and eviction",
+    "eviction": "how long evictions take, as a share of the prefill",
+    "frontend": "what looking for questions and turns adds to a chat",
+    "ledger": "the scheduler's page accounts and vLLM's block manager",
+    "prefill": "time and memory of long prompts",
+    "prompts": "attention of a prompt by vLLM's op and by our kernel",
+    "steps": "the project's operations, each over the least time that it can take here",
+    "waste": "memory that pages and their bookkeeping waste",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is named first; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro",
+        description=__doc__,
+        epilog=". ".join(f"{name}: {about}" for name, about in NAMES.items()),
+    )
+    parser.add_argument("name", choices=NAMES, nargs="?")
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not (name := parser.parse_args(given[:1]).name):
+        parser.error(f"say which of {', '.join(NAMES)}; what was timed without a name is now micro steps")
+    return run(name, import_module(f"benchmarks.micro.{name}"), given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Decode attention over part of the KV compared with all of it.
+
+The project's own cache and batch layout, 8 layers of 8 query and 4 KV heads of 64, no engine.
+One side holds the whole context and attends with vLLM's op. The others hold, in every layer and head, a random number
+of entries whose mean is the given share; one attends with vLLM's op, one with our kernel. All sides decode in turn.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from rich.progress import track
+from vllm.platforms import current_platform
+
+from benchmarks.harness.measure import USUAL, estimate, kind, timed
+from benchmarks.harness.options import positive, whole
+from benchmarks.harness.plots import Panel
+from benchmarks.harness.scenarios import Target
+from benchmarks.harness.tables import table
+from benchmarks.micro.holding import KERNEL, OP, Holding
+from benchmarks.micro.loop import Cell, Found, in_turns
+
+BATCH, TARGET_CONTEXT = 8, 8192
+TARGETS = {
+    USUAL: {0.2: 8.5, 1.0: 1.7},
+    ("avx2", "bfloat16"): {0.2: 6.0, 1.0: 1.2},
+    ("avx2", "float32"): {0.2: 5.0, 1.0: 1.2},
+}
+"""How much faster our kernel should be than vLLM's op over all KV: by level and dtype, by share of the KV held.
+
+The low end of the interval counts, at the sizes above.
+"""
+OPTIONS = (
+    ("batch", whole, BATCH, "requests"),
+    ("pairs", whole, 9, "runs of each side"),
+    ("contexts", whole, [2048, 4096, TARGET_CONTEXT, 16384], "tokens of each request"),
+    ("shares", positive, [0.1, 0.2, 0.4, 1.0], "shares of the KV held"),
+)
+
+
+def refuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments."""
+    return "--shares must be in (0, 1]" if max(arguments.shares) > 1 else None
+
+
+def compare(batch: int, context: int, share: float, pairs: int, dtype: str) -> list[Cell]:
+    """All KV with vLLM's op beside a share with OP and with KERNEL, in turns."""
+    sides = {"all": Holding(batch, context, 1.0, OP, 0, dtype)}
+    sides |= {way: Holding(batch, context, share, way, 1, dtype) for way in (OP, KERNEL)}
+    repeats = max(1, 65536 // context)
+    calls = {name: lambda side=side: timed(side.decode, repeats) for name, side in sides.items()}
+    times = in_turns(calls, pairs)
+    return [
+        Cell(
+            {"context": context, "share": share, "attention": way},
+            [*zip(times["all"], times[way], strict=True)],
+        )
+        for way in (OP, KERNEL)
+    ]
+
+
+def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
+    """What our kernel should reach on this processor, in this dtype and at the default sizes."""
+    bounds = TARGETS.get(kind(arguments.dtype), {}) if arguments.batch == BATCH else {}
+    name = (
+        f"decode attention of {BATCH} x {TARGET_CONTEXT}, {{:.0%}} of the KV, {KERNEL} over all KV with {OP}"
+    )
+    return [
+        Target(name.format(share), cell.ratio(), bounds[share])
+        for cell in cells
+        if (cell.of["context"], cell.of["attention"]) == (TARGET_CONTEXT, KERNEL)
+        and (share := cell.of["share"]) in bounds
+    ]
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Every context and share."""
+    current_platform.import_kernels()
+    sizes = [(context, share) for context in arguments.contexts for share in arguments.shares]
+    cells = [
+        cell
+        for context, share in track(sizes, "cells")
+        for cell in compare(arguments.batch, context, share, arguments.pairs, arguments.dtype)
+    ]
+    title = f"decode attention, {arguments.batch} requests, {' '.join(kind(arguments.dtype))}"
+    columns = ("context", "share", "wall [95 %]", "CPU [95 %]", "ms per step, all KV")
+    shown = table(f"{title}: speed-up over all KV with {OP}", ["attention"], columns)
+    lines: dict[str, list] = {}
+    for cell in cells:
+        of, ms = cell.of, estimate([whole[0] * 1e3 for whole, _ in cell.pairs]).median
+        row = str(of["context"]), f"{of['share']:g}", str(cell.ratio(0)), str(cell.ratio(1)), f"{ms:.1f}"
+        shown.add_row(of["attention"], *row)
+        points = lines.setdefault(f"{of['share']:.0%} of the KV, {of['attention']}", [])
+        points.append((str(of["context"]), cell.ratio()))
+    results = {
+        "batch": arguments.batch,
+        "threads": torch.get_num_threads(),
+        "dtype": arguments.dtype,
+        "cells": [cell.summary() for cell in cells],
+    }
+    panel = Panel("context, tokens", f"speed-up over all KV with {OP}", lines, 1)
+    return Found(results, [shown], targets(arguments, cells), [panel])

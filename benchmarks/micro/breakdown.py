@@ -1,0 +1,172 @@
+"""Where the time of an engine step goes, with stock vLLM and with eviction.
+
+Two kinds of steps, of models with few and with many layers: one that decodes a batch, and one that reads the whole
+prompt of a request and evicts it. Functions are timed from outside, each without the timed functions that it calls, so
+the parts add up to the step. The timers take about a microsecond per call, which is included.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.harness.options import budget, policy_name, whole
+from benchmarks.harness.scenarios import BLOCK, STOCK, model, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.tables import table
+from benchmarks.micro.engines import Parts, admit, drop, prefill, stopwatch
+from benchmarks.micro.loop import Found
+
+DECODE, PREFILL = "decode step", "prefill with eviction"
+OPTIONS = (
+    ("batch", whole, 8, "requests in a decode step"),
+    ("context", whole, 2048, "tokens of each prompt"),
+    ("steps", whole, 64, "decode steps"),
+    ("prompts", whole, 7, "prompts of the other kind"),
+    ("threads", whole, 1, "of each engine"),
+    ("policy", policy_name, "ada-snapkv", "of the evicting engines"),
+    ("budget", budget, 0.2, "--kv-budget"),
+    ("model-layers", whole, [4, 16], "layers of the models"),
+)
+
+
+def refuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments."""
+    return (
+        "--context must be at least 256: shorter prompts are kept whole" if arguments.context < 256 else None
+    )
+
+
+# What the engines' processes do.
+
+
+def install(engine: Engine) -> None:
+    """Watch the functions of both sides that take time."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from vllm_kvevict.engine.worker import runtime
+    from vllm_kvevict.engine.worker.attention import RaggedImpl
+    from vllm_kvevict.schedules import eviction
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    watch = stopwatch.watch
+    watch(core.scheduler, "schedule", "scheduler")
+    watch(core.scheduler, "update_from_output", "scheduler")
+    watch(worker, "execute_model", "vLLM's runner")
+    watch(worker, "sample_tokens", "sampling")
+    watch(runner, "_model_forward", "model without attention")
+    if runner.vllm_config.kv_transfer_config is None:
+        watch(CPUAttentionBackendImpl, "forward", "attention")
+        return
+    watch(RaggedImpl, "forward", "attention")
+    watch(runtime.Runtime, "build", "pages and metadata")
+    watch(eviction.Eviction, "after_attention", "eviction: the rest")
+    watch(eviction, "score_layer", "eviction: scoring")
+    watch(eviction, "select", "eviction: selection")
+    watch(type(runtime.get_runtime().rank.cache), "compact", "eviction: compaction")
+
+
+def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
+    """Decode steps of a batch that has read its prompts."""
+    admit(engine, workload)
+    prefill(engine, float("inf"))
+    engine.llm.llm_engine.step()
+    seen = [stopwatch.run(engine.llm.llm_engine.step) for _ in range(steps)]
+    drop(engine)
+    engine.llm.llm_engine.step()  # the workers hear of it
+    return seen
+
+
+def prefill_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
+    """Steps that read one whole prompt each; the first does not count."""
+    seen = []
+    for number in range(steps + 1):
+        admit(engine, Workload(1, workload.input_len, 2, seed=workload.seed + number + 1))
+        seen.append(stopwatch.run(engine.llm.llm_engine.step))
+        drop(engine)
+        engine.llm.llm_engine.step()
+    return seen[1:]
+
+
+# What the parent does.
+
+
+@dataclass
+class Cell:
+    """Steps of one kind on one side.
+
+    Attributes:
+        layers: of the model.
+        side: stock or the policy.
+        kind: DECODE or PREFILL.
+        steps: of each step, seconds by part.
+    """
+
+    layers: int
+    side: str
+    kind: str
+    steps: list[Parts]
+
+    @property
+    def milliseconds(self) -> Parts:
+        """Median of each part."""
+        parts = dict.fromkeys(part for step in self.steps for part in step)
+        return {part: 1e3 * median(step.get(part, 0.0) for step in self.steps) for part in parts}
+
+    @property
+    def total(self) -> float:
+        """Median of whole steps, in milliseconds."""
+        return 1e3 * median(sum(step.values()) for step in self.steps)
+
+
+def run_engines(arguments: argparse.Namespace) -> list[Cell]:
+    """One engine after another, so that none disturbs the one that is timed."""
+    longest = arguments.context + arguments.steps + 8
+    blocks = arguments.batch * -(-longest // BLOCK) + 1
+    eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
+    workload = Workload(arguments.batch, arguments.context, arguments.steps + 8, seed=1)
+    cells = []
+    todo = [(layers, side) for layers in arguments.model_layers for side in (STOCK, arguments.policy)]
+    for layers, name in track(todo, "engines"):
+        side = Side(
+            f"breakdown {name}",
+            model(longest, layers),
+            arguments.threads,
+            dtype=arguments.dtype,
+            max_model_len=longest,
+            max_num_batched_tokens=arguments.context,
+            kv_cache_memory_bytes=blocks * BLOCK * token_bytes(arguments.dtype, layers),
+            **({} if name == STOCK else eviction),
+        )
+        with running(side):
+            side.call(install)
+            cells.append(Cell(layers, name, DECODE, side.call(decode_steps, workload, arguments.steps)))
+            cells.append(Cell(layers, name, PREFILL, side.call(prefill_steps, workload, arguments.prompts)))
+    return cells
+
+
+def show(arguments: argparse.Namespace, kind: str, cells: Sequence[Cell]) -> Table:
+    """Milliseconds of each part, one column for each model and side."""
+    what = f"{arguments.batch} x {arguments.context}" if kind == DECODE else f"{arguments.context} tokens"
+    title = f"{kind}, {what}, {arguments.dtype}, {arguments.threads} thread(s): ms, median"
+    shown = table(title, ["part"], [f"{cell.layers} layers, {cell.side}" for cell in cells])
+    columns = [cell.milliseconds for cell in cells]
+    for part in dict.fromkeys(part for column in reversed(columns) for part in column):
+        shown.add_row(part, *(f"{column[part]:.2f}" if part in column else "-" for column in columns))
+    shown.add_row("whole step", *(f"{cell.total:.2f}" for cell in cells))
+    return shown
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Both kinds of steps."""
+    cells = run_engines(arguments)
+    tables = [
+        show(arguments, kind, [cell for cell in cells if cell.kind == kind]) for kind in (DECODE, PREFILL)
+    ]
+    names = ("layers", "side", "kind", "milliseconds", "total")
+    return Found({"cells": [{name: getattr(cell, name) for name in names} for cell in cells]}, tables)

@@ -1,0 +1,184 @@
+"""A step of pure decode at long context, stock vLLM compared with eviction.
+
+Two engines, each in its own process, first read the same prompts at the same time. Then they decode in turns, a block
+of steps each; timed steps compute no prompt tokens. The ratio is stock's time over ours.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness.measure import USUAL, Estimate, estimate, kind
+from benchmarks.harness.measure import Times as Block
+from benchmarks.harness.options import budget, policy_name, whole
+from benchmarks.harness.plots import Panel
+from benchmarks.harness.scenarios import BLOCK, LAYERS, Target, model, token_bytes
+from benchmarks.harness.sides import Engine, Side, Workload, running
+from benchmarks.harness.tables import table
+from benchmarks.micro.engines import CHUNK, admit, drop, output_len, prefill
+from benchmarks.micro.loop import Cell, Found
+
+BATCH, CONTEXT, BUDGET, POLICY = 16, 16384, 0.2, "ada-snapkv"
+TARGETS = {USUAL: 3.5}
+"""How much faster the low end of the interval should be, at the sizes above, by level and dtype."""
+PIECE = 2.0
+"""Seconds after which an engine that reads prompts says how far it is."""
+WARM_UP = 2
+"""Decode steps before the first block that counts."""
+OPTIONS = (
+    ("batch", whole, BATCH, "requests"),
+    ("contexts", whole, [CONTEXT], "prompt tokens"),
+    ("policy", policy_name, POLICY, "of ours"),
+    ("budget", budget, BUDGET, "--kv-budget"),
+    ("pairs", whole, 9, "blocks of each side"),
+    ("steps", whole, 8, "steps of a block"),
+    ("threads", whole, len(os.sched_getaffinity(0)), "threads of each engine"),
+    ("model-layers", whole, [LAYERS], "layers of the model"),
+)
+
+
+def refuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments."""
+    if min(arguments.contexts) < 256:
+        return "--contexts must be at least 256: shorter prompts are kept whole"
+    return f"--batch must be at most {CHUNK // 2}" if arguments.batch > CHUNK // 2 else None
+
+
+# What the engines' processes do.
+
+
+def decode(engine: Engine, steps: int, batch: int) -> Block:
+    """Time some steps.
+
+    Raises:
+        RuntimeError: a step was not a decode step of the whole batch.
+    """
+    engine.probe.reset()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        engine.llm.llm_engine.step()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    check_steps(engine.probe.steps, steps, batch)
+    return wall / steps, cpu / steps
+
+
+def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) -> None:
+    """Raise RuntimeError unless these ``Outcome.steps`` are ``steps`` decode steps of ``batch`` requests."""
+    for number, (_, prompt, scheduled) in enumerate(seen):
+        if prompt or scheduled != batch:
+            raise RuntimeError(
+                f"timed step {number} had {scheduled} of {batch} requests and {prompt} prompt tokens, so it is "
+                "not pure decode"
+            )
+    if len(seen) != steps:
+        raise RuntimeError(f"{len(seen)} steps ran where {steps} were timed")
+
+
+# What the parent does.
+
+
+def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
+    """Stock vLLM and eviction, in KV memory for all full requests."""
+    longest = max(arguments.contexts)
+    steps = WARM_UP + arguments.pairs * arguments.steps
+    max_len = longest + output_len(arguments.batch, longest, steps)
+    blocks = arguments.batch * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
+    path = model(max_len, layers)
+    settings: dict[str, Any] = {
+        "max_model_len": max_len,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": arguments.batch,
+        "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(arguments.dtype, layers),
+        "dtype": arguments.dtype,
+    }
+    stock = Side("stock vLLM", path, arguments.threads, **settings)
+    name = f"{arguments.policy} {arguments.budget:g}"
+    eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
+    return stock, Side(name, path, arguments.threads, **settings, **eviction)
+
+
+def measure_at(
+    arguments: argparse.Namespace, layers: int, context: int, sides: Sequence[Side], bar: Progress
+) -> Cell:
+    """Prompts first, then blocks of decode steps in turns."""
+    pairs, steps, batch = arguments.pairs, arguments.steps, arguments.batch
+    workload = Workload(batch, context, output_len(batch, context, WARM_UP + pairs * steps), seed=context)
+    reading = {
+        side: bar.add_task(f"{side.name}: prompts of {context}", total=side.call(admit, workload))
+        for side in sides
+    }
+    while not bar.finished:
+        busy = [side for side in sides if not bar.tasks[reading[side]].finished]
+        for side in busy:
+            side.send(prefill, PIECE)
+        for side in busy:
+            bar.update(reading[side], completed=side.receive())
+    for side in sides:
+        side.call(decode, WARM_UP, batch)
+    task = bar.add_task(f"decode at {context}, in turns", total=pairs)
+    blocks: dict[Side, list[Block]] = {side: [] for side in sides}
+    for pair in range(pairs):
+        for side in sides if pair % 2 == 0 else sides[::-1]:
+            blocks[side].append(side.call(decode, steps, batch))
+        bar.advance(task)
+    for side in sides:
+        side.call(drop)
+    pairs = [*zip(*blocks.values(), strict=True)]
+    return Cell({"layers": layers, "context": context}, pairs)
+
+
+def milliseconds(cell: Cell, side: int) -> Estimate:
+    """Wall milliseconds of a step of stock vLLM (0) or of ours (1)."""
+    return estimate([pair[side][0] * 1e3 for pair in cell.pairs])
+
+
+def summary(cell: Cell) -> dict[str, Any]:
+    """For the record."""
+    stock, ours = zip(*cell.pairs, strict=True)
+    return {
+        **cell.of,
+        "stock": stock,
+        "ours": ours,
+        "stock_ms": asdict(milliseconds(cell, 0)),
+        "ours_ms": asdict(milliseconds(cell, 1)),
+        "wall_ratio": asdict(cell.ratio(0)),
+        "cpu_ratio": asdict(cell.ratio(1)),
+    }
+
+
+def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
+    """What the cell of the default sizes should reach; none of the others has a target."""
+    bound = TARGETS.get(kind(arguments.dtype))
+    if bound is None or (arguments.batch, arguments.budget, arguments.policy) != (BATCH, BUDGET, POLICY):
+        return []
+    name = f"a decode step of {BATCH} x {CONTEXT}, stock's time over ours"
+    usual = {"layers": LAYERS, "context": CONTEXT}
+    return [Target(name, cell.ratio(), bound) for cell in cells if cell.of == usual]
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Every number of layers and every context."""
+    cells = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    for layers in arguments.model_layers:
+        sides = make_sides(arguments, layers)
+        with running(*sides):
+            for context in arguments.contexts:
+                with Progress(*columns) as bar:
+                    cells.append(measure_at(arguments, layers, context, sides, bar))
+    name = f"{arguments.policy} {arguments.budget:g}"
+    title = f"a decode step of {arguments.batch} requests in {arguments.dtype}, {arguments.threads} thread(s) a side"
+    columns_of = ("layers", "context", "stock ms", f"{name} ms", "wall ratio", "CPU ratio")
+    shown = table(f"{title}: medians [95 %]", [], columns_of)
+    lines: dict[str, list] = {}
+    for cell in cells:
+        figures = [milliseconds(cell, 0), milliseconds(cell, 1), cell.ratio(0), cell.ratio(1)]
+        shown.add_row(*map(str, [*cell.of.values(), *figures]))
+        lines.setdefault(f"{cell.of['layers']} layers", []).append((cell.of["context"], cell.ratio()))
+    panel = Panel("context of each request, tokens", "stock's time over ours", lines, 1)
+    return Found({"cells": [*map(summary, cells)]}, [shown], targets(arguments, cells), [panel])

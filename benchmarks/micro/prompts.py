@@ -1,0 +1,133 @@
+"""Attention of a prompt that is read in one step, by vLLM's op and by our kernel.
+
+One layer of 8 query and 4 KV heads of 64, no engine, behind nothing. The op reads blocks of 128 tokens of all heads, as
+stock vLLM does. Both attend in turns, by each number of threads.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from benchmarks.harness.measure import USUAL, estimate, kind, timed
+from benchmarks.harness.options import whole
+from benchmarks.harness.scenarios import Target
+from benchmarks.harness.tables import table
+from benchmarks.micro.holding import HEAD_DIM, KERNEL, KV_HEADS, OP, QUERY_HEADS
+from benchmarks.micro.loop import Cell, Found, in_turns
+from vllm_kvevict.kernels.prefill_attention import PrefillAttention
+
+BLOCK = 128
+TARGET_TOKENS = 2048
+TARGETS = {USUAL: 0.68, ("avx512", "float32"): 1.0}
+"""CPU time of our kernel over the op's at most, on one thread, by level and dtype: the high end of the interval."""
+OPTIONS = (
+    ("rounds", whole, 9, "runs of each side"),
+    ("tokens", whole, [256, 1024, TARGET_TOKENS, 8192], "lengths of the prompt"),
+    ("threads", whole, [*range(1, min(2, len(os.sched_getaffinity(0))) + 1)], "numbers of threads"),
+)
+
+
+class Prompt:
+    """Queries, keys and values of a prompt, views of one projection's output, and both ways to attend."""
+
+    def __init__(self, tokens: int, dtype: torch.dtype):
+        whole = torch.randn(tokens, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+        self.query, self.key, self.value = whole.split([QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
+        self.tokens = tokens
+        self.output = torch.empty(tokens, QUERY_HEADS, HEAD_DIM, dtype=dtype)
+        self._kernel = PrefillAttention(dtype)
+        self._new_tokens = torch.tensor([tokens], dtype=torch.int32)
+        self._isa = _get_attn_isa(dtype, BLOCK, HEAD_DIM)
+        torch.cpu._init_amx()  # a process that multiplies no matrices has not asked for it yet
+        self._pages = self._store()
+
+    def _store(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in the op's blocks."""
+        blocks = -(-self.tokens // BLOCK)
+        pages = torch.zeros(blocks, KV_HEADS, 2 * BLOCK, HEAD_DIM, dtype=self.key.dtype)
+        keys, values = pages.chunk(2, dim=2)
+        places = torch.arange(self.tokens)
+        ops.cpu_attn_reshape_and_cache(self.key, self.value, keys, values, places, self._isa)
+        return keys, values
+
+    def by_op(self) -> None:
+        """Attend by vLLM's op; its plan of the step, which serves all layers, is made anew each time."""
+        starts, lengths = torch.tensor([0, self.tokens], dtype=torch.int32), self._new_tokens
+        keys, values = self._pages
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=QUERY_HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            seq_lens=lengths,
+            dtype=self.query.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self._isa,
+            enable_kv_split=True,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=keys,
+            value_cache=values,
+            output=self.output,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=HEAD_DIM**-0.5,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=torch.arange(len(keys), dtype=torch.int32).unsqueeze(0),
+            softcap=0.0,
+            scheduler_metadata=plan,
+            s_aux=None,
+        )
+
+    def by_kernel(self) -> None:
+        """Attend by our kernel."""
+        matrices = self.query, self.key, self.value, self.output
+        self._kernel(*matrices, self._new_tokens, None, None, HEAD_DIM**-0.5)
+
+
+def compare(tokens: int, threads: int, rounds: int, dtype: str) -> Cell:
+    """Both ways in turns."""
+    torch.set_num_threads(threads)
+    prompt = Prompt(tokens, getattr(torch, dtype))
+    repeats = max(1, TARGET_TOKENS // tokens)
+    calls = {way.__name__: lambda way=way: timed(way, repeats) for way in (prompt.by_op, prompt.by_kernel)}
+    pairs = [*zip(*in_turns(calls, rounds).values(), strict=True)]
+    return Cell({"tokens": tokens, "threads": threads}, pairs, over=(1, 0))
+
+
+def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
+    """What our kernel should reach on this processor and in this dtype."""
+    bound = TARGETS.get(kind(arguments.dtype))
+    if bound is None:
+        return []
+    name = f"attention of a prompt of {TARGET_TOKENS} tokens: CPU time of {KERNEL} over that of {OP}"
+    usual = [cell for cell in cells if cell.of == {"tokens": TARGET_TOKENS, "threads": 1}]
+    return [Target(name, cell.ratio(1), bound, at_most=True) for cell in usual]
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Every length on every number of threads."""
+    current_platform.import_kernels()
+    torch.manual_seed(0)
+    sizes = [(tokens, threads) for threads in arguments.threads for tokens in arguments.tokens]
+    with torch.inference_mode():
+        cells = [compare(*size, arguments.rounds, arguments.dtype) for size in track(sizes, "cells")]
+    title = f"attention of a prompt, {' '.join(kind(arguments.dtype))}: {KERNEL} over {OP}"
+    columns = ("tokens", "threads", "op ms", "kernel ms", "wall [95 %]", "CPU [95 %]")
+    shown = table(title, [], columns)
+    for cell in cells:
+        times = (f"{estimate([1e3 * pair[side][0] for pair in cell.pairs]).median:.4g}" for side in (0, 1))
+        shown.add_row(*map(str, cell.of.values()), *times, *(str(cell.ratio(what)) for what in (0, 1)))
+    return Found({"cells": [cell.summary() for cell in cells]}, [shown], targets(arguments, cells))

@@ -1,0 +1,286 @@
+"""The loads of documents and of chats, how answers are read, and the verdicts; no server is started."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from benchmarks import chat, prefix
+from benchmarks.chat import ask_last, drive, later_wait, lead
+from benchmarks.harness import command
+from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SIDES
+from benchmarks.harness.chats import SCENARIOS as CHATS
+from benchmarks.harness.documents import Answer, ask
+from benchmarks.harness.load import PAGE, page_bytes
+from benchmarks.harness.questions import SCENARIOS as DOCUMENTS
+from benchmarks.harness.questions import SIDES as OF_DOCUMENTS
+from benchmarks.harness.questions import STOCK_WITHOUT, WITH, WITHOUT
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK
+from benchmarks.harness.server import ServerError, Snapshot
+
+# Documents.
+
+
+def test_questions_share_documents_and_nothing_else():
+    scenario = replace(DOCUMENTS["documents"], document_len=50)
+    prompts = scenario.prompts(seed=1)
+    assert len(prompts) == 16 * 3 and {len(prompt) for prompt in prompts} == {50 + 32}
+    for number in range(16):
+        assert prompts[number][:50] == prompts[number + 16][:50] == prompts[number + 32][:50]
+    assert len({tuple(prompt[:50]) for prompt in prompts}) == 16
+    assert len({tuple(prompt[50:]) for prompt in prompts}) == 48
+    assert not {tuple(p[:50]) for p in prompts} & {tuple(p[:50]) for p in scenario.prompts(seed=2)}
+
+
+def flags_of(module, monkeypatch, name: str, scenario, sides) -> dict[str, list[str]]:
+    """By side, without the port."""
+    monkeypatch.setattr(module, "model", lambda max_len: Path("m"))
+    commands = {side: module.make_server(name, scenario, side, 1).command for side in sides}
+    return {side: [word for word in words if not word.isdigit()] for side, words in commands.items()}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_sides_of_documents_differ_in_eviction_and_caching_alone(name, monkeypatch):
+    flags = flags_of(prefix, monkeypatch, name, DOCUMENTS[name], (*OF_DOCUMENTS, STOCK_WITHOUT))
+    policy = "kvzip" if name == "compressed" else "ada-snapkv"
+    no_cache = ["--no-enable-prefix-caching"]
+    assert flags[WITH] == flags[STOCK] + ["--kv-eviction", policy, "--kv-budget", "0.2"]
+    assert flags[WITHOUT] == flags[WITH] + no_cache and flags[STOCK_WITHOUT] == flags[STOCK] + no_cache
+
+
+def run(first: list[float], wall: float, computed=0, hits=0, preemptions=0, pages=0.0) -> prefix.Run:
+    return prefix.Run(wall, first, computed, hits, preemptions, output_tokens=100, cached_pages=pages)
+
+
+def met(name: str, cold: dict[str, prefix.Run], warm=None) -> list[bool]:
+    rounds = [{"cold": cold, "warm": warm or {}}] * 3
+    return [target.met for target in prefix.figures(name, DOCUMENTS[name], rounds)]
+
+
+def test_verdicts_on_documents():
+    least = 8192 + 16 * 32
+    cold = {STOCK: run([1.0], 20.0), WITHOUT: run([10.0], 90.0), WITH: run([1.05], 10.0, least)}
+    warm = {side: run([0.1], 5.0) for side in OF_DOCUMENTS}
+    assert met("document", cold, warm) == [True] * 5
+    # One document read twice is one too many.
+    cold[WITH] = run([1.05], 10.0, least + 8192)
+    assert met("document", cold, warm) == [True] * 4 + [False]
+    waits = [1.0] * 16 + [0.05] * 32
+    cold = {STOCK: run([1.0] * 48, 1.0), WITHOUT: run([1.0] * 48, 1.0), WITH: run(waits, 1.0, hits=31)}
+    assert met("documents", cold) == [True] * 3
+    cold |= {WITH: run(waits, 1.0, hits=30), STOCK: run([1.0] * 48, 1.0, hits=2)}
+    assert met("documents", cold) == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["unique", "unrelated"])
+def test_verdicts_without_shared_prefixes(name):
+    cold = {WITHOUT: run([1.0], 1.0, preemptions=2), WITH: run([1.0], 1.01, preemptions=2)}
+    assert met(name, cold) == [True, True]
+    cold[WITH] = run([1.0], 1.05, preemptions=3)
+    assert met(name, cold) == [False, False]
+
+
+@pytest.mark.parametrize("wait, pages, verdict", [(0.15, 0.21, True), (0.25, 0.26, False)])
+def test_verdicts_after_the_first_question(wait, pages, verdict):
+    """It waits for the compression, or for the reading; the others must not."""
+    whole = 8192 // PAGE * LAYERS * KV_HEADS
+    ours = run([30.0] + [wait] * 15, 33.0, pages=pages * whole)
+    assert met("compressed", {STOCK_WITHOUT: run([10.0] * 16, 160.0), WITH: ours}) == [verdict] * 2
+    assert met("long", {STOCK_WITHOUT: run([10.0] * 2, 20.0), WITH: ours}) == [verdict]
+    cold = {side: run([10.0] * 16, 160.0) for side in OF_DOCUMENTS} | {
+        WITH: run([9.0] + [4 * wait] * 15, 9.0)
+    }
+    assert met("exact", cold) == [verdict]
+
+
+# Chats.
+
+
+def test_chats_share_nothing_but_what_they_should_and_sides_hear_the_same():
+    scenario = replace(CHATS["turns"], turn_len=20)
+    words = scenario.words(1, 0)
+    assert [len(turn) for turn in words] == [20] * 8 and words == scenario.words(1, 0)
+    assert words[0] != scenario.words(1, 1)[0] and words[0] != scenario.words(2, 0)[0]
+    assert len(scenario.history(1, 0)) == scenario.max_len - scenario.answer_len
+    shared = replace(CHATS["agents-shared"], turn_len=3, system_len=4)
+    first, second = shared.words(7, 0), shared.words(7, 1)
+    assert first[0][:4] == second[0][:4] != shared.words(8, 0)[0][:4] and first[0][4:] != second[0][4:]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_sides_of_chats_differ_in_eviction_alone(name, monkeypatch):
+    flags = flags_of(chat, monkeypatch, name, CHATS[name], SIDES)
+    assert flags[FULL] == flags[STOCK] + ["--kv-eviction", "full"]
+    budget = ["--kv-budget", f"{CHATS[name].budget:g}"]
+    assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", *budget]
+
+
+def chat_run(first: list[float], wall: float = 10.0, most_running: int = 0) -> chat.Run:
+    return chat.Run(wall, first, cached=0, preemptions=0, most_running=most_running)
+
+
+def chat_met(name: str, runs: dict[str, chat.Run]) -> list[bool]:
+    return [target.met for target in chat.figures(name, CHATS[name], [{"": runs}] * 3)]
+
+
+def test_verdicts_on_turns_and_crowds():
+    assert later_wait(replace(CHATS["turns"], turns=3), chat_run([9.0, 1.0, 2.0, 9.0, 3.0, 4.0])) == 2.5
+    for full, evicting, verdict in ((1.05, 1.25, True), (1.15, 1.35, False)):
+        waits = {STOCK: 1.0, FULL: full, EVICTING: evicting}
+        one = {side: chat_run(([5.0] + [wait] * 7) * 2, 10 * wait) for side, wait in waits.items()}
+        assert chat_met("turns", one) == [verdict] * 3
+    for most, verdict in ((6, True), (5, False)):
+        one = {STOCK: chat_run([1.0], most_running=3), EVICTING: chat_run([1.0], most_running=most)}
+        assert chat_met("crowd", one) == [verdict]
+
+
+def test_verdict_on_agents():
+    agents = CHATS["agents"]
+
+    def verdict(cached: float, wait: float, held: float) -> list[bool]:
+        first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
+        ours = replace(
+            chat_run(first, 10 * wait),
+            cached=round(cached * agents.known_len),
+            held=round(held * agents.whole_bytes),
+            uncompressed=round(0.06 * agents.whole_bytes),
+        )
+        stock = replace(chat_run([1.0] * agents.turns * agents.chats), cached=0)
+        return chat_met("agents", {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours})
+
+    assert verdict(0.98, 0.1, 0.29) == [True] * 7
+    assert verdict(0.9, 0.5, 0.4) == [False, True, False, False, False, False, False]
+
+
+def client_of(sent: list[dict]) -> httpx.AsyncClient:
+    """A server that answers with the prompt's length and the tokens after it, and has cached one less."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/reset_prefix_cache":
+            sent.append({"reset": True})
+            return httpx.Response(200)
+        sent.append(json.loads(request.content))
+        count = len(sent[-1]["prompt"])
+        events = [{"choices": [{"token_ids": [count + index]}]} for index in range(2)]
+        details = {"cached_tokens": count - 1}
+        events.append({"choices": [], "usage": {"prompt_tokens_details": details}})
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return httpx.Response(200, text=lines)
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x")
+
+
+SERVER = SimpleNamespace(model="m", log="log")
+
+
+def sent_by(work, *arguments) -> tuple[list[dict], list[Answer]]:
+    """What work with a client sends, and what it returns."""
+    sent: list[dict] = []
+
+    async def all_of_it():
+        async with client_of(sent) as client:
+            return await work(client, SERVER, *arguments)
+
+    return sent, asyncio.run(all_of_it())
+
+
+def test_what_an_answer_tells():
+    sent, answer = sent_by(ask, [1, 2, 3], 2, 2)
+    assert (answer.tokens, answer.cached) == ([3, 4], 2) and 0 < answer.first_token < 60
+    assert sent[0]["vllm_xargs"] == {"kv_prefix_len": 2} and sent[0]["max_tokens"] == 2
+    sent, _ = sent_by(ask, [1, 2, 3], None, 2)
+    assert "vllm_xargs" not in sent[0]
+    with pytest.raises(ServerError, match="an answer has 2 tokens, not 3"):
+        sent_by(ask, [1, 2, 3], None, 3)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_each_run_begins_with_nothing_cached(name, monkeypatch):
+    """Else what earlier rounds have left would count as the KV of idle chats."""
+    sent: list[dict] = []
+
+    async def snapshot() -> Snapshot:
+        return Snapshot(cached_pages=3, uncompressed_pages=2)
+
+    server = SimpleNamespace(model="m", log="log", snapshot=snapshot, check=lambda: None)
+    monkeypatch.setattr("benchmarks.chat.http_client", lambda server: client_of(sent))
+    monkeypatch.setattr("benchmarks.chat.SETTLE_SECONDS", 0)
+    small = replace(CHATS[name], chats=2, turns=2, turn_len=3, answer_len=2, system_len=4)
+    one = asyncio.run(drive(server, small, CHEAP, 7))
+    assert [message.get("reset") for message in sent] == [True] + [None] * len(one.first_token)
+    assert len(one.first_token) == (4 if small.is_led else 2)
+    page = page_bytes(small.dtype)
+    assert (one.held, one.uncompressed) == (3 * page, 2 * page)
+    assert one.cached == sum(len(message["prompt"]) - 1 for message in sent[1:])
+
+
+def test_each_turn_goes_on_with_its_own_answers():
+    scenario = replace(CHATS["turns"], chats=1, turns=2, turn_len=2, answer_len=2)
+    first, second = scenario.words(7, 0)
+    sent, answers = sent_by(lead, scenario, 7)
+    assert [one["prompt"] for one in sent] == [first, [*first, 2, 3, *second]]
+    assert [answer.tokens for answer in answers] == [[2, 3], [6, 7]]
+    assert [answer.cached for answer in answers] == [1, 5] and all("vllm_xargs" not in one for one in sent)
+
+
+def test_chats_take_turns_and_tell_where_these_end():
+    agents = replace(CHATS["agents"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
+    sent, answers = sent_by(lead, agents, 7, True)
+    assert [len(one["prompt"]) for one in sent] == [7, 7, 12, 12, 17, 17]
+    ends = [[4], [4], [4, 9], [4, 9], [4, 9, 14], [4, 9, 14]]
+    assert [one["vllm_xargs"]["kv_turns"] for one in sent] == ends
+    assert sent[2]["prompt"][:7] == sent[0]["prompt"] != sent[1]["prompt"]
+    assert [answer.cached for answer in answers] == [6, 11, 16] * 2 and agents.known_len == 2 * (9 + 14)
+    cold = replace(CHATS["agents-cold"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
+    sent, _ = sent_by(ask_last, cold, 7, True)
+    assert [len(one["prompt"]) for one in sent] == [17] * 2 and sent[0]["prompt"] != sent[1]["prompt"]
+    assert [one["vllm_xargs"] for one in sent] == [{"kv_turns": [4, 9, 14]}] * 2 and not cold.is_led
+
+
+# Rounds.
+
+
+def test_another_side_begins_each_round_and_works_alone(monkeypatch, at_level):
+    at_level("avx512")
+    told, saved = [], {}
+
+    class Idle:
+        def __init__(self, side):
+            self.side, self.paused = side, False
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        def signal(self, number):
+            self.paused = not self.paused
+
+    servers = {side: Idle(side) for side in CHATS["crowd"].sides}
+
+    async def drive(server, scenario, side, number):
+        others = [other for other in servers.values() if other is not server]
+        told.append((side, number, scenario.chats))
+        assert number < 0 or (not server.paused and all(other.paused for other in others))
+        return chat_run([1.0], most_running=3 if side == STOCK else 9)
+
+    benchmark = replace(
+        chat.BENCHMARK, server=lambda name, scenario, side, threads: servers[side], drive=drive
+    )
+    monkeypatch.setattr(
+        command, "save", lambda name, content, folder: saved.update({name: content["results"]})
+    )
+    arguments, chosen = command.parse(benchmark, ["crowd", "--rounds", "3", "--dtype", "bfloat16"])
+    asyncio.run(command.measure(benchmark, arguments, chosen))
+    order = [(STOCK, -1, 1), (EVICTING, -1, 1), (STOCK, 0, 12), (EVICTING, 0, 12)]
+    assert told[:6] == [*order, (EVICTING, 1, 12), (STOCK, 1, 12)] and len(told) == 8
+    results = saved["chat-crowd"]["scenarios"]["crowd"]
+    assert results["rounds"][0][STOCK]["most_running"] == 3 and results["targets"][0]["met"]
+    assert not command.is_judged(replace(chosen["crowd"], chats=3), CHATS["crowd"], [1, 2, 3])
+    assert not command.is_judged(chosen["crowd"], CHATS["crowd"], [1, 2])
+    assert prefix.phases("document", DOCUMENTS["document"])["warm"] == (STOCK, WITH)
