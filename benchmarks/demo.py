@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
-from benchmarks.harness.growing import Growth, growth_shown, watch
+from benchmarks.harness.growing import Growth, growth_table, watch
 from benchmarks.harness.kept import comparison_table, kept_table
 from benchmarks.harness.load import Load, Run, drive, page_bytes
 from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
@@ -291,7 +291,7 @@ async def show(arguments: argparse.Namespace) -> None:
         console.print(kept_table(first))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
     console.print(answers_table(checkpoint.NAME if real else "the small model", columns, found))
-    console.print(growth_shown(growths, QUESTION_BEFORE_ANSWER, page_bytes(arguments.dtype)))
+    console.print(growth_table(growths, QUESTION_BEFORE_ANSWER, page_bytes(arguments.dtype)))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 

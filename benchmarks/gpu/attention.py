@@ -33,6 +33,7 @@ from benchmarks.gpu.common import (
     Times,
 )
 from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.measure import shown as plain
 from benchmarks.harness.options import add, budget, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -316,9 +317,9 @@ def show(cells: Sequence[Cell], bandwidth: float) -> Table:
             us[OURS],
             f"{speed / 1e9:,.0f}",
             f"{speed / bandwidth:.0%}",
-            common.shown(cell.over_full(OURS)),
+            plain(cell.over_full(OURS)),
             f"{theirs.median:.3g}" if theirs else "-",
-            common.shown(ours) if ours else "-",
+            plain(ours) if ours else "-",
         )
     return shown
 

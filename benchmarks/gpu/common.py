@@ -251,14 +251,6 @@ def console() -> Console:
     return Console(width=160)
 
 
-def shown(value: Estimate) -> str:
-    """An estimate with three digits and without exponents."""
-    median, low, high = (
-        f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (value.median, value.low, value.high)
-    )
-    return f"{median} [{low}, {high}]"
-
-
 def show_progress(items: Sequence[Any], what: str) -> Any:
     """Iterate with a bar on stderr, so that the table remains the last thing on stdout."""
     return track(items, what, console=Console(stderr=True))

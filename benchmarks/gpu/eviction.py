@@ -36,6 +36,7 @@ from benchmarks.gpu.common import (
     WrongResult,
 )
 from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.measure import shown as plain
 from benchmarks.harness.options import add, budget, policy_name, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -324,7 +325,7 @@ def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> T
             shown.add_row(
                 str(length.tokens),
                 policy,
-                common.shown(estimate(times[policy].ms)),
+                plain(estimate(times[policy].ms)),
                 f"{estimate(times[deciding(policy)].ms).median:.3g}",
                 f"{1e3 * estimate(attention).median:.4g}",
                 f"{1e3 * estimate(prefill).median:.4g}",

@@ -30,6 +30,7 @@ from benchmarks.gpu.common import (
     Times,
 )
 from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.measure import shown as plain
 from benchmarks.harness.options import add, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -247,10 +248,10 @@ def show(
         moved = f"{one.moved / 1e6:,.1f}"
         rows.add_row(
             name,
-            common.shown(times[name].us),
+            plain(times[name].us),
             moved,
             f"{1e6 * one.moved / bandwidth:.3g}",
-            common.shown(ratio),
+            plain(ratio),
             verdict,
         )
     return rows, targets

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.gpu import common
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
+from benchmarks.harness.measure import shown as plain
 from benchmarks.harness.options import add, budget, policy_name, positive, whole
 from benchmarks.harness.sides import LOGS, Outcome, Side, Workload, running
 from benchmarks.harness.tables import table
@@ -154,12 +155,12 @@ def show(arguments: argparse.Namespace, results: dict[str, Rounds]) -> Table:
             shown.add_row(
                 f"{name}: {load.requests} x ({load.input_len}, {load.output_len})" if side == STOCK else "",
                 side.removeprefix("gpu "),
-                common.shown(estimate([speed(run) for run in runs])),
+                plain(estimate([speed(run) for run in runs])),
                 f"{estimate([run.decode_seconds for run in runs]).median:.2f}",
                 f"{estimate([run.prefill_seconds for run in runs]).median:.2f}",
                 f"{max(run.peak_running for run in runs)}",
                 f"{max(run.preemptions for run in runs)}",
-                common.shown(ratio(rounds)) if side == OURS else "",
+                plain(ratio(rounds)) if side == OURS else "",
             )
     return shown
 

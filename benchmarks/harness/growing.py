@@ -4,15 +4,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks.harness.documents import ask, http_client
 from benchmarks.harness.server import Server, Snapshot
-
-WIDTH, HEIGHT = 56, 8
-"""Of the plot, in characters."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,6 @@ class Growth:
     def last(self) -> int:
         """Pages when it was seen last."""
         return self.held[-1][1]
-
-    def columns(self, width: int) -> list[int]:
-        """Pages in so many equal parts of the answer: the most that were seen, or as many as before."""
-        found = [0] * width
-        for tokens, pages in self.held:
-            column = min(width * tokens // self.tokens, width - 1)
-            found[column] = max(found[column], pages)
-        for column in range(1, width):
-            found[column] = found[column] or found[column - 1]
-        return found
 
 
 async def watch(
@@ -91,8 +76,8 @@ async def watch(
     return Growth(name, seconds, tokens, held, evictions)
 
 
-def growth_shown(found: Sequence[Growth], prompt_len: int, page_bytes: int) -> Group:
-    """The ways of keeping the answer side by side: a table, and the plot."""
+def growth_table(found: Sequence[Growth], prompt_len: int, page_bytes: int) -> Table:
+    """The ways of keeping the answer side by side."""
     table = Table(title=f"One answer of {found[0].tokens:,} tokens to a prompt of {prompt_len:,}")
     table.add_column("")
     for one in found:
@@ -101,28 +86,9 @@ def growth_shown(found: Sequence[Growth], prompt_len: int, page_bytes: int) -> G
     table.add_row("KV held near the end, MiB", *(_mib(one.last, page_bytes) for one in found))
     table.add_row("evictions", *(f"{one.evictions:,}" for one in found))
     table.add_row("output tokens per second", *(f"{one.tokens / one.seconds:.1f}" for one in found))
-    return Group(table, plot(found, page_bytes))
+    return table
 
 
 def _mib(pages: int, page_bytes: int) -> str:
     """On a busy machine an answer can end before anybody has seen what it holds."""
     return f"{pages * page_bytes / 2**20:.2f}" if pages else "not seen"
-
-
-def plot(found: Sequence[Growth], page_bytes: int) -> Text:
-    """KV held over the tokens written; what holds less stands before what holds more."""
-    lines = sorted(found, key=lambda one: one.most, reverse=True)
-    most = max(1, lines[0].most)
-    marks = dict(zip((one.name for one in lines), "░█", strict=True))
-    heights = {one.name: [round(HEIGHT * x / most) for x in one.columns(WIDTH)] for one in lines}
-    top, text = f"{most * page_bytes / 2**20:.1f} MiB", Text(no_wrap=True, overflow="crop")
-    for level in range(HEIGHT, 0, -1):
-        text.append(f"{top if level == HEIGHT else '':>9} │")
-        for column in range(WIDTH):
-            shown = [marks[one.name] for one in lines if heights[one.name][column] >= level]
-            text.append(shown[-1] if shown else " ", "cyan" if shown[-1:] == ["█"] else "")
-        text.append("\n")
-    end = f"{lines[0].tokens:,} tokens"
-    text.append(f"{'0':>9} └{'─' * WIDTH}\n{'':>11}0{end:>{WIDTH - 1}}\n")
-    text.append("   ".join(f"{mark} {name}" for name, mark in marks.items()))
-    return text

@@ -48,6 +48,14 @@ class Estimate:
         return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
+def shown(value: Estimate) -> str:
+    """An estimate with three digits and without exponents."""
+    median, low, high = (
+        f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (value.median, value.low, value.high)
+    )
+    return f"{median} [{low}, {high}]"
+
+
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """Median of the values, with the percentile interval of the medians of 10,000 resamples.
 

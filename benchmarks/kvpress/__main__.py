@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.bench import LEAST_ROUNDS
@@ -168,21 +168,14 @@ def started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[d
             yield engines, opponent
 
 
-def run_rounds(turns: Sequence[Turn], work: Workload, rounds: int, bar: Progress) -> list[Round]:
+def run_rounds(turns: Sequence[Turn], work: Workload, rounds: int) -> list[Round]:
     """Let the sides take turns, with new prompts in each round; a short round before warms up."""
-    done = []
-    task = bar.add_task("warming up", total=rounds * len(turns))
     for turn in turns:
         turn.run(replace(work, requests=2, output_len=4, seed=-1))
-    for number in range(1, rounds + 1):
-        runs = {}
-        for turn in turns:
-            bar.update(task, description=turn.side)
-            runs[turn.side] = turn.run(replace(work, seed=number))
-            bar.advance(task)
-        done.append(runs)
-    bar.update(task, description="done")
-    return done
+    return [
+        {turn.side: turn.run(replace(work, seed=number)) for turn in turns}
+        for number in track(range(1, rounds + 1), "rounds")
+    ]
 
 
 def ratio(rounds: Sequence[Round], one: str, other: str, what: Callable[[Run], float]) -> Estimate | None:
@@ -279,16 +272,13 @@ def measure(arguments: argparse.Namespace, console: Console) -> None:
     """Run everything, print it and save it."""
     load = warn_if_busy(console)
     work = Workload(arguments.requests, arguments.input_len, arguments.output_len)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with started(arguments, console) as (engines, opponent), Progress(*columns, console=console) as bar:
-        checking = bar.add_task("do both compute the same?", total=None)
-        asked = replace(work, output_len=min(work.output_len, CHECKED_TOKENS), seed=-2)
+    asked = replace(work, output_len=min(work.output_len, CHECKED_TOKENS), seed=-2)
+    with started(arguments, console) as (engines, opponent):
         checks = {"no eviction": check(engines[arguments.policies[0]], opponent, asked, None, 1.0)}
         for policy in arguments.policies:
             checks[policy] = check(engines[policy], opponent, asked, policy, arguments.budget)
         require_same(checks)
-        bar.remove_task(checking)
-        rounds = run_rounds(make_turns(arguments, engines, opponent), work, arguments.rounds, bar)
+        rounds = run_rounds(make_turns(arguments, engines, opponent), work, arguments.rounds)
     for policy in arguments.policies:
         # Measured only in the check: to listen while the clock runs would cost time.
         for one in rounds:

@@ -74,7 +74,7 @@ def install(engine: Engine) -> None:
 def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:
     """Decode steps of a batch that has read its prompts."""
     admit(engine, workload)
-    prefill(engine, float("inf"))
+    prefill(engine)
     engine.llm.llm_engine.step()
     seen = [stopwatch.run(engine.llm.llm_engine.step) for _ in range(steps)]
     drop(engine)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from benchmarks.harness.measure import USUAL, Estimate, estimate, kind
 from benchmarks.harness.measure import Times as Block
@@ -21,15 +21,11 @@ from benchmarks.harness.scenarios import BLOCK, LAYERS, Target, model, token_byt
 from benchmarks.harness.sides import Engine, Side, Workload, running
 from benchmarks.harness.tables import table
 from benchmarks.micro.engines import CHUNK, admit, drop, output_len, prefill
-from benchmarks.micro.loop import Cell, Found
+from benchmarks.micro.loop import Cell, Found, in_turns
 
 BATCH, CONTEXT, BUDGET, POLICY = 16, 16384, 0.2, "ada-snapkv"
 TARGETS = {USUAL: 3.5}
 """How much faster the low end of the interval should be, at the sizes above, by level and dtype."""
-PIECE = 2.0
-"""Seconds after which an engine that reads prompts says how far it is."""
-WARM_UP = 2
-"""Decode steps before the first block that counts."""
 OPTIONS = (
     ("batch", whole, BATCH, "requests"),
     ("contexts", whole, [CONTEXT], "prompt tokens"),
@@ -85,7 +81,7 @@ def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) 
 def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
     """Stock vLLM and eviction, in KV memory for all full requests."""
     longest = max(arguments.contexts)
-    steps = WARM_UP + arguments.pairs * arguments.steps
+    steps = (1 + arguments.pairs) * arguments.steps
     max_len = longest + output_len(arguments.batch, longest, steps)
     blocks = arguments.batch * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
     path = model(max_len, layers)
@@ -102,34 +98,20 @@ def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
     return stock, Side(name, path, arguments.threads, **settings, **eviction)
 
 
-def measure_at(
-    arguments: argparse.Namespace, layers: int, context: int, sides: Sequence[Side], bar: Progress
-) -> Cell:
-    """Prompts first, then blocks of decode steps in turns."""
+def measure_at(arguments: argparse.Namespace, layers: int, context: int, sides: Sequence[Side]) -> Cell:
+    """Prompts first, on all sides at the same time, then blocks of decode steps in turns."""
     pairs, steps, batch = arguments.pairs, arguments.steps, arguments.batch
-    workload = Workload(batch, context, output_len(batch, context, WARM_UP + pairs * steps), seed=context)
-    reading = {
-        side: bar.add_task(f"{side.name}: prompts of {context}", total=side.call(admit, workload))
-        for side in sides
-    }
-    while not bar.finished:
-        busy = [side for side in sides if not bar.tasks[reading[side]].finished]
-        for side in busy:
-            side.send(prefill, PIECE)
-        for side in busy:
-            bar.update(reading[side], completed=side.receive())
+    workload = Workload(batch, context, output_len(batch, context, (1 + pairs) * steps), seed=context)
     for side in sides:
-        side.call(decode, WARM_UP, batch)
-    task = bar.add_task(f"decode at {context}, in turns", total=pairs)
-    blocks: dict[Side, list[Block]] = {side: [] for side in sides}
-    for pair in range(pairs):
-        for side in sides if pair % 2 == 0 else sides[::-1]:
-            blocks[side].append(side.call(decode, steps, batch))
-        bar.advance(task)
+        side.call(admit, workload)
+        side.send(prefill)
+    for side in sides:
+        side.receive()
+    calls = {side.name: lambda side=side: side.call(decode, steps, batch) for side in sides}
+    blocks = in_turns(calls, pairs)
     for side in sides:
         side.call(drop)
-    pairs = [*zip(*blocks.values(), strict=True)]
-    return Cell({"layers": layers, "context": context}, pairs)
+    return Cell({"layers": layers, "context": context}, [*zip(*blocks.values(), strict=True)])
 
 
 def milliseconds(cell: Cell, side: int) -> Estimate:
@@ -164,17 +146,15 @@ def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target
 def measure(arguments: argparse.Namespace) -> Found:
     """Every number of layers and every context."""
     cells = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     for layers in arguments.model_layers:
         sides = make_sides(arguments, layers)
         with running(*sides):
-            for context in arguments.contexts:
-                with Progress(*columns) as bar:
-                    cells.append(measure_at(arguments, layers, context, sides, bar))
+            for context in track(arguments.contexts, f"{layers} layers"):
+                cells.append(measure_at(arguments, layers, context, sides))
     name = f"{arguments.policy} {arguments.budget:g}"
     title = f"a decode step of {arguments.batch} requests in {arguments.dtype}, {arguments.threads} thread(s) a side"
-    columns_of = ("layers", "context", "stock ms", f"{name} ms", "wall ratio", "CPU ratio")
-    shown = table(f"{title}: medians [95 %]", [], columns_of)
+    columns = ("layers", "context", "stock ms", f"{name} ms", "wall ratio", "CPU ratio")
+    shown = table(f"{title}: medians [95 %]", [], columns)
     lines: dict[str, list] = {}
     for cell in cells:
         figures = [milliseconds(cell, 0), milliseconds(cell, 1), cell.ratio(0), cell.ratio(1)]

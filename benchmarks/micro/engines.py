@@ -43,16 +43,9 @@ def admit(
     return workload.requests * workload.input_len
 
 
-def prefill(engine: Engine, seconds: float) -> int:
-    """Work on the prompts for about that long.
-
-    Returns:
-        Prompt tokens read so far; all of them when every request decodes.
-    """
-    started = time.perf_counter()
+def prefill(engine: Engine) -> int:
+    """Work on the prompts until every request decodes; prompt tokens read."""
     while (done := prompt_tokens(engine)) < sum(r.num_prompt_tokens for r in requests(engine)):
-        if time.perf_counter() - started > seconds:
-            break
         engine.llm.llm_engine.step()
     return done
 

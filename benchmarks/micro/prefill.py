@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.load import page_bytes
@@ -241,16 +241,11 @@ def read_all(arguments: argparse.Namespace, sides: Sequence[Side]) -> list[Cell]
     for side in sides:
         side.call(install)
         side.call(read, Workload(1, 512, 2), arguments.dtype, question)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("", total=len(cells) * len(sides) * arguments.rounds)
-        for number in range(arguments.rounds):
-            for cell in cells:
-                for side in sides if number % 2 == 0 else sides[::-1]:
-                    bar.update(task, description=f"{cell.context} tokens, {side.name}")
-                    workload = Workload(1, cell.context + question, 2, seed=number)
-                    cell.readings[side.name].append(side.call(read, workload, arguments.dtype, question))
-                    bar.advance(task)
+    for number in track(range(arguments.rounds), "rounds"):
+        for cell in cells:
+            for side in sides if number % 2 == 0 else sides[::-1]:
+                workload = Workload(1, cell.context + question, 2, seed=number)
+                cell.readings[side.name].append(side.call(read, workload, arguments.dtype, question))
     for cell in cells:
         cell.readings = {side.name: cell.readings[side.name] for side in sides}
     return cells

@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from benchmarks.harness.load import entry_bytes
-from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.measure import estimate, shown
 from benchmarks.harness.options import positive, whole
 from benchmarks.harness.tables import table
 from benchmarks.micro import floors, managers
@@ -268,14 +268,6 @@ def ledger_operation(batch: int) -> Operation:
         lambda: managers.decode_round(manager, requests[:-1], requests[-1]),
         times_itself=True,
     )
-
-
-def shown(value: Estimate) -> str:
-    """An estimate with three digits and without exponents."""
-    median, low, high = (
-        f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (value.median, value.low, value.high)
-    )
-    return f"{median} [{low}, {high}]"
 
 
 def measure(arguments: argparse.Namespace) -> Found:

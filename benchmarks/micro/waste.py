@@ -148,7 +148,7 @@ def hold(engine: Engine, workload: Workload, steps: int, policy: str) -> list[Sa
     """
     engine.probe.reset()
     total = admit(engine, workload, policy)
-    if prefill(engine, float("inf")) != total or len(engine.probe.evictions) != workload.requests:
+    if prefill(engine) != total or len(engine.probe.evictions) != workload.requests:
         raise RuntimeError(f"{len(engine.probe.evictions)} of {workload.requests} requests were evicted")
     samples = [sample(engine)]
     for _ in range(steps):

@@ -60,13 +60,6 @@ def test_an_environment_without_the_package_is_refused_with_a_reason(environment
         installed(other)
 
 
-def test_a_folder_without_vllm_is_refused(tmp_path):
-    with pytest.raises(
-        argparse.ArgumentTypeError, match=r"there is no .*bin/python: give a Python environment"
-    ):
-        installed(str(tmp_path))
-
-
 def test_the_commit_is_that_of_the_checkout(tmp_path):
     file = tmp_path / "package.py"
     file.write_text("")

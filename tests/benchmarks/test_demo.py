@@ -16,7 +16,7 @@ from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
 from benchmarks.harness import growing
 from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
 from benchmarks.harness.documents import Answer, waits_table
-from benchmarks.harness.growing import WIDTH, Growth, growth_shown, watch
+from benchmarks.harness.growing import Growth, growth_table, watch
 from benchmarks.harness.kept import comparison_table, kept_table
 from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
@@ -25,39 +25,11 @@ from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.schedules.reports import EvictionRecord, read_evictions
 
-METRICS = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 13.0
-# TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
-# TYPE vllm:kv_cache_usage_perc gauge
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
-# TYPE vllm:num_preemptions_total counter
-vllm:num_preemptions_total{engine="0",model_name="m"} 2.0
-# TYPE vllm:generation_tokens_total counter
-vllm:generation_tokens_total{engine="0",model_name="m"} 128.0
-# TYPE vllm:kv_eviction_evictions_total counter
-vllm:kv_eviction_evictions_total{engine="0",model_name="m",policy="ada-snapkv"} 3.0
-vllm:kv_eviction_evictions_total{engine="0",model_name="m",policy="snapkv"} 1.0
-# TYPE vllm:kv_eviction_freed_pages_total counter
-vllm:kv_eviction_freed_pages_total{engine="0",model_name="m"} 40.0
-"""
-
 
 def rendered(table) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(table)
     return console.file.getvalue()
-
-
-def test_metrics_of_an_evicting_server():
-    assert Snapshot.parse(METRICS) == Snapshot(13, 3, 0.75, 2, 128, evictions=4, freed_pages=40)
-
-
-def test_metrics_of_a_stock_server():
-    stock = "\n".join(line for line in METRICS.splitlines() if "kv_eviction" not in line) + "\n"
-    assert Snapshot.parse(stock) == Snapshot(13, 3, 0.75, 2, 128)
 
 
 EVICTION = EvictionRecord("cmpl-7", 500, "snapkv", 390, 2000, 100, 128, [[100, 90], [120, 80]], 0.0, 0.0)
@@ -211,26 +183,12 @@ GROWING = Growth("kept whole", 4.0, 640, [(0, 0), (1, 64), (320, 128), (640, 192
 BOUNDED = Growth("bounded", 2.0, 640, [(1, 64), (320, 96), (640, 96)], 5)
 
 
-def test_the_plot_shows_what_an_answer_holds():
-    assert GROWING.columns(4) == [64, 64, 128, 192] and (GROWING.most, GROWING.last) == (192, 192)
-    text = rendered(growth_shown([GROWING, BOUNDED], 512, 2**20))
-    for part in (
-        "640 tokens to a prompt of 512",
-        "192.00",
-        "96.00",
-        "160.0",
-        "320.0",
-        "192.0 MiB",
-        "█ bounded",
-    ):
+def test_the_table_shows_what_an_answer_holds():
+    text = rendered(growth_table([GROWING, BOUNDED], 512, 2**20))
+    for part in ("640 tokens to a prompt of 512", "192.00", "96.00", "160.0", "320.0"):
         assert part in text
-    assert "not seen" not in text
-    unseen = growth_shown([GROWING, replace(BOUNDED, held=[(0, 0)])], 512, 2**20)
+    unseen = growth_table([GROWING, replace(BOUNDED, held=[(0, 0)])], 512, 2**20)
     assert rendered(unseen).count("not seen") == 2
-    rows = [line.split("│")[1] for line in text.splitlines() if line.count("│") == 1]
-    # Both begin with a third of what is held at most; one stays at half of it.
-    assert [row.count("█") for row in rows] == [0] * 4 + [WIDTH // 2] + [WIDTH] * 3
-    assert rows[0].strip() == "░" and rows[-1].rstrip() == "█" * WIDTH
 
 
 def test_an_answer_is_watched(monkeypatch):

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import attention, common, eviction, kernels, throughput
-from benchmarks.gpu.common import Contender, Times, WrongResult
+from benchmarks.gpu.common import Contender, WrongResult
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.sides import Outcome, Workload
 from tests.interpreting import interpreted
@@ -148,18 +147,6 @@ def test_ragged_heads_hold_as_much_as_uniform_ones(kept):
     assert kept in (1, 100) or (lengths != kept).any(1).all()
 
 
-def test_rows_hold_pages_of_their_own():
-    memory = torch.zeros(100, common.PAGE_ELEMENTS)
-    kept = attention.Kept(memory, attention.ragged_lengths(2, 100, 160, seed=0))
-    rows = kept.rows()
-    used = [
-        page
-        for start, length in zip(rows.starts.flatten().tolist(), rows.lengths.flatten().tolist(), strict=True)
-        for page in rows.arena[start : start - -length // common.PAGE].tolist()
-    ]
-    assert len(set(used)) == len(used) and max(used) < 100
-
-
 @pytest.mark.parametrize("dtype", common.DTYPES)
 def test_attention(card, tmp_path, capsys, dtype):
     arguments = f"--contexts 64 --budgets 1 0.2 --batches 2 --dtype {dtype}"
@@ -261,36 +248,6 @@ def test_both_engines_get_the_same_memory(tmp_path):
     assert (config["num_hidden_layers"], config["head_dim"], config["model_type"]) == (16, 64, "llama")
 
 
-@pytest.mark.parametrize("name", ["attention", "kernels", "eviction", "throughput"])
-def test_results_of_another_dtype_have_files_of_their_own(name, card, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    module = importlib.import_module(f"benchmarks.gpu.{name}")
-    for options, file in (([], name), (["--dtype", "float16"], f"{name}-float16")):
-        arguments = module.parse_arguments(options)
-        assert common.write(name, arguments, {}) == tmp_path / "gpu" / f"{file}.json"
-    with pytest.raises(SystemExit):
-        module.parse_arguments(["--dtype", "float32"])
-    assert "--dtype" in capsys.readouterr().err
-
-
-def test_graphs_and_kernels_are_the_default():
-    arguments = throughput.parse_arguments(["--loads", "decode-heavy", "--requests", "5"])
-    stock, ours = throughput.settings(arguments).values()
-    assert not stock["enforce_eager"] and ours["kv_eviction_config"] == {"kernels": True}
-    assert stock["kv_cache_memory_bytes"] == (6 * 8704 + 16) * 131072 and stock["max_model_len"] == 3072
-    assert throughput.loads(arguments) == [Workload(5, 2048, 1024)]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["--pool-tokens 100", "--memory-share 1.5", "--requests 0", "--budget 1.5", "--kernels maybe"],
-)
-def test_bad_arguments_name_the_flag(arguments, capsys):
-    with pytest.raises(SystemExit):
-        throughput.parse_arguments(arguments.split())
-    assert re.search(arguments.split()[0], capsys.readouterr().err)
-
-
 def test_sides_serve_in_turns(monkeypatch):
     turns: list[tuple[str, int]] = []
 
@@ -310,13 +267,6 @@ def test_sides_serve_in_turns(monkeypatch):
     arguments = throughput.parse_arguments(["--loads", "decode-heavy"])
     table = throughput.show(arguments, {"decode-heavy": rounds})
     assert table.row_count == 2 and "8b Llama" in str(table.title)
-
-
-def test_late_launches_are_mentioned(capsys):
-    common.note_late(common.console(), [Times([1.0, 2.0], 0)])
-    assert not capsys.readouterr().out
-    common.note_late(common.console(), [Times([1.0, 2.0], 1), Times([1.0], 0)])
-    assert "late in 1 of 3" in capsys.readouterr().out
 
 
 def test_the_timer_counts_the_work_alone(monkeypatch):
@@ -345,8 +295,3 @@ def test_the_timer_counts_the_work_alone(monkeypatch):
     timer = common.Timer()
     assert timer(lambda: order.append("work"), 2.0) == 1.5 and not timer.was_late
     assert order == ["sleep 4000000", "event", "work", "event", "wait"]
-
-
-def test_without_flash_attention_there_is_one_line():
-    with pytest.raises(SystemExit, match="needs FlashAttention from a CUDA build of vLLM"):
-        common.FlashAttention(torch.bfloat16)

@@ -19,14 +19,13 @@ from benchmarks.kvpress.__main__ import (
     make_turns,
     ours,
     parse_arguments,
-    ratio,
     ratios,
     run_rounds,
     runs_table,
     targets,
 )
 from benchmarks.kvpress.check import check, describe, require_same
-from benchmarks.kvpress.environment import InstallError, kvpress_python
+from benchmarks.kvpress.environment import kvpress_python
 from benchmarks.kvpress.opponent import Opponent, OpponentError
 from benchmarks.kvpress.runs import Run, faster, from_outcome, run_batches
 
@@ -154,13 +153,6 @@ def test_targets_are_missed_when_the_interval_reaches_below(at_level):
     assert targets([one(60, of(10))], ["snapkv"], "bfloat16") == []
 
 
-def test_no_ratio_where_a_side_answered_nothing():
-    rounds = [{"ours": of(10), "theirs": of(5)}, {"ours": of(10), "theirs": of(0, 1, 0)}]
-    assert ratio(rounds, "ours", "theirs", lambda run: run.tokens_per_second) is None
-    found = ratio(rounds[:1], "ours", "theirs", lambda run: run.tokens_per_second)
-    assert found is not None and found.median == 2.0
-
-
 def test_a_round_has_every_side_and_new_prompts(opponent: Opponent):
     arguments = parse_arguments(["--requests", "2", "--input-len", "400"])
     engines = {policy: FakeSide() for policy in arguments.policies}
@@ -168,13 +160,7 @@ def test_a_round_has_every_side_and_new_prompts(opponent: Opponent):
     names = [turn.side for turn in turns]
     assert names[:2] == [FULL, PLAIN] and len(names) == len(set(names)) == 8
 
-    class Bar:
-        def add_task(self, *args, **options):
-            return 0
-
-        update = advance = add_task
-
-    rounds = run_rounds(turns, Workload(2, 400, 4), 3, Bar())
+    rounds = run_rounds(turns, Workload(2, 400, 4), 3)
     assert len(rounds) == 3 and all(list(one) == names for one in rounds)
     compared = ratios(rounds, arguments.policies)
     pair = f"{ours('snapkv')} / {batched('snapkv')}"
@@ -212,17 +198,14 @@ def test_what_does_not_compute_the_same_is_not_compared(wrong):
         require_same({"no eviction": SAME, "snapkv": kept | wrong})
 
 
-def installer(calls: list, fail: str = ""):
-    """Instead of subprocess.run: notes the commands, and fails at one that holds a word."""
+def installer(calls: list):
+    """Instead of subprocess.run: notes the commands."""
 
     def run(command, **options):
         calls.append(command)
         if "venv" in command:
             Path(command[-1]).mkdir(parents=True, exist_ok=True)
-        failed = bool(fail) and fail in command
-        if failed and hasattr(options.get("stdout"), "write"):
-            options["stdout"].write("first line\nno such version\n")
-        return subprocess.CompletedProcess(command, int(failed))
+        return subprocess.CompletedProcess(command, 0)
 
     return run
 
@@ -238,10 +221,3 @@ def test_environment_is_built_once(tmp_path, monkeypatch):
     (folder / ".installed").write_text("kvpress==0.5.4")
     kvpress_python(Console(quiet=True), folder)
     assert len(calls) == 8
-
-
-def test_failed_installation_shows_the_end_of_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment.subprocess, "run", installer([], fail="kvpress==0.5.5"))
-    with pytest.raises(InstallError, match="no such version"):
-        kvpress_python(Console(quiet=True), tmp_path / "venv")
-    assert not (tmp_path / "venv" / ".installed").exists()

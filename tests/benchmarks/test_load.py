@@ -194,10 +194,6 @@ def test_ranks_are_bound_where_a_core_is_left(monkeypatch, cores, threads, ranks
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == (bound, str(threads))
 
 
-def test_vllm_places_threads_itself_where_none_are_asked_for():
-    assert not {"VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(cpu_environment(None, 1))
-
-
 def test_servers_keep_idle_connections_longer_than_the_client():
     (kept,) = re.findall(r"keepalive_timeout=(\d+)", inspect.getsource(client))
     assert int(cpu_environment(1, 1)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > int(kept)
@@ -219,11 +215,3 @@ def test_sigterm_lets_servers_be_ended(capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended and "interrupted" in capsys.readouterr().err
-
-
-def test_a_failing_server_is_one_message(capsys):
-    async def work() -> None:
-        raise ServerError("vllm serve ended")
-
-    assert run_benchmark(work()) == 1
-    assert capsys.readouterr().err == "failed: vllm serve ended\n"

@@ -61,14 +61,6 @@ def test_nothing_is_limited_otherwise():
         assert library in {"_C.abi3.so", "_C_AVX512.abi3.so"}
 
 
-@pytest.mark.parametrize(
-    ("level", "wanted"),
-    [("avx512", True), ("avx2", True), ("avx", False), ("", False), (None, False)],
-)
-def test_some_levels_can_be_asked_for(level, wanted):
-    assert lower_level.limited({} if level is None else {ASK: level}) == wanted
-
-
 def test_the_path_of_others_stays():
     environment = {"PYTHONPATH": "/a:/b", ASK: "avx2"}
     lower_level.limit(environment)

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks import real_model
-from benchmarks.harness.quality_folders import cost, locked, pack, row, unpack
+from benchmarks.harness.quality_folders import cost, pack, row, unpack
 from benchmarks.harness.server import ServerError
 from benchmarks.real_model import parse_arguments
 from tests.quality.fake_openai import MODEL
 from tests.quality.test_fidelity import FakeScorer
 from vllm_kvevict.quality.__main__ import main as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Fidelity
-from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, read
+from vllm_kvevict.quality.results import RESULTS, Column, Result, read
 from vllm_kvevict.quality.scores import Scores
 
 
@@ -99,25 +99,6 @@ def test_the_seed_of_tuning_is_another_and_its_results_are_kept_apart():
     assert tuning.output.is_relative_to(real_model.SCRATCH)
     assert published.policies[:2] == ["full", "streaming-llm"] and "take" not in published.policies
     assert parse_arguments(["--seed", "5"]).seed == 5
-
-
-def test_what_a_killed_run_left_is_newer(tmp_path):
-    (tmp_path / RESULTS).write_text("old\n")
-    pack(tmp_path)
-    assert not (tmp_path / RESULTS).exists()
-    (tmp_path / RESULTS).write_text("new\n")
-    unpack(tmp_path)
-    assert (tmp_path / RESULTS).read_text() == "new\n"
-    pack(tmp_path)
-    unpack(tmp_path)
-    assert (tmp_path / RESULTS).read_text() == "new\n"
-
-
-def test_two_runs_cannot_share_a_folder(tmp_path):
-    with locked(tmp_path), pytest.raises(ResultsError, match="another run"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass
 
 
 def measured(index: int, column: Column, seconds: float) -> Fidelity:

@@ -4,14 +4,14 @@ import asyncio
 import io
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from rich.console import Console
 
-from benchmarks.harness import conversations, soaking, traffic
+from benchmarks.harness import soaking, traffic
 from benchmarks.harness.conversations import GOES_ON, WEIGHTS, Turn
 from benchmarks.harness.random_soak import BURST, LONGEST_PROMPT, MAX_LEN, RandomSoak
 from benchmarks.harness.samples import Sample, baseline, growth
@@ -49,10 +49,6 @@ def asks(count: int, seed: int = 0) -> list[Ask]:
 # Requests.
 
 
-def test_the_same_seed_makes_the_same_requests():
-    assert asks(50) == asks(50) != asks(50, seed=1)
-
-
 def test_all_kinds_come():
     kinds = {ask.kind for ask in asks(4000)}
     answers = {
@@ -82,18 +78,6 @@ def test_valid_requests_are_valid():
         assert 1 <= body.get("vllm_xargs", {}).get("kv_prefix_len", 1) <= words
         assert ask.choices == body.get("n", 1) and ask.tokens == ask.choices * body["max_tokens"]
         assert ask.stream == body.get("stream", False)
-
-
-def test_documents_are_asked_again_by_users_with_and_without_a_salt():
-    times = Counter()
-    for ask in asks(2000):
-        body = json.loads(ask.content) if is_alone(ask) else {}
-        if words := body.get("vllm_xargs", {}).get("kv_prefix_len"):
-            text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-            times[body.get("cache_salt"), " ".join(text.split()[:words])] += 1
-    again = {key: count for key, count in times.items() if count > 10}
-    assert {salt for salt, _ in again} == set(conversations.SALTS)
-    assert len({document for _, document in again}) >= traffic.DOCUMENTS
 
 
 def test_malformed_requests_say_what_their_refusal_must_name():

@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import throughput
 from benchmarks.harness import bench, scenarios
 from benchmarks.harness.baseline import Baseline
-from benchmarks.harness.bench import Bench, as_record
+from benchmarks.harness.bench import Bench
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.scenarios import (
@@ -33,7 +33,7 @@ from benchmarks.harness.scenarios import (
 )
 from benchmarks.latency import BASE, AtRate, latency_table, panels, run_rates
 from benchmarks.latency import targets as latency_targets
-from benchmarks.throughput import SWEEP_BASE, parse_arguments, show
+from benchmarks.throughput import parse_arguments, show
 from tests.benchmarks.runs import ours, run_of
 
 QUIET = Console(file=io.StringIO())
@@ -124,19 +124,6 @@ def test_options_change_the_scenario():
     assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
 
 
-def test_a_sweep_varies_one_thing():
-    _, pools = parse_arguments(["--sweep", "pool", "--requests", "5", "--dtype", "bfloat16"])
-    assert [scenario.pool for scenario in pools.values()] == [2, 3, 4, 6, 9, 12]
-    assert {replace(one, pool=3) for one in pools.values()} == {replace(SWEEP_BASE, requests=5)}
-    _, budgets = parse_arguments(["--sweep", "budget", "--values", "0.3", "64"])
-    assert [scenario.budgets for scenario in budgets.values()] == [(0.3,), (64.0,)]
-    _, parallel = parse_arguments(["--sweep", "parallel"])
-    assert [(one.tensor, one.pipeline) for one in parallel.values()] == [(1, 1), (2, 1), (1, 2), (2, 2)]
-    _, loads = parse_arguments(["--sweep", "load"])
-    sizes = {(one.input_len, one.output_len, one.pool) for one in loads.values()}
-    assert len(loads) == len(sizes) == 18 and (8192, 32, 12) in sizes
-
-
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
     scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32")
@@ -179,14 +166,6 @@ def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
     assert show(QUIET, "overhead", scenario, rounds)["targets"] == []
     other = replace(SCENARIOS["pool-bound"], dtype="float32")
     assert len(show(QUIET, "pool-bound", other, rounds_of(other))["targets"]) == 3
-
-
-def test_the_record_holds_the_raw_runs():
-    scenario = SCENARIOS["pool-bound"]
-    content = as_record(scenario, rounds_of(scenario))
-    assert len(content["rounds"]) == 3 and content["rounds"][0]["stock"]["wall"] == 2.0
-    assert content["ratios"]["budget 0.2"][SPEED] == {"median": 2.0, "low": 2.0, "high": 2.0}
-    assert content["scenario"]["kv_bytes"] == scenario.kv_bytes()
 
 
 def test_records_of_other_kinds_have_files_of_their_own_and_a_sweep_that_is_stopped_keeps_its_values(
