@@ -135,7 +135,7 @@ def loads_section(found: Sequence[Cell]) -> list[str]:
     if not found:
         return []
     header = ("measured", "load", "side", "tokens/s", "stock's", SPEED)
-    about = "Bold: eviction does not clearly pay; memory may be saved nevertheless."
+    about = "Bold: eviction does not clearly pay."
     return ["## Loads", "", about, "", *table(header, [cell.row() for cell in found], 3)]
 
 
@@ -166,7 +166,7 @@ def kvpress_section(records: Records) -> list[str]:
 
 def sources(records: Records) -> list[str]:
     """Where each file comes from."""
-    about = "What follows `python -m`, the day, the processor, and how many targets were met."
+    about = "Commands follow `python -m`."
     lines = ["## Where the figures come from", "", about, ""]
     for name, content in records.items():
         judged = [target["met"] for target in targets(content["results"])]

@@ -35,11 +35,7 @@ from benchmarks.harness.server import run_benchmark
 from benchmarks.harness.tables import typical
 from vllm_kvevict.policies.registry import decoding_policies
 
-SCENARIOS: dict[str, Scenario] = {
-    **scenarios.SCENARIOS,
-    **reasoning.SCENARIOS,
-    **speculation.SCENARIOS,
-}
+SCENARIOS: dict[str, Scenario] = {**scenarios.SCENARIOS, **reasoning.SCENARIOS, **speculation.SCENARIOS}
 FIELDS = {
     **LOAD,
     "decode_budget": (whole, "reasoning: entries of an answer that each KV head keeps on average"),

@@ -32,8 +32,7 @@ from benchmarks.gpu.common import (
     Timer,
     Times,
 )
-from benchmarks.harness.measure import Estimate, paired_ratio
-from benchmarks.harness.measure import shown as plain
+from benchmarks.harness.measure import Estimate, paired_ratio, shown
 from benchmarks.harness.options import add, budget, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -303,12 +302,12 @@ def show(cells: Sequence[Cell], bandwidth: float) -> Table:
     columns = ["budget", "FA all us", "FA per head us", "x FA all", "ours us", "GB/s", "of floor"]
     columns += ["x FA all [95 %]", "ragged: FA", "ours, over uniform"]
     title = f"decode attention of one layer; copies move {bandwidth / 1e9:,.0f} GB/s"
-    shown = table(title, ["context x batch"], columns)
+    rows = table(title, ["context x batch"], columns)
     for cell in cells:
         us = {name: f"{times.us.median:.1f}" for name, times in cell.times.items()}
         speed = cell.bytes_per_second(OURS)
         theirs, ours = cell.ragged_over_uniform(PER_HEAD), cell.ragged_over_uniform(OURS)
-        shown.add_row(
+        rows.add_row(
             cell.name,
             f"{cell.budget:g}",
             us[FULL],
@@ -317,11 +316,11 @@ def show(cells: Sequence[Cell], bandwidth: float) -> Table:
             us[OURS],
             f"{speed / 1e9:,.0f}",
             f"{speed / bandwidth:.0%}",
-            plain(cell.over_full(OURS)),
+            shown(cell.over_full(OURS)),
             f"{theirs.median:.3g}" if theirs else "-",
-            plain(ours) if ours else "-",
+            shown(ours) if ours else "-",
         )
-    return shown
+    return rows
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -35,8 +35,7 @@ from benchmarks.gpu.common import (
     Times,
     WrongResult,
 )
-from benchmarks.harness.measure import Estimate, estimate
-from benchmarks.harness.measure import shown as plain
+from benchmarks.harness.measure import Estimate, estimate, shown
 from benchmarks.harness.options import add, budget, policy_name, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -317,22 +316,22 @@ def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> T
         "of prefill [95 %]",
     )
     title = f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers"
-    shown = table(title, ["tokens", "policy"], columns)
+    rows = table(title, ["tokens", "policy"], columns)
     for length in lengths:
         attention, prefill = length.seconds("attention"), length.seconds("attention", *MATRICES)
         for policy in policies:
             times, share = length.times, length.share(policy, prefill)
-            shown.add_row(
+            rows.add_row(
                 str(length.tokens),
                 policy,
-                plain(estimate(times[policy].ms)),
+                shown(estimate(times[policy].ms)),
                 f"{estimate(times[deciding(policy)].ms).median:.3g}",
                 f"{1e3 * estimate(attention).median:.4g}",
                 f"{1e3 * estimate(prefill).median:.4g}",
                 f"{length.share(policy, attention).median:.2%}",
                 f"{share.median:.2%} [{share.low:.2%}, {share.high:.2%}]",
             )
-    return shown
+    return rows
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -29,8 +29,7 @@ from benchmarks.gpu.common import (
     Contender,
     Times,
 )
-from benchmarks.harness.measure import Estimate, estimate
-from benchmarks.harness.measure import shown as plain
+from benchmarks.harness.measure import Estimate, estimate, shown
 from benchmarks.harness.options import add, whole
 from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.tables import table
@@ -247,12 +246,7 @@ def show(
             targets.append(target)
         moved = f"{one.moved / 1e6:,.1f}"
         rows.add_row(
-            name,
-            plain(times[name].us),
-            moved,
-            f"{1e6 * one.moved / bandwidth:.3g}",
-            plain(ratio),
-            verdict,
+            name, shown(times[name].us), moved, f"{1e6 * one.moved / bandwidth:.3g}", shown(ratio), verdict
         )
     return rows, targets
 

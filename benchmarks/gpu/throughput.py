@@ -16,8 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.gpu import common
-from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.measure import shown as plain
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio, shown
 from benchmarks.harness.options import add, budget, policy_name, positive, whole
 from benchmarks.harness.sides import LOGS, Outcome, Side, Workload, running
 from benchmarks.harness.tables import table
@@ -148,21 +147,21 @@ def show(arguments: argparse.Namespace, results: dict[str, Rounds]) -> Table:
     pool = f"KV memory for {arguments.pool_tokens:,} tokens"
     what = f"{arguments.dtype}, {arguments.policy} {arguments.budget:g}, kernels {arguments.kernels}, {mode}"
     columns = ("tokens/s", "decoding s", "prefill s", "at once", "preempted", "ratio")
-    shown = table(f"{arguments.model_size} Llama, {pool}; {what}", ["load", "side"], columns)
+    rows = table(f"{arguments.model_size} Llama, {pool}; {what}", ["load", "side"], columns)
     for load, (name, rounds) in zip(loads(arguments), results.items(), strict=True):
         for side in (STOCK, OURS):
             runs = [one[side] for one in rounds]
-            shown.add_row(
+            rows.add_row(
                 f"{name}: {load.requests} x ({load.input_len}, {load.output_len})" if side == STOCK else "",
                 side.removeprefix("gpu "),
-                plain(estimate([speed(run) for run in runs])),
+                shown(estimate([speed(run) for run in runs])),
                 f"{estimate([run.decode_seconds for run in runs]).median:.2f}",
                 f"{estimate([run.prefill_seconds for run in runs]).median:.2f}",
                 f"{max(run.peak_running for run in runs)}",
                 f"{max(run.preemptions for run in runs)}",
-                plain(ratio(rounds)) if side == OURS else "",
+                shown(ratio(rounds)) if side == OURS else "",
             )
-    return shown
+    return rows
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

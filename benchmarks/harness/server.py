@@ -25,9 +25,7 @@ LOGGING: dict[str, Any] = {
     "disable_existing_loggers": False,
     "formatters": {"plain": {"format": "%(levelname)s %(asctime)s %(name)s: %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain"}},
-    "loggers": {
-        "vllm": {"handlers": ["out"], "level": "INFO", "propagate": False},
-    },
+    "loggers": {"vllm": {"handlers": ["out"], "level": "INFO", "propagate": False}},
 }
 
 

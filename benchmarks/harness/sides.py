@@ -185,10 +185,7 @@ def _environment(threads: int) -> Iterator[None]:
 def preloads() -> str:
     """Libraries that vLLM preloads into its workers, as ``LD_PRELOAD`` lists them."""
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))  # type: ignore
-    found = [
-        *(torch / "lib").glob("libgomp*.so*"),
-        *(torch.parent / "torch.libs").glob("libgomp*.so*"),
-    ][:1]
+    found = [*(torch / "lib").glob("libgomp*.so*"), *(torch.parent / "torch.libs").glob("libgomp*.so*")][:1]
     found += [*(vllm / "libs").glob("libtcmalloc*.so*")][:1]
     return ":".join(str(path) for path in found)
 

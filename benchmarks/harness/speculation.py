@@ -150,5 +150,5 @@ def copying_model(max_len: int) -> Path:
 SCENARIOS = {
     "speculation-copy": Copying(
         "answers go on as the prompt does", *(4, 2048, 384), pool=4, budgets=(1.0, 0.2), rounds=5
-    ),
+    )
 }

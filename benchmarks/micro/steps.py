@@ -24,17 +24,7 @@ from benchmarks.harness.options import positive, whole
 from benchmarks.harness.tables import table
 from benchmarks.micro import floors, managers
 from benchmarks.micro.floors import Machine, Operation, Work, nbytes
-from benchmarks.micro.holding import (
-    GROUP,
-    HEAD_DIM,
-    KERNEL,
-    KV_HEADS,
-    LAYERS,
-    OP,
-    PAGE,
-    QUERY_HEADS,
-    Holding,
-)
+from benchmarks.micro.holding import GROUP, HEAD_DIM, KERNEL, KV_HEADS, LAYERS, OP, PAGE, QUERY_HEADS, Holding
 from benchmarks.micro.loop import Found
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Call, lay_out

@@ -161,10 +161,7 @@ SOFT, HARD = (f"/reset_prefix_cache?reset_running_requests={hard}" for hard in (
 @pytest.mark.parametrize(
     "update, expected",
     [
-        (
-            Update("wait", clears=True),
-            ["/pause?mode=wait&clear_cache=true", "/collective_rpc", "/resume"],
-        ),
+        (Update("wait", clears=True), ["/pause?mode=wait&clear_cache=true", "/collective_rpc", "/resume"]),
         (
             Update("keep", reset="hard"),
             ["/pause?mode=keep&clear_cache=false", "/collective_rpc", HARD, "/resume"],

@@ -139,7 +139,6 @@ TABLE: dict[str, dict[str, Run | None]] = {
         "vllm serve MODEL --kv-eviction full$": PARSED,
         "lm_eval run": PARSED,  # tests/engine/served/test_lm_eval.py runs it
         "vllm-kvevict quality checkpoint": PARSED,
-        "python -m benchmarks.real_model --dry-run": PARSED,
         "python -m benchmarks.real_model --policies": PARSED,
         "vllm serve benchmarks/quality/needle": PARSED,
         "vllm-kvevict quality run --url * --output out --min-prompt": Run(
