@@ -104,14 +104,12 @@ async def lead(
 async def ask_last(
     client: httpx.AsyncClient, server: Server, scenario: Scenario, seed: int, by_turns: bool = False
 ) -> list[Answer]:
-    """Ask the last questions of all chats, of which nothing was sent before; the answers."""
+    """Ask the last questions of all chats at once, of which nothing was sent before; the answers."""
     ends = scenario.ends(scenario.turns - 1) if by_turns else []
     fields = {"kv_turns": ends} if ends else None
     histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
     asked = [ask(client, server, prompt, None, scenario.answer_len, fields) for prompt in histories]
-    if scenario.at_once:
-        return list(await asyncio.gather(*asked))
-    return [await one for one in asked]
+    return list(await asyncio.gather(*asked))
 
 
 async def watch(server: Server) -> int:
@@ -130,7 +128,7 @@ async def drive(server: Server, scenario: Scenario, side: str, number: int) -> R
     before = await server.snapshot()
     # To read the metrics takes some of the machine: only where it is asked how many run.
     watching = asyncio.create_task(watch(server)) if scenario.at_once else None
-    send = lead if scenario.is_led else ask_last
+    send = ask_last if scenario.at_once else lead
     async with http_client(server) as client:
         (await client.post("/reset_prefix_cache")).raise_for_status()
         started = time.perf_counter()
@@ -172,8 +170,6 @@ def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Targ
 
     if name == "agents":
         return agents_figures(scenario, rounds)
-    if name in ("agents-shared", "agents-cold"):
-        return []  # reported only
     if name == "crowd":
         return [Target("chats at once, over stock", ratio(lambda run: run.most_running, EVICTING), 2.0)]
 

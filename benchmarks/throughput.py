@@ -7,7 +7,7 @@ turns; while one is measured, the others are paused. Threads are where vLLM plac
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,51 +43,30 @@ FIELDS = {
     "every": (whole, "speculation: tokens between two mistakes in a prompt, on average"),
 }
 SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3, rounds=3)
-SWEEPS: dict[str, tuple[str, ...]] = {
-    "pool": ("2", "3", "4", "6", "9", "12"),
-    "budget": ("0.05", "0.1", "0.2", "0.4", "0.7", "1.0"),
-    "context": ("256", "512", "1024", "2048", "4096"),
-    "parallel": ("1x1", "2x1", "1x2", "2x2"),
-    "load": tuple(
-        f"{prompt}x{answer}@{pool}"
-        for pool in (3, 12)
-        for prompt in (512, 2048, 8192)
-        for answer in (32, 256, 1024)
-    ),
-}
-"""What can be varied, and its values: full requests in the KV memory, budgets, prompt tokens, TPxPP; or prompt tokens x
-answer tokens @ full requests in the KV memory."""
-SWEPT = {
-    "pool": ("pool",),
-    "budget": ("budgets",),
-    "context": ("input_len",),
-    "load": ("input_len", "output_len", "pool"),
-}
-"""The scenario's fields that a sweep sets, which no option may set then."""
 
 
-def vary(base: Scenario, what: str, value: str) -> Scenario:
-    """The scenario of one value of a sweep.
+def ranks(value: str) -> dict[str, int]:
+    """Tensor and pipeline ranks of TPxPP.
 
     Raises:
-        ValueError: for a value that does not exist or that the model does not allow.
+        ValueError: for a value that is something else, or that the model does not allow.
     """
-    if what == "pool":
-        return replace(base, pool=whole(value))
-    if what == "budget":
-        return replace(base, budgets=(budget(value),))
-    if what == "context":
-        return replace(base, input_len=whole(value))
-    if what == "load":
-        if not (sizes := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@([1-9]\d*)", value)):
-            raise ValueError("expected PROMPTxANSWER@POOL, such as 2048x256@3")
-        return replace(base, input_len=int(sizes[1]), output_len=int(sizes[2]), pool=int(sizes[3]))
-    if not (ranks := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)):
+    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)):
         raise ValueError("expected TPxPP, such as 2x1")
-    tensor, pipeline = int(ranks[1]), int(ranks[2])
+    tensor, pipeline = int(found[1]), int(found[2])
     if KV_HEADS % tensor or LAYERS % pipeline:
         raise ValueError(f"the model has {KV_HEADS} KV heads and {LAYERS} layers to divide")
-    return replace(base, tensor=tensor, pipeline=pipeline)
+    return {"tensor": tensor, "pipeline": pipeline}
+
+
+SWEEPS: dict[str, tuple[tuple[str, ...], Callable[[str], dict[str, Any]]]] = {
+    "pool": (("2", "3", "4", "6", "9", "12"), lambda value: {"pool": whole(value)}),
+    "budget": (("0.05", "0.1", "0.2", "0.4", "0.7", "1.0"), lambda value: {"budgets": (budget(value),)}),
+    "context": (("256", "512", "1024", "2048", "4096"), lambda value: {"input_len": whole(value)}),
+    "parallel": (("1x1", "2x1", "1x2", "2x2"), ranks),
+}
+"""What can be varied: full requests in the KV memory, budgets, prompt tokens, TPxPP. Each with its
+values, and the fields of a scenario that a value sets."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -142,13 +121,14 @@ def swept(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dic
         parser.error("--baseline belongs to a scenario, not to --sweep")
     if arguments.scenario:
         parser.error("--sweep has a load of its own: leave the scenario out")
-    if any(getattr(arguments, field) is not None for field in SWEPT.get(what, ())):
+    values, fields_of = SWEEPS[what]
+    if any(getattr(arguments, field, None) is not None for field in fields_of(values[0])):
         parser.error(f"--sweep {what} sets that itself: give --values")
     base = with_budgets(arguments, changed(parser, arguments, SWEEP_BASE, FIELDS))
     found = {}
-    for value in arguments.values or SWEEPS[what]:
+    for value in arguments.values or values:
         try:
-            found[value] = vary(base, what, value)
+            found[value] = replace(base, **fields_of(value))
         except (ValueError, argparse.ArgumentTypeError) as error:
             parser.error(f"--values {value}: {error}")
         require_room(parser, found[value])

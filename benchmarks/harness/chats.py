@@ -1,7 +1,7 @@
 """The chats of the chat benchmark: who says how much in which order, in how much memory, and which sides serve them."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
@@ -22,12 +22,10 @@ class Scenario:
         turns: of each.
         turn_len, answer_len: tokens of the user's words and of the answer in each turn.
         system_len: tokens of each chat's system text and tools.
-        is_shared: whether these are the same in all chats.
         in_turns: whether all chats have their first turn before any has its second.
         pool: how many whole chats the KV memory holds.
         at_once: whether all chats ask their last question together, with all that was said before it; else they are led
             from the first turn on, one after the other.
-        is_cold: as at once, but one after the other.
         budget: share of a prompt that is kept where it is evicted.
         sides: that run.
         rounds: how often every side runs.
@@ -41,10 +39,8 @@ class Scenario:
     answer_len: int
     pool: int
     system_len: int = 0
-    is_shared: bool = False
     in_turns: bool = False
     at_once: bool = False
-    is_cold: bool = False
     budget: float = 0.2
     sides: tuple[str, ...] = SIDES
     rounds: int = 3
@@ -69,11 +65,6 @@ class Scenario:
         """KV memory of all chats, whole."""
         return self.chats * self.max_len * token_bytes(self.dtype)
 
-    @property
-    def is_led(self) -> bool:
-        """Whether chats are led from their first turn on."""
-        return not (self.at_once or self.is_cold)
-
     def order(self) -> list[tuple[int, int]]:
         """Who speaks when, where chats are led: chat and turn."""
         chats, turns = range(self.chats), range(self.turns)
@@ -86,9 +77,6 @@ class Scenario:
         choose = random.Random(f"{seed} {chat}")
         lengths = [self.system_len + self.turn_len, *[self.turn_len] * (self.turns - 1)]
         said = [choose.choices(range(FIRST_WORD, VOCAB), k=length) for length in lengths]
-        if self.is_shared:
-            choose = random.Random(f"{seed} system")
-            said[0][: self.system_len] = choose.choices(range(FIRST_WORD, VOCAB), k=self.system_len)
         return said
 
     def prompt_len(self, turn: int) -> int:
@@ -103,10 +91,9 @@ class Scenario:
     @property
     def known_len(self) -> int:
         """Tokens of all prompts that were sent or received before."""
-        if not self.is_led:
+        if self.at_once:
             return 0
-        known = self.chats * sum(self.prompt_len(turn) - self.turn_len for turn in range(1, self.turns))
-        return known + (self.chats - 1) * self.system_len * self.is_shared
+        return self.chats * sum(self.prompt_len(turn) - self.turn_len for turn in range(1, self.turns))
 
     def history(self, seed: int, chat: int) -> list[int]:
         """A chat up to its last question, with random words for answers."""
@@ -147,17 +134,3 @@ SCENARIOS = {
         sides=(STOCK, EVICTING, CHEAP, REPEATING),
     ),
 }
-SCENARIOS["agents-shared"] = replace(
-    SCENARIOS["agents"],
-    about="the same with one system text for all chats",
-    is_shared=True,
-    sides=(STOCK, CHEAP, REPEATING),
-)
-SCENARIOS["agents-cold"] = replace(
-    SCENARIOS["agents"],
-    about="the last question of four such chats, of which nothing is found",
-    chats=4,
-    in_turns=False,
-    is_cold=True,
-    sides=(STOCK, CHEAP, REPEATING),
-)

@@ -36,7 +36,6 @@ class Load:
         input_len, output_len: tokens of each prompt and answer.
         spread: lengths are uniform within this share of input_len and output_len around them.
         rate: requests per second, a Poisson process; None: all at once.
-        concurrency: the client keeps at most so many in flight; None: all that have arrived.
         seed: of tokens, lengths and arrivals.
     """
 
@@ -45,7 +44,6 @@ class Load:
     output_len: int
     spread: float = 0.0
     rate: float | None = None
-    concurrency: int | None = None
     seed: int = 0
 
     def prompts(self) -> list[tuple[list[int], int]]:
@@ -219,7 +217,7 @@ async def _send(server: Server, load: Load, prompts: Sequence[tuple[list[int], i
             selected_percentiles=list(PERCENTILES),
             ignore_eos=True,
             goodput_config_dict={},
-            max_concurrency=load.concurrency,
+            max_concurrency=None,
             lora_modules=None,
             extra_headers=None,
             extra_body={"temperature": 0},

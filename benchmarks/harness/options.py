@@ -121,7 +121,6 @@ LOAD: Fields = {
     "output_len": (whole, "tokens of each answer"),
     "spread": (share, "lengths vary uniformly by up to this share"),
     "rate": (positive, "requests per second, Poisson"),
-    "concurrency": (whole, "most requests that the client has in flight"),
     "pool": (whole, "requests that the KV memory holds without eviction"),
     "rounds": (whole, "runs of each side"),
 }

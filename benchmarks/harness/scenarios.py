@@ -44,7 +44,7 @@ class Scenario:
 
     Attributes:
         about: shown in help and results.
-        requests, input_len, output_len, spread, rate, concurrency: see Load.
+        requests, input_len, output_len, spread, rate: see Load.
         pool: how many full requests (prompt and output) the KV memory holds.
         policy: of the sides with eviction.
         budgets: one side with eviction for each.
@@ -65,7 +65,6 @@ class Scenario:
     rounds: int = 7
     spread: float = 0.0
     rate: float | None = None
-    concurrency: int | None = None
     phases: bool = False
     tensor: int = 1
     pipeline: int = 1
@@ -124,7 +123,7 @@ class Scenario:
 
     def load(self, input_len: int, output_len: int, seed: int) -> Load:
         """The requests of one run."""
-        return Load(self.requests, input_len, output_len, self.spread, self.rate, self.concurrency, seed)
+        return Load(self.requests, input_len, output_len, self.spread, self.rate, seed)
 
     def turns(self, number: int = 0) -> list[Turn]:
         """The runs of a round, in order."""

@@ -88,7 +88,7 @@ throughput overhead --values 3: --values belong to --sweep
 throughput overhead --sweep pool: --sweep has a load of its own
 throughput --sweep pool --pool 3: --sweep pool sets that itself
 throughput --sweep parallel --values 3x1: --values 3x1:
-throughput --sweep load --values 2x3: --values 2x3: expected PROMPTxANSWER@POOL
+throughput --sweep context --values -5x: --values
 throughput overhead --baseline .: --baseline: there is no bin/python
 soak --without-reset: --without-reset needs --updates
 soak --updates --model x: --model: --updates and --hostile make
