@@ -21,8 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.documents import Answer, http_client, waits_table
 from benchmarks.harness.documents import ask as ask_about
-from benchmarks.harness.growing import Growth, growth_table, watch
-from benchmarks.harness.kept import comparison_table, kept_table
+from benchmarks.harness.kept import Growth, comparison_table, growth_table, kept_table
 from benchmarks.harness.load import Load, Run, drive, page_bytes
 from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
 from benchmarks.harness.server import Server, Snapshot, alone, cpu_environment, run_benchmark
@@ -49,7 +48,6 @@ REAL_KV_BYTES, REAL_LENGTH = 2**28, 2048
 """Of the server that answers questions on real text."""
 QUESTION_BEFORE_ANSWER, LONGEST_ANSWER = 512, 4608
 """Tokens of the prompt of the long answer; the model has positions for both."""
-POLL_SECONDS = 0.2
 ROUNDS = 2
 """Of each side."""
 
@@ -209,26 +207,28 @@ async def ask_about_one_document(server: Server, arguments: argparse.Namespace) 
         ]
 
 
-async def write_long_answer(arguments: argparse.Namespace) -> list[Growth]:
+async def write_long_answer(arguments: argparse.Namespace) -> dict[str, Growth]:
     """Start a server that can evict answers, let it keep one whole and evict one, end it."""
     budget, length = decode_budget(arguments.answer), QUESTION_BEFORE_ANSWER + arguments.answer
     memory = pool_bytes(length, 1, arguments.dtype)
     flags = ["--max-model-len", str(length), "--block-size", str(BLOCK), "--dtype", arguments.dtype]
     flags += ["--kv-cache-memory-bytes", str(memory), "--no-enable-prefix-caching"]
     flags += ["--kv-eviction", arguments.policy, "--kv-budget", "1", "--kv-decode-budget", str(budget)]
-    choose = random.Random(2)
-    prompt = choose.choices(range(FIRST_WORD, len(vocabulary())), k=QUESTION_BEFORE_ANSWER)
-    found: list[Growth] = []
+    found: dict[str, Growth] = {}
     with progress() as bar:
         task = bar.add_task("a long answer: starting the server", total=None, state="")
         async with make_server(NEEDLE, SCRATCH / "answer.log", flags, arguments) as server:
             for name, kept in (("kept whole", 0), (f"--kv-decode-budget {budget}", budget)):
-                total = len(found) * arguments.answer
-                bar.update(
-                    task, total=2 * arguments.answer, completed=total, description=f"a long answer: {name}"
-                )
-                seen = functools.partial(_advance, bar, task)
-                found.append(await watch(name, server, prompt, arguments.answer, kept, POLL_SECONDS, seen))
+                bar.update(task, description=f"a long answer: {name}", total=arguments.answer)
+                before = (await server.snapshot()).output_tokens
+                pages: list[int] = []
+
+                def seen(now: Snapshot, before: int = before, pages: list[int] = pages) -> None:
+                    pages += [now.request_pages] if now.running else []
+                    _advance(bar, task, now, before)
+
+                load = Load(1, QUESTION_BEFORE_ANSWER, arguments.answer, decode_budget=kept)
+                found[name] = Growth(await drive(server, load, memory, arguments.dtype, seen), pages)
         bar.update(task, description="a long answer: done", state="")
     return found
 
@@ -291,7 +291,7 @@ async def show(arguments: argparse.Namespace) -> None:
         console.print(kept_table(first))
     console.print(waits_table(arguments.prompt - QUESTION_TOKENS, waits))
     console.print(answers_table(checkpoint.NAME if real else "the small model", columns, found))
-    console.print(growth_table(growths, QUESTION_BEFORE_ANSWER, page_bytes(arguments.dtype)))
+    console.print(growth_table(growths, page_bytes(arguments.dtype)))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
 

@@ -1,6 +1,7 @@
-"""The demo's tables: what evictions kept, and servers side by side."""
+"""The demo's tables: what evictions kept, servers side by side, and what a long answer held."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from rich.table import Table
@@ -64,4 +65,35 @@ def comparison_table(sides: Mapping[str, Sequence[Run]], pool_bytes: int) -> Tab
     row("preemptions", lambda run: run.preemptions, "{:.0f}", ratio=False)
     row("seconds until all were answered", lambda run: run.wall, "{:.1f}")
     row("output tokens per second", lambda run: run.tokens_per_second, "{:.1f}")
+    return table
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one answer held while it was written.
+
+    Attributes:
+        run: of the answer alone.
+        pages: of prompt and answer, whenever somebody looked; on a busy machine it can end before that.
+    """
+
+    run: Run
+    pages: list[int]
+
+
+def growth_table(found: Mapping[str, Growth], page_bytes: int) -> Table:
+    """Ways of keeping an answer side by side, by name."""
+    runs = [one.run for one in found.values()]
+    of = f"{runs[0].output_tokens:,} tokens to a prompt of {runs[0].input_tokens:,}"
+    table = Table(title=f"One answer of {of}")
+    for column in ("", *found):
+        table.add_column(column, justify="right" if column else "left")
+    for name, pick in (("at most", max), ("near the end", lambda pages: pages[-1])):
+        mib = (
+            f"{pick(one.pages) * page_bytes / 2**20:.2f}" if one.pages else "not seen"
+            for one in found.values()
+        )
+        table.add_row(f"KV held {name}, MiB", *mib)
+    table.add_row("evictions", *(f"{run.answer_evictions:,}" for run in runs))
+    table.add_row("output tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
     return table

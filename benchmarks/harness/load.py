@@ -37,6 +37,7 @@ class Load:
         spread: lengths are uniform within this share of input_len and output_len around them.
         rate: requests per second, a Poisson process; None: all at once.
         seed: of tokens, lengths and arrivals.
+        decode_budget: ``kv_decode_budget`` of each request; None: the server's.
     """
 
     requests: int
@@ -45,6 +46,7 @@ class Load:
     spread: float = 0.0
     rate: float | None = None
     seed: int = 0
+    decode_budget: int | None = None
 
     def prompts(self) -> list[tuple[list[int], int]]:
         """Token ids and output length of every request."""
@@ -195,6 +197,8 @@ async def _send(server: Server, load: Load, prompts: Sequence[tuple[list[int], i
         SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=length)
         for prompt, length in prompts
     ]
+    budget = load.decode_budget
+    fields: dict[str, Any] = {} if budget is None else {"vllm_xargs": {"kv_decode_budget": budget}}
     np.random.seed(load.seed)  # the client draws arrivals from it
     log = server.log.with_suffix(".client.log")
     with log.open("a") as file, contextlib.redirect_stdout(file):
@@ -220,7 +224,7 @@ async def _send(server: Server, load: Load, prompts: Sequence[tuple[list[int], i
             max_concurrency=None,
             lora_modules=None,
             extra_headers=None,
-            extra_body={"temperature": 0},
+            extra_body={"temperature": 0, **fields},
             ready_check_timeout_sec=0,
         )
 

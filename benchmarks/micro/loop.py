@@ -70,9 +70,7 @@ class Cell:
         return {**self.of, "pairs": self.pairs, "wall": asdict(self.ratio(0)), "cpu": asdict(self.ratio(1))}
 
 
-def in_turns(
-    sides: Mapping[str, Callable[[], T]], rounds: int, done: Callable[[], object] = lambda: None
-) -> dict[str, list[T]]:
+def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What the sides return when each is called once a round, every other round from the last to the first.
 
     A first round warms up and does not count.
@@ -83,7 +81,6 @@ def in_turns(
             value = sides[name]()
             if number:
                 found[name].append(value)
-        done()
     return found
 
 

@@ -13,11 +13,9 @@ from rich.console import Console
 
 from benchmarks import demo
 from benchmarks.demo import dtype_note, parse_arguments, pool_bytes
-from benchmarks.harness import growing
 from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
 from benchmarks.harness.documents import Answer, waits_table
-from benchmarks.harness.growing import Growth, growth_table, watch
-from benchmarks.harness.kept import comparison_table, kept_table
+from benchmarks.harness.kept import Growth, comparison_table, growth_table, kept_table
 from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
 from tests.benchmarks.runs import run_of
@@ -179,43 +177,17 @@ def test_waits_of_questions():
         assert part in text
 
 
-GROWING = Growth("kept whole", 4.0, 640, [(0, 0), (1, 64), (320, 128), (640, 192)], 0)
-BOUNDED = Growth("bounded", 2.0, 640, [(1, 64), (320, 96), (640, 96)], 5)
-
-
 def test_the_table_shows_what_an_answer_holds():
-    text = rendered(growth_table([GROWING, BOUNDED], 512, 2**20))
-    for part in ("640 tokens to a prompt of 512", "192.00", "96.00", "160.0", "320.0"):
+    run = replace(run_of(4.0, tokens=640), input_tokens=512)
+    found = {
+        "kept whole": Growth(run, [64, 128, 192]),
+        "bounded": Growth(replace(run, wall=2.0, answer_evictions=5), [64, 96, 80]),
+        "unseen": Growth(run, []),
+    }
+    text = rendered(growth_table(found, 2**20))
+    for part in ("640 tokens to a prompt of 512", "192.00", "96.00", "80.00", "160.0", "320.0", " 5 "):
         assert part in text
-    unseen = growth_table([GROWING, replace(BOUNDED, held=[(0, 0)])], 512, 2**20)
-    assert rendered(unseen).count("not seen") == 2
-
-
-def test_an_answer_is_watched(monkeypatch):
-    """The counters of a server that has answered before."""
-    seen = iter([(90, 0, 0), (91, 20, 1), (95, 24, 1), (100, 26, 1), (100, 0, 0)])
-    asked = []
-
-    class Answering:
-        url = "http://nowhere"
-
-        def check(self):
-            pass
-
-        async def snapshot(self):
-            tokens, pages, running = next(seen, (100, 0, 0))
-            return Snapshot(
-                running, output_tokens=tokens, physical_pages=pages, answer_evictions=tokens // 50
-            )
-
-    async def answer(client, server, prompt, document_len, output_len, fields):
-        asked.append((output_len, fields))
-        await asyncio.sleep(0.1)
-
-    monkeypatch.setattr(growing, "ask", answer)
-    found = asyncio.run(watch("a way", Answering(), [1, 2], 10, 7, 0.02, lambda now: None))
-    assert asked == [(10, {"kv_decode_budget": 7})]
-    assert found.held[:4] == [(0, 0), (1, 20), (5, 24), (10, 26)] and found.evictions == 1
+    assert text.count("not seen") == 2
 
 
 def test_without_the_real_model_the_demo_says_so(monkeypatch, capsys):

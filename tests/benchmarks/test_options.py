@@ -15,6 +15,7 @@ from benchmarks.harness.measure import full_name, record, record_name
 from benchmarks.harness.scenarios import LAYERS, token_bytes
 from benchmarks.micro import loop
 from benchmarks.micro.__main__ import NAMES
+from benchmarks.micro.__main__ import main as micro
 
 FOLDER = measure.RESULTS.parent
 COMMANDS = {"demo", "throughput", "latency", "prefix", "chat", "kvpress", "soak", "report", "real_model"}
@@ -149,7 +150,7 @@ def test_a_server_that_does_not_start_in_time(monkeypatch, tmp_path):
         asyncio.run(start())
 
 
-def test_a_command_that_has_moved_says_where_it_is():
+def test_a_command_that_has_moved_says_where_it_is(capsys):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.hostile", "--rounds", "3"], capture_output=True, text=True
     )
@@ -162,6 +163,9 @@ def test_a_command_that_has_moved_says_where_it_is():
         assert command in COMMANDS or name[0] in NAMES
     benchmarks.refuse_moved(["python", "-m", "benchmarks.soak", "--hostile"])
     benchmarks.refuse_moved(["python", "-m", "hostile"])
+    with pytest.raises(SystemExit):
+        micro([])
+    assert "is now micro steps" in " ".join(capsys.readouterr().err.split())
 
 
 def test_every_command_that_a_record_names_is_there_or_says_where():
