@@ -57,7 +57,7 @@ def comparison_table(sides: Mapping[str, Sequence[Run]], pool_bytes: int) -> Tab
 
     row(
         "KV memory per running request, MiB",
-        lambda run: run.physical_bytes / 2**20 / run.peak_running,
+        lambda run: run.physical_bytes / 2**20 / max(1, run.peak_running),
         "{:.1f}",
     )
     row("most requests running at once", lambda run: run.peak_running, "{:.0f}")
