@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 from rich.console import Console
@@ -144,8 +145,8 @@ def runs_table(title: str, rounds: Sequence[Round]) -> Table:
         "at once": (lambda run: run.peak_running, "g"),
         "preempted": (lambda run: run.preemptions, "g"),
         "KV MiB": (lambda run: run.physical_bytes / 2**20, ".1f"),
-        "live MiB": (lambda run: (run.logical_bytes or 0) / 2**20, ".1f"),
-        "evicting": (lambda run: run.evict_share, ".1%"),
+        "live MiB": (lambda run: nan if run.logical_bytes is None else run.logical_bytes / 2**20, ".1f"),
+        "evicting": (lambda run: nan if run.logical_bytes is None else run.evict_share, ".1%"),
         "accepted": (lambda run: run.accepted, "g"),
     }
     return typical(title, {turn: [one[turn] for one in rounds] for turn in rounds[0]}, columns)

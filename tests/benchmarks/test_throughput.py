@@ -33,7 +33,7 @@ from benchmarks.harness.scenarios import (
 )
 from benchmarks.latency import BASE, AtRate, latency_table, panels, run_rates
 from benchmarks.latency import targets as latency_targets
-from benchmarks.throughput import parse_arguments, show
+from benchmarks.throughput import parse_arguments, runs_table, show
 from tests.benchmarks.runs import ours, run_of
 
 QUIET = Console(file=io.StringIO())
@@ -151,6 +151,13 @@ def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path, at_lev
     # The scenario's own targets still hold.
     assert show(QUIET, "fits", scenario, rounds)["targets"]
     assert asdict(scenario)["baseline"]["commit"] == "abc"
+
+
+def test_the_table_has_dashes_where_stock_tells_nothing():
+    console = Console(file=io.StringIO(), width=130)
+    console.print(runs_table("title", rounds_of(SCENARIOS["pool-bound"])))
+    rows = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row[-3:-1]] for row in rows] == [["-", "-"], ["0.5", "0.0%"]]
 
 
 def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
