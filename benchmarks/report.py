@@ -21,7 +21,7 @@ from vllm_kvevict.quality.tables import picture, table
 THROUGHPUT, SWEEP, LATENCY, KVPRESS = "throughput-", "throughput-sweep-", "latency", "kvpress"
 """How the names of these records begin."""
 ABOUT = (
-    "Ratios are medians of runs in turns, with a 95 % bootstrap interval in brackets: of three rounds their least and "
+    "Ratios are medians with a 95 % bootstrap interval in brackets: of three rounds their least and "
     "most, of one round nothing. A target is met if the whole interval meets it."
 )
 Records = dict[str, dict[str, Any]]
