@@ -85,7 +85,6 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_take.py": r"test_the_same\w+\[(TP|PP)|test_equals\w+\[(?!half)",
     "engine/served/test_two_phases.py": "test_an_answer",
     "engine/served/test_v2_runner.py": r"(?!test_equals_v1\[mixed)",
-    "policies/test_rows_parallel.py": ".",
 }
 PROCESSORS = {
     "benchmarks/test_gpu.py": r"test_\w+\[float16",
@@ -99,7 +98,6 @@ LOADS = {
     "engine/scheduler/test_branching.py": SEEDS,
     "engine/scheduler/test_hostile_loads.py": r"test_crowds|test_servers_that_stood_still\[\d{3}",
     "engine/scheduler/test_loads_with_turns.py": SEEDS,
-    "engine/scheduler/test_prefixes.py": SEEDS,
     "engine/scheduler/test_reserve.py": "test_vllm_finds",
     "engine/scheduler/test_scheduler.py": rf"{SEEDS}|test_tight_loads\w+\[0",
     "engine/scheduler/test_shared_prefixes.py": rf"{SEEDS}|test_nobody_waits\w+\[2",

@@ -294,15 +294,6 @@ def test_lengths_around_window_and_budget(policy, n):
     run_case(random.Random(n), EvictionConfig(policy, keep_ratio=0.25, **sizes), n, torch.float32)
 
 
-@pytest.mark.parametrize("policy", SCORED)
-def test_fewer_candidates_than_the_kernel(policy):
-    sizes = small_sizes(policy, 3)
-    sizes |= {"kernel": 9} if "kernel" in parameters(policy) else {}
-    sizes |= {"sinks": 0} if "sinks" in parameters(policy) else {}
-    for n in (5, 6, 7, 8):
-        run_case(random.Random(n), EvictionConfig(policy, budget=4, **sizes), n, torch.float32)
-
-
 @pytest.mark.parametrize("policy", [policy for policy in SCORED if "pooling" in parameters(policy)])
 def test_decay_is_offered_where_no_score_is_negative(policy):
     """A negative score would grow with the distance."""
@@ -318,14 +309,6 @@ def test_decay_is_offered_where_no_score_is_negative(policy):
         300,
         torch.float32,
     )
-
-
-@pytest.mark.parametrize("policy", [*WINDOWLESS, "kvzip"])
-def test_no_window(policy):
-    for n in (1, 2, 6, 7, 30):
-        sizes = {"window": 0} | ({"sinks": 2} if "sinks" in parameters(policy) else {})
-        run_case(random.Random(n), EvictionConfig(policy, budget=6, **sizes), n, torch.float32)
-        run_case(random.Random(n), EvictionConfig(policy, keep_ratio=0.1, **sizes), n, torch.float32)
 
 
 @pytest.mark.long
@@ -380,25 +363,3 @@ def test_selection_from_given_scores_with_many_ties(policy):
         assert as_lists(select(cfg, [layers[i] for i in order], n)) == [wanted[i] for i in order]
         check_counts(wanted, cfg, n)
         check_stages(cfg, layers, n, wanted)
-
-
-@pytest.mark.parametrize("policy", [p for p in available() if p in reference_select.DYNAMIC])
-@pytest.mark.parametrize(
-    ("weights", "past"),
-    [
-        ([1.0, 0.0, 0.0], [52, 7, 7]),
-        ([0.0, 0.0, 0.0], [22, 22, 22]),
-        ([float("nan")] * 3, [22, 22, 22]),
-        ([float("nan"), 1.0, 1.0], [0, 33, 33]),
-        ([float("inf"), 1.0, 2.0], [0, 22, 44]),
-        ([1.0, 1.0, 98.0], [7, 7, 52]),
-        ([1.0, 2.0, 2.0], [13, 27, 26]),
-    ],
-)
-def test_layer_budgets_with_a_full_layer_or_useless_weights(policy, weights, past):
-    n = 60
-    cfg = EvictionConfig(policy, budget=30, window=8)
-    assert layer_budgets(cfg, weights, n) == past == reference.dynamic(weights, 22, 52)
-    layers = [LayerScores(i, 3, 2, torch.rand(2, 52), weight=w) for i, w in enumerate(weights)]
-    kept = select(cfg, layers, n)
-    assert [sum(map(len, layer)) for layer in kept] == [2 * (b + 8) for b in past]

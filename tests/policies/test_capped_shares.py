@@ -52,19 +52,6 @@ def test_the_ends_of_the_scale(layer):
     assert all(share >= most - 1 or share == cap for share, cap in zip(even, caps, strict=True))
 
 
-def test_examples():
-    # 30 each, of which the first has 4: the others share 86 as 43 and 43.
-    assert capped_safeguard([4, 80, 6], [4, 90, 90], 90, 1.0) == [4, 43, 43]
-    # A second round: what the first leaves fills the second, too.
-    assert capped_safeguard([4, 30, 56], [4, 35, 90], 90, 1.0) == [4, 35, 51]
-    # An odd one goes to the lower head.
-    assert capped_safeguard([1, 30, 30], [1, 90, 90], 61, 1.0) == [1, 30, 30]
-    assert capped_safeguard([0, 30, 31], [0, 90, 90], 61, 1.0) == [0, 31, 30]
-    # In proportion to 0.8 f + 0.2 b with b = 20: 4, 36 and 20, the first capped at 2: 58 as 36 to 20.
-    assert capped_safeguard([0, 40, 20], [2, 90, 90], 60, 0.2) == [2, 37, 21]
-    assert capped_safeguard([], [], 0, 0.2) == []
-
-
 def cut_off(counts, caps, total, alpha, rule):
     return [
         min(x, cap) for x, cap in zip(split_exact([total] * len(caps), len(caps), total), caps, strict=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.policies import EvictionConfig, LayerScores, cuts, select, whole_model
-from vllm_kvevict.policies.cuts import DIGITS, NO_KEYS, NOTHING, CutSearch, Question, tally
+from vllm_kvevict.policies.cuts import DIGITS, NOTHING, CutSearch, tally
 from vllm_kvevict.policies.select import order_keys
 
 KEYS = st.one_of(
@@ -83,21 +83,6 @@ def test_keys_that_change_between_rounds_are_noticed(most: int, monkeypatch) -> 
     search.on_tallies([tally([torch.arange(10)], search.question)])
     with pytest.raises(ValueError, match="9 keys were told of, there are 10"):
         search.on_tallies([tally([torch.arange(9)], search.question)])
-
-
-def test_a_process_without_keys_of_its_own() -> None:
-    search = CutSearch(3)
-    keys = torch.arange(10)
-    while search.cut is None:
-        search.on_tallies([tally([keys], search.question), NO_KEYS])
-    assert search.cut == 7
-
-
-def test_questions_about_negative_keys() -> None:
-    keys = torch.tensor([-1, -(2**63), 5, -(1 << 40)])
-    first = tally([keys], Question())
-    assert dict(zip(first.values, first.counts, strict=True)) == {0x7FFF: 2, 0: 1, 0x8000: 1}
-    assert set(tally([keys], Question(1, -1, sends_keys=True)).values) == {-1, -(1 << 40)}
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])

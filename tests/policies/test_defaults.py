@@ -6,7 +6,6 @@ import pytest
 
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.policies import EvictionConfig, available, parameters
-from vllm_kvevict.policies.__main__ import policy_table
 from vllm_kvevict.policies.params import DEFAULTS, choice, integer, measured
 
 
@@ -40,20 +39,6 @@ def test_a_configuration_survives_without_its_kind(policy):
     assert "defaults" not in theirs.to_dict()
     assert EvictionConfig.from_dict(theirs.to_dict()) == theirs
     assert EvictionConfig.from_dict({"policy": policy, "budget": 64, "defaults": "paper"}) == theirs
-
-
-@pytest.mark.parametrize("wrong", ["ours", "", None, 1, ["paper"]])
-def test_an_unknown_kind_is_named(policy, wrong):
-    for refuse in (lambda: config(policy, defaults=wrong), lambda: parameters(policy, wrong)):
-        with pytest.raises(ValueError, match="defaults must be measured or paper, not ") as error:
-            refuse()
-        assert repr(wrong) in str(error.value)
-
-
-def test_the_table_shows_both_where_they_differ(policy):
-    (line,) = (line for line in policy_table().splitlines() if f"`{policy}`" in line)
-    assert "`window=32`" in line and "`kernel=31 (paper: 7)`" in line and "`rows=max (paper: mean)`" in line
-    assert "`alpha=0.2`" in line
 
 
 def test_a_default_that_is_not_used_is_left_out(monkeypatch):

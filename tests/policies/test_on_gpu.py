@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.interpreting import interpreted
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, parameters, score_layer
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, parameters
 from vllm_kvevict.policies.attention import combine_rows, window_rows
 from vllm_kvevict.policies.params import COMBINED_ROWS
 
@@ -62,13 +62,6 @@ def _equal(expected, found) -> bool:
     return all(torch.equal(kept, also) for kept, also in pairs)
 
 
-def test_which_policies_score_by_the_mean_with_the_papers_parameters():
-    assert {"snapkv", "ada-snapkv", "pyramidkv", "lava", "tova", "criticalkv"} <= set(BY_MEAN)
-    assert not {"full", "streaming-llm", "cake", "h2o", "knorm", "take", "defensivekv", "compactor"} & set(
-        BY_MEAN
-    )
-
-
 @pytest.mark.parametrize("policy", BY_MEAN)
 def test_the_mean_stands_in_for_queries_and_keys(policy):
     config = EvictionConfig(policy, budget=40, defaults="paper")
@@ -97,31 +90,6 @@ def test_the_mean_does_not_stand_in_for_a_maximum(policy, how):
     assert _equal(expected, decide(config, both))
     with pytest.raises(ValueError, match="q_window is required"):
         decide(config, [_with(x, window_mean=y) for x, y in zip(inputs, means, strict=True)])
-
-
-def test_the_maximum_stands_in_for_queries_and_keys_of_kvzip():
-    without, config = (EvictionConfig("kvzip", budget=40, window=window) for window in (0, 32))
-    assert without.combines_rows_by is None and config.combines_rows_by == "max"
-    inputs = [dataclasses.replace(x, repeated=x.repeated / 100) for x in _inputs(1)]
-    expected = decide(config, inputs)
-    given = [_received(config, x) for x in inputs]
-    most = [_with(x, window_max=y["window_max"]) for x, y in zip(inputs, given, strict=True)]
-    assert _equal(expected, decide(config, most))
-    assert not _equal(
-        expected, decide(config, [dataclasses.replace(x, window_max=x.window_max.flip(1)) for x in most])
-    )
-
-
-@pytest.mark.parametrize("name", ["window_mean", "window_max", "window_recent"])
-@pytest.mark.parametrize(
-    "received",
-    [torch.zeros(4, 57), torch.zeros(3, 58), torch.zeros(4, 58, dtype=torch.float64), torch.zeros(0, 58)],
-    ids=["tokens", "heads", "dtype", "none"],
-)
-def test_what_is_received_in_another_shape(received, name):
-    inputs = dataclasses.replace(_inputs(0)[0], **{name: received})
-    with pytest.raises(ValueError, match=f"{name} must be fp32"):
-        score_layer(EvictionConfig("snapkv", budget=40, rows=name.removeprefix("window_")), inputs, 0, LAYERS)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, score_layer, select
+from vllm_kvevict.policies import EvictionConfig, available, score_layer, select
 from vllm_kvevict.policies.registry import lookup, policies_for_parts
 
 from . import reference_select
@@ -96,18 +96,3 @@ def test_who_can():
     assert all(lookup(policy).parts for policy in ABLE)
     assert set(reference_select.RULES) > set(ABLE)
     assert budget_of(EvictionConfig("snapkv", keep_ratio=0.5).for_part(10, 90), 10) == 5
-
-
-@pytest.mark.parametrize(
-    ("earlier", "others", "named"),
-    [
-        ([torch.zeros(3, 4)], {}, "2 tensors"),
-        ([torch.zeros(3, 4), torch.zeros(3, 5)], {}, r"\[S, 4\]"),
-        ([torch.zeros(3, 4)] * 2, {"lengths": torch.tensor([5, 5])}, "lengths"),
-        ([torch.zeros(3, 4)] * 2, {"pinned": torch.tensor([1, 1])}, "pinned"),
-    ],
-)
-def test_earlier_keys_that_do_not_fit(earlier, others, named):
-    inputs = LayerInputs(None, torch.zeros(2, 5, 4), earlier_keys=earlier, **others)
-    with pytest.raises(ValueError, match=f"earlier_keys.*{named}"):
-        inputs.check()

@@ -1,6 +1,5 @@
 """rkv: redundancy against a float64 reference that makes the whole matrix, and what the policy is for."""
 
-import json
 import random
 
 import numpy as np
@@ -11,14 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_kvevict.policies import (
     EvictionConfig,
     LayerInputs,
-    available,
-    decide,
-    needs,
-    parameters,
     rkv,
     score_layer,
 )
-from vllm_kvevict.policies.registry import lookup
 
 from . import reference_rows
 from .reference_scores import Tensors
@@ -63,19 +57,6 @@ def run_all() -> None:
 
 def test_redundancy_is_that_of_the_whole_matrix():
     run_all()
-
-
-def test_a_key_like_no_other_and_exact_copies():
-    """Of three copies among keys at right angles only the newest looks redundant to nobody."""
-    keys = torch.eye(8)[[0, 1, 0, 2, 0, 3]].contiguous()
-    assert rkv.newest_alike(keys, 0.5).tolist() == [4, 0, 4, 0, 2, 0]
-    check_redundancy(keys, 0.5)
-    found = rkv.redundancy(keys, 0.5)
-    # Columns of C: the oldest copy has what both others say, the middle one what the oldest says, the newest nothing.
-    assert found[0] > found[2] > found[4] == found[1] == found[5]
-    alone = torch.eye(8)[:5].contiguous()
-    assert rkv.newest_alike(alone, 0.5).tolist() == [0] * 5
-    assert torch.allclose(rkv.redundancy(alone, 0.5), torch.full((5,), 0.2))
 
 
 def oldest_alike(unit: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -132,18 +113,6 @@ def test_scores_also_just_above_the_window(n):
         check_layer(layer(n, n), **params)
 
 
-def test_mix_goes_from_redundancy_to_attention():
-    x = layer(60)
-    one, none = (score_layer(EvictionConfig("rkv", budget=20, mix=mix), x, 0, 1).scores for mix in (1.0, 0.0))
-    assert float(one.min()) >= 0 and float(none.max()) < 0
-    assert torch.equal(none[0], -rkv.redundancy(x.keys[0], 0.5)[:52])
-    doubled = LayerInputs(x.q_window * 2, x.keys)
-    again = [
-        score_layer(EvictionConfig("rkv", budget=20, mix=mix), doubled, 0, 1).scores for mix in (1.0, 0.0)
-    ]
-    assert not torch.equal(again[0], one) and torch.equal(again[1], none)
-
-
 @pytest.mark.parametrize("wrong", ["sign", "short softmax", "no pooling"])
 def test_wrong_scores_are_seen(wrong, monkeypatch):
     right = rkv.redundancy
@@ -156,15 +125,6 @@ def test_wrong_scores_are_seen(wrong, monkeypatch):
         monkeypatch.setattr(rkv, "pool", lambda scores, how, kernel: scores)
     with pytest.raises(AssertionError):
         check_layer(layer(40), mix=0.1)
-
-
-def test_keys_of_any_size_and_none():
-    """Zero keys are like nothing; lengths of keys play no part."""
-    keys = torch.zeros(1, 30, 8)
-    assert torch.allclose(rkv.redundancy(keys[0], 0.5), torch.full((30,), 1 / 30))
-    x = layer(50)
-    scaled = rkv.redundancy(x.keys[0] * 2.0**40, 0.5)
-    assert torch.allclose(scaled, rkv.redundancy(x.keys[0], 0.5), rtol=1e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -189,34 +149,3 @@ def test_memory_is_a_block_of_the_matrix():
     with Largest() as seen:
         keys @ keys.T
     assert seen.size == n * n
-
-
-def test_it_is_for_answers_only():
-    assert "rkv" not in available() and not lookup("rkv").prompts and lookup("rkv").decodes
-    assert all(lookup(name).prompts for name in available())
-    assert (
-        parameters("rkv")
-        == {"window": 8, "kernel": 7, "mix": 0.1, "threshold": 0.5}
-        == parameters("rkv", "paper")
-    )
-    assert needs("rkv") == {"q_window"}
-    cfg = EvictionConfig("rkv", budget=20, mix=0.3)
-    assert EvictionConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
-    kept = decide(cfg, [layer(60), layer(60, 1)])
-    assert [[len(head) for head in one] for one in kept] == [[20, 20]] * 2
-
-
-@pytest.mark.parametrize(
-    ("policy", "params", "words"),
-    [
-        ("rkv", {"mix": 1.5}, "mix must be a number in [0, 1], not 1.5"),
-        ("rkv", {"kernel": 4}, "kernel must be an odd integer >= 1, not 4"),
-        ("rkv", {"alpha": 0.2}, "alpha does not apply to policy rkv"),
-        ("snapkv", {"mix": 0.1}, "mix does not apply to policy snapkv"),
-        ("rkv", {"window": 20}, "budget must exceed window"),
-    ],
-)
-def test_wrong_parameters_are_named(policy, params, words):
-    with pytest.raises(ValueError) as caught:
-        EvictionConfig(policy, budget=20, **params)
-    assert words in str(caught.value)

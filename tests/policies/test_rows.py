@@ -16,15 +16,12 @@ from vllm_kvevict.policies import (
     decide,
     decoding_policies,
     parameters,
-    registry,
     row_heads,
     rows,
     score_layer,
     select,
 )
-from vllm_kvevict.policies import streaming_llm as streaming
 from vllm_kvevict.policies.budgets import safeguard
-from vllm_kvevict.policies.registry import lookup
 
 from . import reference_rows
 from .reference_rows import SCORE
@@ -250,45 +247,6 @@ def test_what_is_wrong_is_seen(name, monkeypatch):
     assert caught > 5
 
 
-def test_age_is_counted_from_the_end():
-    """Equal scores: of rows of 10 and 6 the four oldest go first from the longer one, whose entries are older."""
-    cfg = EvictionConfig("ada-snapkv", budget=6, window=1, alpha=0.0)
-    lengths = torch.tensor([6, 10])
-    scores = torch.zeros(2, 9)
-    scores[0, :4] = -math.inf
-    x = LayerScores(0, 1, 2, scores, lengths=lengths)
-    # Ten candidates stay: the four that only the longer row has, and then three of each.
-    assert as_lists(select(cfg, [x], 0)) == [[[0, 1, 2, 5], [0, 1, 2, 3, 4, 5, 6, 9]]]
-
-
-def test_streaming_keeps_both_ends_of_what_is_not_pinned():
-    cfg = EvictionConfig("streaming-llm", budget=5, sinks=2)
-    x = LayerInputs(
-        None, torch.zeros(3, 12, 4), lengths=torch.tensor([12, 10, 4]), pinned=torch.tensor([0, 3, 0])
-    )
-    wanted = [[0, 1, 9, 10, 11], [0, 1, 2, 3, 4, 7, 8, 9], [0, 1, 2, 3]]
-    assert as_lists(decide(cfg, [x])) == [wanted]
-    assert streaming.select(cfg, [score_layer(cfg, x, 0, 1)], 0, None)[0][2].tolist() == wanted[2]
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv"])
-def test_rows_at_once_have_the_bits_of_one_after_another(policy, monkeypatch):
-    rng, differ = random.Random(f"at once {policy}"), 0
-    for _ in range(60):
-        cfg = random_config(rng, policy)
-        lengths, pinned = random_lengths(rng, rng.choice([2, 4]))
-        x = random_inputs(rng, cfg, lengths, pinned)
-        at_once = score_layer(cfg, x, 0, 1)
-        with monkeypatch.context() as patch:
-            patch.setitem(registry._policies, policy, dataclasses.replace(lookup(policy), scores_rows=False))
-            one_by_one = score_layer(cfg, x, 0, 1)
-        assert (at_once.scores is None) == (one_by_one.scores is None)
-        if at_once.scores is not None:
-            differ += len({a - b for a, b in zip(lengths, pinned, strict=True)}) > 1
-            assert torch.equal(at_once.scores, one_by_one.scores)
-    assert differ > 20
-
-
 @pytest.mark.parametrize("policy", decoding_policies())
 def test_full_rows_are_what_calls_without_lengths_mean(policy):
     for seed in range(20):
@@ -346,31 +304,3 @@ def test_impossible_lengths_are_named(given, words):
     with pytest.raises(ValueError) as caught:
         score_layer(EvictionConfig("snapkv", budget=20, window=8), x, 0, 1)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("policy", [name for name in available() if name not in decoding_policies()])
-def test_other_policies_refuse_rows(policy):
-    cfg = EvictionConfig(policy, **({} if policy == "full" else {"budget": 100}))
-    lengths = torch.tensor([50, 40])
-    for given in (
-        LayerInputs(None, torch.zeros(2, 50, 6), lengths=lengths),
-        LayerScores(0, 1, 2, lengths=lengths),
-    ):
-        with pytest.raises(
-            ValueError, match=f"lengths and pinned cannot be used with policy {policy} .choose from strea"
-        ):
-            score_layer(cfg, given, 0, 1) if isinstance(given, LayerInputs) else select(cfg, [given], 50)
-
-
-def test_other_misuse_is_refused():
-    x = LayerInputs(None, torch.rand(2, 50, 6), lengths=torch.tensor([50, 40]))
-    with pytest.raises(ValueError, match="keep_ratio cannot be used with lengths and pinned: give budget"):
-        score_layer(EvictionConfig("knorm", keep_ratio=0.2), x, 0, 1)
-    cfg = EvictionConfig("knorm", budget=40)
-    scored = score_layer(cfg, x, 0, 2)
-    with pytest.raises(ValueError, match="lengths must be given for all layers, or for none"):
-        select(cfg, [scored, LayerScores(1, 2, 2, torch.rand(2, 18))], 50)
-    with pytest.raises(ValueError, match=r"scores of layer 0 must be \[2, 18\], not \[2, 17\]"):
-        select(cfg, [dataclasses.replace(scored, scores=torch.rand(2, 17))], 50)
-    with pytest.raises(ValueError, match="lengths is required where pinned is given"):
-        select(cfg, [dataclasses.replace(scored, lengths=None)], 50)

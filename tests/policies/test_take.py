@@ -30,22 +30,6 @@ def test_chunks_cover_the_prompt_and_end_with_the_probe(n: int, size: int, data:
     assert all(length == size for length in lengths[:-2])
 
 
-@pytest.mark.parametrize(
-    ("n", "size", "probe", "stops"),
-    [
-        (64, 64, 8, [64]),
-        (65, 64, 8, [57, 65]),
-        (65, 64, 64, [1, 65]),
-        (128, 64, 8, [64, 128]),
-        (130, 64, 8, [64, 122, 130]),
-        (136, 64, 8, [64, 128, 136]),
-        (3, 64, 8, [3]),
-    ],
-)
-def test_cuts(n: int, size: int, probe: int, stops: list[int]) -> None:
-    assert [stop for _, stop in take.chunks(n, size, probe)] == stops
-
-
 @pytest.mark.parametrize(("n", "size", "probe"), [(0, 4, 1), (9, 4, 0), (9, 4, 5)])
 def test_impossible_chunks(n: int, size: int, probe: int) -> None:
     with pytest.raises(ValueError, match=f"n={n}, size={size}, probe={probe}"):
@@ -80,13 +64,6 @@ def test_queries_are_averaged_in_fp32() -> None:
 )
 def test_budgets(settings: dict, n: int, layer: int, last: bool, budget: int) -> None:
     assert take.chunk_budget(EvictionConfig("take", **settings), n, layer, 4, last) == budget
-
-
-def test_more_warmup_layers_than_the_model_has() -> None:
-    with pytest.raises(
-        ValueError, match="take_warmup_layers must be at most 4, the model's number of layers, not 5"
-    ):
-        take.warmup_layers(EvictionConfig("take", budget=64, take_warmup_layers=5), 4)
 
 
 def choice(q: torch.Tensor, keys: torch.Tensor, count: int, kernel: int, gqa: str, scale: float, cap: float):
@@ -142,9 +119,3 @@ def test_warmup_layers_follow_the_last_of_them() -> None:
     cfg = EvictionConfig("take", budget=20, take_probe=6, take_warmup_layers=3)
     kept = [[head.tolist() for head in layer] for layer in decide(cfg, layers)]
     assert kept[0] == kept[1] == kept[2] != kept[3]
-
-
-def test_wrong_shapes_are_named() -> None:
-    cfg = EvictionConfig("take", budget=20, take_probe=6)
-    with pytest.raises(ValueError, match=r"q_window must be \[Hq, rows, 8\]"):
-        take.select(cfg, torch.randn(4, 6, 9), torch.randn(2, 70, 8), 0, 2, last=False)

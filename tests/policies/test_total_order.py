@@ -65,8 +65,3 @@ def test_equal_scores_fill_heads_evenly():
     keys = order_keys(torch.zeros(4, 100))
     counts = count_best([keys, keys], [40, 42], [0, 0], None).tolist()
     assert counts == [[10, 10, 10, 10], [11, 11, 10, 10]]
-
-
-def test_non_contiguous_scores():
-    scores = torch.rand(50, 3)
-    assert torch.equal(order_keys(scores.t()), order_keys(scores.t().contiguous()))
