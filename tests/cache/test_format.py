@@ -56,15 +56,6 @@ def test_transposed_keys_are_one_stride_per_axis():
     assert fmt.keys.view(storage).data_ptr() == storage.data_ptr()
 
 
-def test_views_of_a_storage_that_starts_inside_an_allocation():
-    write = writer(32)
-    fmt = PageFormat.probe(write, 32, 32, torch.float32, "cpu")
-    storage = torch.zeros(4, 2048)[1:]
-    keys, values = torch.randn(96, 32), torch.randn(96, 32)
-    write(storage, keys, values, torch.arange(96))
-    assert torch.equal(read_back(fmt, storage, 32, 32)[0], keys)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 )

@@ -36,14 +36,3 @@ def test_demand_equals_counting_every_row():
             assert lengths.longest(np.array([slot]))[0] == want.max()
             assert lengths.shortest(slot, 1) == want[1].min()
             assert (lengths.residues(slot) == np.bincount(want.ravel() % 32, minlength=32)).all()
-
-
-def test_total_entries_follows_evictions():
-    lengths = RowLengths(2, 1, 2, 32)
-    lengths.append(np.array([0, 1]), np.array([100, 5]), np.array([8, 2]))
-    lengths.replace(0, 0, np.array([3, 4]))
-    assert lengths.total_entries == 3 + 4 + 2 * 5
-    lengths.append(np.array([0]), np.array([2]), np.array([0]))
-    assert lengths.total_entries == 5 + 6 + 2 * 5
-    lengths.clear(1)
-    assert lengths.total_entries == 5 + 6

@@ -1,7 +1,5 @@
 """Shared entries: what requests begin with, lent to each of them, while they go on writing behind it."""
 
-import random
-
 import pytest
 import torch
 
@@ -34,11 +32,6 @@ def read(cache, tokens, kept=()):
         cache.compact(slot, layer, [torch.arange(count) for count in rows])
     cache.settle(slot)
     return slot
-
-
-def own_pages(cache, slot):
-    """Pages of a request that it does not borrow."""
-    return cache.loans.owned_pages(slot).long()
 
 
 def memory_of(cache, number):
@@ -105,15 +98,6 @@ def test_a_borrower_has_what_was_kept_and_takes_partial_pages_only(cache):
     cache.verify()
 
 
-def test_attention_finds_numbers_wherever_it_reads(cache):
-    """It reads pages to their end, also behind the entries."""
-    donor = read(cache, 100, KEPT)
-    cache.loans.freeze(7, donor)
-    assert not memory_of(cache, 7).isnan().any()
-    for slot in (donor, cache.open([(7, None)])):
-        assert not cache.storage[own_pages(cache, slot)].isnan().any()
-
-
 def test_nobody_writes_to_a_shared_entry(cache):
     """Neither its borrowers, by single tokens or many, nor who gets the pages that they give back."""
     donor = read(cache, 100, KEPT)
@@ -164,38 +148,6 @@ def test_what_a_borrower_has_copied_in_part_is_freed_when_it_gets_the_rest(cache
     loans.drop(7)
     assert cache.held(donor) == cache.physical_pages == 1 + 1 + 1 + 2
     cache.verify()
-
-
-def test_a_shared_entry_outlives_its_borrowers(cache):
-    donor = read(cache, 100, KEPT)
-    cache.loans.freeze(7, donor)
-    cache.close([donor])
-    assert cache.physical_pages == cache.loans.pages[True] == 8
-    fork = cache.open([(7, None)])
-    assert cache.lengths.of(fork).ravel().tolist() == KEPT
-    cache.close([fork])
-    cache.loans.drop(7)
-    assert cache.physical_pages == 0
-
-
-def test_rows_that_end_with_a_page_are_shared_whole(cache):
-    donor = read(cache, 64, [64, 32, 32, 64])
-    free = cache.num_free
-    cache.loans.freeze(7, donor)
-    fork = cache.open([(7, None)])
-    assert cache.num_free == free and cache.held(donor) == cache.held(fork) == 0
-    append(cache, fork, 1)
-    assert cache.held(fork) == 4
-    cache.verify()
-
-
-def test_without_full_pages_nobody_depends_on_a_shared_entry(cache):
-    donor = read(cache, 100, [31, 1, 5, 7])
-    cache.loans.freeze(7, donor)
-    assert cache.loans.borrowers(7) == [] and cache.borrowed(donor) == 0
-    cache.loans.drop(7)
-    cache.verify()
-    assert cache.physical_pages == cache.held(donor) == 4
 
 
 def test_what_is_refused_changes_nothing(cache):
@@ -284,33 +236,6 @@ def test_a_chain_of_evictions_and_a_branch(cache):
     assert same(cache, cache.open([(1, None), (3, None)]), branch, 1)
 
 
-def test_a_chain_goes_from_its_end(cache):
-    loans, donor = cache.loans, read(cache, 100, KEPT)
-    loans.freeze(1, donor)
-    evict_on(cache, donor, 60, [40, 26, 0, 31])
-    loans.freeze(2, donor)
-    with pytest.raises(ValueError, match=rf"shared entry 1 is borrowed by request slots \[{donor}\]"):
-        loans.drop(1)
-    content = entries(cache, donor)
-    loans.drop(2)
-    assert (loans.borrowers(1), cache.borrowed(donor)) == ([donor], int(loans[1].full.sum()))
-    cache.verify()
-    # What it keeps after that follows the first entry.
-    evict_on(cache, donor, 40, [3, 4, 5, 6])
-    loans.freeze(3, donor)
-    assert loans[3].first.tolist() == loans[1].full.tolist()
-    loans.drop(3)
-    loans.drop(1)
-    assert all(
-        torch.equal(one, two[:, : one.shape[1]])
-        for one, two in zip(content, entries(cache, donor), strict=True)
-    )
-    assert cache.borrowed(donor) == 0 and loans.pages == {True: 0, False: 0}
-    cache.verify()
-    cache.close([donor])
-    assert cache.physical_pages == 0
-
-
 def test_check_mode_knows_chains_whose_longest_rows_are_others(cache):
     """What both entries span together is nearly twice as wide as any row."""
     donor = read(cache, 400, [400, 1, 1, 1])
@@ -396,96 +321,11 @@ def test_only_the_entry_before_is_completed(cache):
 # Whole columns that were read, each part of them behind its parents.
 
 
-def test_what_is_frozen_is_shared_and_nobody_changes_it(cache):
-    donor = read(cache, 100)
-    cache.loans.freeze(1, donor, 2)
-    cache.loans.freeze(2, donor, 1)
-    assert (cache.held(donor), cache.borrowed(donor), cache.loans.pages[False]) == (
-        L * H,
-        3 * L * H,
-        3 * L * H,
-    )
-    checksums = [cache.loans.checksum(number) for number in (1, 2)]
-    fork = cache.open([(1, 2), (2, 1)])
-    cache.verify()
-    assert same(cache, donor, fork, 96) and cache.held(fork) == 0
-    append(cache, fork, 1)
-    append(cache, donor, 70)
-    cache.verify()
-    assert [cache.loans.checksum(number) for number in (1, 2)] == checksums
-    assert same(cache, donor, fork, 96) and not same(cache, donor, fork, 97)
-
-
-def test_a_chain_may_leave_its_parent_in_the_middle(cache):
-    donor = read(cache, 128)
-    cache.loans.freeze(1, donor, 4)
-    other = cache.open([(1, 2)])
-    append(cache, other, 64)
-    cache.loans.freeze(2, other, 2)
-    third = cache.open([(1, 2), (2, 1)])
-    cache.verify()
-    assert same(cache, other, third, 96) and same(cache, donor, third, 64)
-    assert not same(cache, donor, third, 96)
-
-
-COUNTS = [[64, 70, 1, 33], [128, 128, 128, 128], [32, 64, 96, 128], [1, 1, 1, 1]]
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("columns", [1, 3])
-def test_a_borrower_is_evicted_by_copying(cache, counts, columns, at_once):
-    donor = read(cache, 128)
-    cache.loans.freeze(1, donor, columns)
-    before, checksum = entries(cache, donor), cache.loans.checksum(1)
-    kept = [torch.randperm(128)[:count].sort().values for count in counts]
-    calls = [(0, kept)] if at_once else [(layer, kept[layer * H : layer * H + H]) for layer in range(L)]
-    less = sum(cache.compact(donor, layer, rows) for layer, rows in calls)
-    cache.verify()
-    pages = [-(-count // PS) for count in counts]
-    assert less == sum(4 - count for count in pages)
-    assert (cache.held(donor), cache.borrowed(donor)) == (sum(pages), 0)
-    assert cache.loans.checksum(1) == checksum
-    for rows, old, new in zip(kept, before, entries(cache, donor), strict=True):
-        assert torch.equal(old[:, rows], new)
-    # Attention reads pages to their end.
-    assert cache.storage[own_pages(cache, donor)].isfinite().all()
-    cache.loans.drop(1)
-    append(cache, donor, 40)
-    cache.verify()
-    cache.close([donor])
-    assert cache.num_free == 80
-
-
-def test_extra_entries_of_a_borrower_are_cut_but_not_what_it_borrows(cache):
-    donor = read(cache, 100)
-    cache.loans.freeze(1, donor, 2)
-    append(cache, donor, 50)
-    cache.truncate([donor], [50])
-    cache.verify()
-    with pytest.raises(ValueError, match="cannot drop 37 tokens: a row has 36 of its own"):
-        cache.truncate([donor], [37])
-    cache.truncate([donor], [36])
-    cache.verify()
-
-
-def test_copies_need_pages(cache):
-    donor = read(cache, 128)
-    cache.loans.freeze(1, donor, 4)
-    others = [read(cache, 32 * 7), read(cache, 32 * 7)]
-    with pytest.raises(RuntimeError, match="the page pool is exhausted"):
-        cache.compact(donor, 0, [torch.arange(128)] * (L * H))
-    cache.close(others)
-    assert cache.compact(donor, 1, [torch.arange(10)] * H) == H * 3
-
-
-def test_what_columns_cannot_be_frozen_begun_with_or_dropped(cache):
+def test_what_columns_cannot_be_frozen_or_begun_with(cache):
     donor = read(cache, 100)
     with pytest.raises(ValueError, match="columns 0 to 4 of request slot 0 cannot be frozen"):
         cache.loans.freeze(1, donor, 4)
     cache.loans.freeze(1, donor, 2)
-    with pytest.raises(ValueError, match="there is a shared entry 1"):
-        cache.loans.freeze(1, donor, 1)
     with pytest.raises(ValueError, match="columns 2 to 2"):
         cache.loans.freeze(2, donor, 0)
     with pytest.raises(ValueError, match="no rows of its own"):
@@ -494,56 +334,10 @@ def test_what_columns_cannot_be_frozen_begun_with_or_dropped(cache):
         cache.open([(1, 1), (1, 1)])
     with pytest.raises(ValueError, match="there is no shared entry 2"):
         cache.open([(1, 2), (2, 1)])
-    with pytest.raises(ValueError, match=r"shared entry 1 is borrowed by request slots \[0\]"):
-        cache.loans.drop(1)
-    with pytest.raises(ValueError, match="there is no shared entry 7"):
-        cache.loans.drop(7)
     cache.verify()
-    cache.close([donor])
-    cache.loans.drop(1)
-    cache.verify()
-    assert cache.num_free == 80
 
 
 # Who borrows of an entry.
-
-
-def check_borrowers(loans):
-    """Whoever asks for an entry's borrowers hears what a look at all loans says."""
-    for number in loans:
-        slots = [slot for slot, parts in loans._loans.items() if any(part[0] == number for part in parts)]
-        assert loans.borrowers(number) == sorted(slots)
-
-
-def chosen(cache, rng, slots):
-    """Something that may be done to requests and entries: to do it, the request that it opens if any."""
-    loans, numbers, slot = cache.loans, list(cache.loans), rng.choice(slots) if slots else None
-    new = max(numbers, default=0) + 1
-    acts = [lambda: loans.drop(rng.choice(numbers))] * bool(numbers)
-    if len(slots) < 6:
-        acts.append(lambda: slots.append(read(cache, rng.randint(40, 150))))
-        acts += [lambda: slots.append(cache.open([(rng.choice(numbers), None)]))] * 2 * bool(numbers)
-    if slots:
-        acts.append(lambda: loans.freeze(new, slot, rng.choice([None, 1, 2])))
-        acts.append(lambda: cache.close([slots.pop(slots.index(slot))]))
-        acts.append(lambda: append(cache, slot, rng.randint(1, 70)))
-        acts.append(lambda: cache.compact(slot, rng.randrange(L), [torch.arange(rng.randint(1, 30))] * H))
-    return rng.choice(acts)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_each_entry_knows_its_borrowers(cache, seed):
-    """Whatever was done, and refused."""
-    rng, slots, refused, borrowed = random.Random(seed), [], 0, 0
-    for _ in range(250):
-        try:
-            chosen(cache, rng, slots)()
-        except (ValueError, RuntimeError):
-            refused += 1
-        check_borrowers(cache.loans)
-        borrowed += any(map(cache.loans.borrowers, cache.loans))
-    cache.verify()
-    assert refused < 200 and borrowed > 50
 
 
 def test_verify_sees_an_entry_that_does_not_know_its_borrowers(cache):

@@ -1,15 +1,13 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from .filling import append, entries
 from .writers import (
     Payload,
     WritableCache,
-    grouped_dim_pairs,
-    plain,
-    token_pairs,
-    transposed,
     vllm_cpu_writer,
     writer,
 )
@@ -54,48 +52,6 @@ def tail(cache, slot, layer, head):
     return torch.cat([keys, cache.format.values.read(cache.storage, page.expand(unused.numel()), unused)])
 
 
-def test_prefill_is_token_then_head():
-    cache, payload = make(), Payload(D)
-    a, b, c = cache.open(), cache.open(), cache.open()
-    store(cache, cache.extend([b], [40]), payload)
-    step = cache.extend([a, b, c], [70, 1, 5])
-    assert step.request_slots.tolist() == [a, b, c]
-    assert step.max_lens == [70, 41, 5]
-    assert cache.seq_lens(step.request_slots).dtype == torch.int32
-    assert cache.seq_lens(step.request_slots).is_contiguous()
-    assert cache.entry_slots(step).is_contiguous()
-    assert cache.seq_lens(step.request_slots).tolist() == [[70, 70, 41, 41, 5, 5]] * L
-    assert cache.entry_slots(step).shape == (L, 76 * H)
-    ids = store(cache, step, payload)
-    for layer in range(L):
-        by_request = ids[layer].split([70 * H, H, 5 * H])
-        for slot, n, part in ((a, 70, by_request[0]), (c, 5, by_request[2])):
-            keys = payload.keys(part).view(n, H, D).transpose(0, 1)
-            assert torch.equal(cache.read_keys(slot, layer, n), keys)
-            assert torch.equal(cache.read_values(slot, layer, n), -keys)
-        assert torch.equal(cache.read_keys(b, layer, 41)[:, 40], payload.keys(by_request[1]))
-    cache.verify()
-    assert cache.physical_pages == L * H * (3 + 2 + 1)
-    assert cache.held(a) == L * H * 3
-    assert cache.lengths.total_entries == L * H * (70 + 41 + 5)
-
-
-def test_an_all_decode_batch_is_batch_by_heads():
-    cache, payload = make(), Payload(D)
-    slots = [cache.open() for _ in range(3)]
-    for slot, n in zip(slots, (32, 33, 64), strict=True):
-        store(cache, cache.extend([slot], [n]), payload)
-    batch = [slots[2], slots[0], slots[1]]
-    step = cache.extend(batch, [1, 1, 1])
-    ids = store(cache, step, payload).view(L, 3, H)
-    for layer in range(L):
-        for i, slot in enumerate(batch):
-            for head in range(H):
-                keys, _ = contents(cache, slot, layer, head)
-                assert torch.equal(keys[-1:], payload.keys(ids[layer, i, head : head + 1]))
-    cache.verify()
-
-
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [5, 1, 40]])
 def test_index_tensors_of_one_head_are_contiguous(tokens):
     storage = torch.zeros(100, 2 * PS * D)
@@ -131,56 +87,6 @@ def test_block_tables_list_each_row_in_order():
         assert torch.equal(subset[:, :2], table[[4, 5, 0, 1], :2])
 
 
-@pytest.mark.parametrize("orders", [(transposed, plain), (grouped_dim_pairs, token_pairs)])
-def test_compaction_moves_exactly_the_survivors(orders):
-    cache, payload = make(write=writer(PS, *orders)), Payload(D)
-    other, slot = cache.open(), cache.open()
-    step = cache.extend([other, slot], [50, 200])
-    ids = store(cache, step, payload)
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.tensor([[1, 200], [32, 33], [64, 7]])
-    free = cache.num_free
-    for layer in range(L):
-        kept = [torch.randperm(200, generator=generator)[:n].sort().values for n in counts[layer].tolist()]
-        cache.compact(slot, layer, kept)
-        cache.verify()
-        for head in range(H):
-            want = ids[layer, 100:].view(200, H)[kept[head], head]
-            keys, values = contents(cache, slot, layer, head)
-            assert torch.equal(keys, payload.keys(want))
-            assert torch.equal(values, payload.values(want))
-    pages, residues, got = cache.settle(slot)
-    assert got.tolist() == counts.tolist()
-    assert pages == cache.held(slot) == 1 + 7 + 1 + 2 + 2 + 1
-    assert [(m, n) for m, n in enumerate(residues) if n] == [(0, 2), (1, 2), (7, 1), (8, 1)]
-    assert cache.num_free - free == L * H * 7 - pages
-    assert torch.equal(
-        cache.read_keys(other, 0, 50), payload.keys(ids[0, :100]).view(50, H, D).transpose(0, 1)
-    )
-
-
-def test_rows_go_on_ragged_after_compaction_and_compact_again():
-    cache, payload = make(), Payload(D)
-    slot = cache.open()
-    want = store(cache, cache.extend([slot], [90]), payload).view(L, 90, H).transpose(1, 2)
-    rows = [[want[layer, head] for head in range(H)] for layer in range(L)]
-    for round_ in range(4):
-        for layer in range(L):
-            kept = [torch.arange(0, len(row), layer + head + 2) for head, row in enumerate(rows[layer])]
-            cache.compact(slot, layer, kept)
-            rows[layer] = [row[index] for row, index in zip(rows[layer], kept, strict=True)]
-        cache.settle(slot)
-        for tokens in (1, 40, 1, 1 + round_):
-            new = store(cache, cache.extend([slot], [tokens]), payload).view(L, tokens, H).transpose(1, 2)
-            rows = [[torch.cat([rows[i][j], new[i, j]]) for j in range(H)] for i in range(L)]
-            cache.verify()
-        for layer in range(L):
-            for head in range(H):
-                assert torch.equal(contents(cache, slot, layer, head)[0], payload.keys(rows[layer][head]))
-    cache.close([slot])
-    assert cache.num_free == 400
-
-
 def test_settling_shrinks_the_page_table():
     cache = make(pages=1000)
     slot, other = cache.open(), cache.open()
@@ -194,17 +100,6 @@ def test_settling_shrinks_the_page_table():
     cache.verify()
     assert cache.extend([slot, other], [500, 1]).max_lens == [820, 101]
     cache.verify()
-
-
-def test_keeping_everything_changes_nothing():
-    cache, payload = make(), Payload(D)
-    slot = cache.open()
-    store(cache, cache.extend([slot], [70]), payload)
-    before = cache.storage.clone()
-    for layer in range(L):
-        cache.compact(slot, layer, [torch.arange(70)] * H)
-    assert torch.equal(cache.storage, before)
-    assert cache.settle(slot).pages == L * H * 3
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
@@ -229,36 +124,6 @@ def test_no_tail_holds_what_another_request_left(poison):
                     assert contents(cache, slot, layer, head)[0].isfinite().all()
         cache.close([slot, other])
     assert cache.num_free == 200
-
-
-def test_a_new_partial_page_is_zero_behind_its_entries():
-    cache, payload = make(), Payload(D)
-    cache.storage.fill_(float("nan"))
-    slot = cache.open()
-    store(cache, cache.extend([slot], [45]), payload)
-    for layer in range(L):
-        for head in range(H):
-            assert not tail(cache, slot, layer, head).any()
-
-
-def test_exhaustion_changes_nothing():
-    cache, payload = make(pages=20), Payload(D)
-    a, b = cache.open(), cache.open()
-    ids = store(cache, cache.extend([a, b], [32, 40]), payload)
-    before = cache.storage.clone()
-    for slots, tokens in (([a, b], [1, 1]), ([b], [60]), ([b, a], [1, 32])):
-        with pytest.raises(RuntimeError, match=r"exhausted: \d+ pages needed, 2 of 20 free"):
-            cache.extend(slots, tokens)
-        cache.verify()
-        assert cache.num_free == 2
-        assert torch.equal(cache.storage, before)
-        assert torch.equal(
-            cache.read_keys(a, 1, 32), payload.keys(ids[1, : 32 * H]).view(32, H, D).transpose(0, 1)
-        )
-    assert cache.extend([b], [1]).max_lens == [41]
-    cache.close([a])
-    cache.extend([b], [30])
-    cache.verify()
 
 
 def test_slots_run_out_and_come_back():
@@ -305,23 +170,19 @@ def test_refuses_wrong_requests():
     cache.verify()
 
 
-@pytest.mark.parametrize("page_size", [24, 33, 0])
-def test_refuses_other_page_sizes(page_size):
-    with pytest.raises(ValueError, match="page_size must be a multiple of 16"):
-        WritableCache(
-            torch.zeros(2, 64),
-            num_layers=1,
-            num_kv_heads=1,
-            page_size=page_size,
-            max_requests=1,
-            write=writer(32),
-        )
-
-
-@pytest.mark.parametrize("storage", [torch.zeros(2, 65), torch.zeros(4, 64)[::2], torch.zeros(128)])
-def test_refuses_other_storage(storage):
-    with pytest.raises(ValueError, match="storage must be contiguous"):
-        WritableCache(storage, num_layers=1, num_kv_heads=1, page_size=32, max_requests=1, write=writer(32))
+@pytest.mark.parametrize(
+    "storage, page_size, refused",
+    [
+        *((torch.zeros(2, 64), size, "page_size must be a multiple of 16") for size in (24, 33, 0)),
+        (torch.zeros(2, 65), 32, "storage must be contiguous"),
+        (torch.zeros(4, 64)[::2], 32, "storage must be contiguous"),
+        (torch.zeros(128), 32, "storage must be contiguous"),
+    ],
+)
+def test_refuses_other_pages_and_storage(storage, page_size, refused):
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "page_size": page_size, "max_requests": 1}
+    with pytest.raises(ValueError, match=refused):
+        WritableCache(storage, **sizes, write=writer(32))
 
 
 def test_verify_notices_damage():
@@ -426,21 +287,6 @@ def test_storing_what_stays_is_filling_and_compacting(tokens):
     assert held[0] == held[1] and fewest[1] >= fewest[0]
 
 
-def test_storing_needs_the_pages_of_what_stays():
-    cache, payload = make(pages=H * 3), Payload(D)
-    slot = cache.open()
-    cache.announce(slot, 100)
-    keys = payload.keys(payload.ids(100 * H)).view(100, H, D)
-    for layer in range(2):
-        cache.expect(slot, layer, 100)
-    assert cache.store(slot, 0, keys, keys, [torch.arange(64)] * H) == H * 2
-    with pytest.raises(RuntimeError, match="exhausted"):
-        cache.store(slot, 1, keys, keys, [torch.arange(64)] * H)
-    assert cache.num_free == H
-    assert cache.store(slot, 1, keys, keys, [torch.arange(32)] * H) == H * 3
-    cache.verify()
-
-
 def test_only_an_empty_request_takes_pages_layer_by_layer():
     cache = make()
     slot = cache.open()
@@ -454,22 +300,10 @@ def test_compacting_says_what_it_frees():
     slot = cache.open()
     cache.extend([slot], [100])
     assert cache.compact(slot, 0, [torch.arange(100)] * H) == 0
-    assert cache.compact(slot, 0, [torch.arange(33), torch.arange(32)]) == 2 + 3
-
-
-def test_the_newest_entries_are_dropped():
-    cache, payload = make(), Payload(D)
-    slot = cache.open()
-    store(cache, cache.extend([slot], [40]), payload)
-    before = [cache.read_keys(slot, layer, 40) for layer in range(L)]
-    for more in (1, 24, 25, 90):
-        store(cache, cache.extend([slot], [more]), payload)
-        cache.truncate([slot], [more])
-        assert cache.held(slot) == cache.physical_pages == L * H * 2
-        cache.verify()
-    assert all(torch.equal(cache.read_keys(slot, layer, 40), before[layer]) for layer in range(L))
-    step = cache.extend([slot], [1])
-    assert cache.seq_lens(step.request_slots).tolist() == [[41] * H] * L
+    assert cache.compact(slot, 0, [torch.arange(100), torch.arange(33)]) == 2, (
+        "also if another row frees none"
+    )
+    assert cache.compact(slot, 1, [torch.arange(33), torch.arange(32)]) == 2 + 3
 
 
 def test_what_cannot_be_truncated():
@@ -487,29 +321,23 @@ def test_what_cannot_be_truncated():
     assert cache.held(slot) == cache.physical_pages
 
 
-def entries_of(cache, slot):
-    """Keys of every row of a request."""
-    found = []
-    for layer, lengths in enumerate(cache.lengths.of(slot)):
-        for head, length in enumerate(lengths.tolist()):
-            entries = torch.arange(length)
-            found.append(cache.gather(slot, layer, torch.full_like(entries, head), entries)[0])
-    return found
-
-
-def test_requests_whose_rows_differ_drop_their_newest_entries():
-    cache, payload = make(), Payload(D)
-    slots = [cache.open(), cache.open()]
-    store(cache, cache.extend(slots, [40, 33]), payload)
-    for layer, kept in enumerate([(3, 31), (32, 1), (17, 40)]):
-        cache.compact(slots[0], layer, [torch.arange(n) for n in kept])
-    cache.settle(slots[0])
-    before = [entries_of(cache, slot) for slot in slots]
-    held = [cache.held(slot) for slot in slots]
-    for dropped in ([1, 1], [5, 2], [20, 90]):
-        store(cache, cache.extend(slots, dropped), payload)
-        cache.truncate(slots, dropped)
-        assert [cache.held(slot) for slot in slots] == held
-        cache.verify()
-    for slot, rows in zip(slots, before, strict=True):
-        assert all(map(torch.equal, entries_of(cache, slot), rows))
+@pytest.mark.parametrize(
+    "first, counts",
+    [
+        ([0, 1], [0, 5]),  # a row would be empty
+        ([5, 1], [6, 5]),  # more than there are
+        ([11, 1], [0, 5]),
+        ([-1, 1], [5, 5]),
+        ([1], [5, 5]),
+        ([1, 1, 1], [5, 5]),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(first, counts):
+    cache = make()
+    slot = cache.open()
+    append(cache, slot, 10)
+    before = entries(cache, slot)
+    with pytest.raises(ValueError, match=rf"cannot keep .* of \[10, 10\] .* behind the first \[{first[0]}"):
+        cache.compact(slot, 0, [torch.arange(n) for n in counts], np.array(first))
+    cache.verify()
+    assert all(map(torch.equal, before, entries(cache, slot)))

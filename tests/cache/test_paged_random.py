@@ -484,44 +484,6 @@ CacheMachine.TestCase.settings = settings(
 TestCacheMachine = CacheMachine.TestCase
 
 
-def test_soak():
-    """Ten thousand operations on a pool that is full most of the time; at the end every page is free."""
-    rng = random.Random(0)
-    model = Model(pages=300, max_requests=12, orders=ORDERS[1])
-    for step in range(10_000):
-        slots = sorted(model.rows)
-        kind = rng.random()
-        if len(slots) < 12 and kind < 0.02:
-            model.open()
-        elif slots and kind < 0.035:
-            model.close(rng.sample(slots, rng.randint(1, min(2, len(slots)))))
-        elif slots and kind < 0.05:
-            slot = rng.choice(slots)
-            if model.rows[slot][0]:
-                model.evict(slot, [rng.random() ** 2 for _ in range(L * H)], rng)
-        elif slots and kind < 0.06:
-            slot = rng.choice(slots)
-            rows = model.rows[slot]
-            if rows[0]:
-                first = [rng.randint(0, len(row) - 1) for row in rows]
-                counts = [
-                    rng.randint(n == 0, (len(row) - n) // 2 + 1) for n, row in zip(first, rows, strict=True)
-                ]
-                model.evict_behind(slot, first, counts, rng, rng.choice([1, L]))
-        elif slots and kind < 0.07:
-            model.extend(slots, [rng.choice([1, 1, 17, 90]) for _ in slots])
-        elif slots:
-            model.extend(rng.sample(slots, len(slots)), [1] * len(slots))
-        if step % 100 == 0:
-            model.check_counts()
-            for slot in model.rows:
-                model.check_content(slot)
-    model.close(sorted(model.rows))
-    model.check_counts()
-    assert model.cache.num_free == 300
-    assert model.cache.lengths.total_entries == 0
-
-
 def with_borrowers():
     """A model of three requests: one borrows what it read, one what an eviction left, one nothing."""
     model, rng = Model(100, SLOTS, (transposed, plain)), random.Random(0)

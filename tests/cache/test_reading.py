@@ -51,33 +51,14 @@ def differ(cache, slot, counts):
 
 
 LENGTHS = [None, [50, 50, 50], [64, 64, 64], [33, 110, 70], [1, 64, 32]]
-COUNTS = [[0, 0, 0], [1, 1, 1], [1, 0, 1], [1, 33, 20], [0, 40, 32], [1, 50, 31]]
+COUNTS = [None, [0, 0, 0], [1, 1, 1], [1, 0, 1], [1, 33, 20], [0, 40, 32], [1, 50, 31]]
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_each_row_ends_with_its_last_entry(cache, lengths, counts):
-    assert not differ(cache, read(cache, lengths), counts)
-
-
-def test_eight_bit_floats():
-    """Which cannot do much more than be moved."""
-    write, storage = writer(PS), torch.zeros(30, 2 * PS * D).to(torch.float8_e4m3fn)
-    sizes = {"num_layers": 1, "num_kv_heads": 2, "page_size": PS, "max_requests": 1}
-    cache = WritableCache(storage, **sizes, write=write)
-    step = cache.extend([cache.open()], [50])
-    keys = torch.arange(100)[:, None].expand(100, D).to(torch.float8_e4m3fn)
-    cache.write(keys, keys, cache.entry_slots(step)[0])
-    found = cache.read_last_keys(0, 0, np.array([2, 4]))[..., 0].float()
-    wanted = torch.tensor([[0, 0, 96, 98], [93, 95, 97, 99]]).to(torch.float8_e4m3fn).float()
-    assert torch.equal(found[:, 2:], wanted[:, 2:]) and torch.equal(found[1], wanted[1])
-    assert not found[0, :2].any()
-
-
-@pytest.mark.parametrize("lengths", [None, [33, 110, 70]])
-def test_all_of_a_row(cache, lengths):
     slot = read(cache, lengths)
-    assert not differ(cache, slot, cache.lengths.of(slot)[1].tolist())
+    assert not differ(cache, slot, counts or cache.lengths.of(slot)[1].tolist())
 
 
 def test_equal_rows_are_read_page_by_page(cache, monkeypatch):
