@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cache.writers import plain, writer
 from vllm_kvevict.cache.paged import PagedKVCache
 from vllm_kvevict.kernels.append_pages import append_pages, reference
 
@@ -57,30 +58,13 @@ def test_zeroes_all_of_a_new_page_and_no_other(dtype, head_dim, device):
     assert kv_len.tolist() == [[0], [1]]
 
 
-@pytest.mark.parametrize("slots", [[], [1]])
-def test_without_requests_or_new_pages(slots, device):
-    arena, starts, kv_len = _tables(2, 3, 32, device)
-    kv_len[:] = torch.tensor([1, 5, 31], dtype=torch.int32)
-    before = arena.clone()
-    batch = torch.tensor(slots, dtype=torch.int64, device=device)
-    storage = torch.ones(2, 2 * 32 * 2, device=device)
-    append_pages(arena, starts, kv_len, batch, arena[:0], torch.zeros_like(batch), 32, storage)
-    assert torch.equal(arena, before) and (storage == 1).all()
-    assert kv_len.tolist() == [[1, 5, 31], [2, 6, 32] if slots else [1, 5, 31]]
-
-
-def _write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    pages = storage.view(storage.shape[0], 2, 32, -1)
-    pages[slots // 32, 0, slots % 32], pages[slots // 32, 1, slots % 32] = keys, values
-
-
 def test_the_cache_gives_the_same_pages_without_it(device):
     """A page for each row in turn, after an eviction that left them unequal."""
     caches = []
     for triton in (False, True):
         storage = torch.ones(150, 2 * 32 * 4, device=device)
         sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 4}
-        caches.append(PagedKVCache(storage, **sizes, write=_write, triton=triton))
+        caches.append(PagedKVCache(storage, **sizes, write=writer(32, plain, plain), triton=triton))
         slots = [caches[-1].open() for _ in range(3)]
         caches[-1].extend(slots, [64, 33, 95])
         for layer, counts in enumerate([(32, 1, 64), (31, 64, 5)]):

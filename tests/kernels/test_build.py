@@ -2,15 +2,11 @@
 
 import ctypes
 import logging
-import os
 import re
 import resource
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -80,12 +76,6 @@ def test_a_level_is_compiled_for_and_named(compiled, monkeypatch):
     assert names == sorted(processor.levels())
 
 
-def test_a_level_that_the_processor_has_not(monkeypatch):
-    monkeypatch.setenv(processor.ENVIRONMENT, "avx1024")
-    with pytest.raises(build.BuildError, match=r"VLLM_KVEVICT_CPU_LEVEL must be one of .*, got 'avx1024'"):
-        build.load("decode_attention")
-
-
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
@@ -121,39 +111,6 @@ def test_a_compiler_that_fails(compiler):
     assert list(build.cache_folder().iterdir()) == []
 
 
-def test_a_linker_that_fails_and_removes_its_result(compiler):
-    """As on a full disk: what is left to clean up is not what was there."""
-    compiler(
-        "rm -f $target; echo '/usr/bin/ld: final link failed: No space left on device' >&2\n"
-        "echo 'collect2: error: ld returned 1 exit status' >&2; exit 1"
-    )
-    assert refusal().endswith("final link failed: No space left on device")
-    assert list(build.cache_folder().iterdir()) == []
-
-
-def test_a_compiler_that_ends_without_a_word(compiler):
-    compiler("exit 3")
-    assert refusal().endswith(": code 3")
-
-
-def test_a_compiler_of_another_language(compiler):
-    """It is asked for English; where it has none, what it said last is passed on, whatever its letters are."""
-    compiler(
-        '[ "$LC_ALL" = C ] && echo "x.cpp:1: error: no such thing" >&2 || echo "x.cpp:1: Fehler" >&2; exit 1'
-    )
-    assert refusal().endswith("no such thing")
-    compiler(
-        "echo 'x.cpp: In Funktion f:' >&2; printf 'x.cpp:1: Fehler: \\374berfl\\374ssig\\n\\n' >&2; exit 1"
-    )
-    assert "x.cpp:1: Fehler: " in refusal()
-
-
-def test_no_folder_for_the_result(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "could not be compiled or loaded" in refusal()
-
-
 def test_no_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
@@ -175,17 +132,6 @@ def test_no_space(size):
     ended = load_elsewhere(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
     assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
     assert re.search("File too large|File size limit", ended.stderr)
-    assert list(build.cache_folder().iterdir()) == []
-
-
-def test_no_space_for_what_was_compiled(compiler):
-    compiler("head -c 4096 /dev/zero > $target")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4100, before[1]))
-    try:
-        assert "File too large" in refusal()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(build.cache_folder().iterdir()) == []
 
 
@@ -231,13 +177,6 @@ def test_a_file_that_was_cut_is_compiled_again(library, size):
     assert library.read_bytes() == whole
 
 
-def test_a_file_that_was_changed_is_compiled_again(library):
-    whole = library.read_bytes()
-    library.write_bytes(whole.replace(b"decode_attention", b"xecode_attention"))
-    assert load_elsewhere().returncode == 0
-    assert library.read_bytes() == whole
-
-
 def test_what_does_not_load_is_compiled_again(compiled, library, monkeypatch):
     """Such as a library of another machine, in a home that both have."""
     load, failures = ctypes.CDLL, ["libgomp.so.1: cannot open shared object file"]
@@ -254,86 +193,6 @@ def test_what_does_not_load_is_compiled_again(compiled, library, monkeypatch):
     failures += ["failed to map segment: Operation not permitted"] * 2  # as where nothing may be executed
     assert refusal().endswith("failed to map segment: Operation not permitted")
     assert len(compiled) == 2
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
-def test_whom_the_umask_allows_may_load_it(compiler, monkeypatch, umask):
-    compiler(QUICK)
-    replace, modes = os.replace, []
-
-    def watch(source, target):
-        modes.append(stat.S_IMODE(os.stat(source).st_mode))
-        replace(source, target)
-
-    monkeypatch.setattr(build.os, "replace", watch)
-    before = os.umask(umask)
-    try:
-        build.load("decode_attention")
-    finally:
-        os.umask(before)
-    assert modes == [0o777 & ~umask]
-
-
-@pytest.fixture
-def unprivileged(monkeypatch):
-    """A cache folder, and a user who is not root, who may do everything. The checkout may be root's alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)
-        monkeypatch.setenv("XDG_CACHE_HOME", folder)
-        source = Path(build.__file__)
-        for name in ("decode_attention.cpp", "vectors.h"):
-            shutil.copy(source.with_name(name), folder)
-        monkeypatch.setattr(build, "__file__", f"{folder}/{source.name}")
-        is_root = os.geteuid() == 0
-        if is_root:
-            os.seteuid(65534)
-        yield Path(folder)
-        if is_root:
-            os.seteuid(0)
-
-
-def test_a_folder_that_may_not_be_written(unprivileged):
-    build.cache_folder().mkdir(mode=0o555)
-    assert "Permission denied" in refusal()
-
-
-def test_a_file_that_may_not_be_read_is_replaced(compiled, unprivileged):
-    build.load("decode_attention")
-    (path,) = build.cache_folder().iterdir()
-    path.unlink()
-    path.touch(mode=0)
-    build._load.cache_clear()
-    build.load("decode_attention")
-    assert len(compiled) == 2 and path.stat().st_size and path.stat().st_mode & stat.S_IRUSR
-
-
-def test_it_is_on_the_disk_before_it_is_moved(compiler, monkeypatch):
-    compiler(QUICK)
-    calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(build.os, "fsync", lambda file: (calls.append("fsync"), fsync(file)))
-    monkeypatch.setattr(build.os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
-    build.load("decode_attention")
-    assert calls == ["fsync", "replace"]
-
-
-def test_what_killed_builds_left_is_removed(compiler):
-    compiler(QUICK)
-    folder = build.cache_folder()
-    (folder / "tmpold").mkdir(parents=True)
-    for name in ("tmpold/half.so", "tmpold.so", "tmpnew.so"):
-        (folder / name).touch()
-    long_ago = time.time() - 24 * 3600
-    for name in ("tmpold", "tmpold.so"):
-        os.utime(folder / name, (long_ago, long_ago))
-    build.load("decode_attention")
-    assert [path.name for path in folder.glob("tmp*")] == ["tmpnew.so"]
-
-
-def test_a_build_that_is_killed_leaves_all_its_files_in_the_cache(compiler, tmp_path):
-    """Those of the compiler, too, so that the next build finds them."""
-    compiler(f'echo "$TMPDIR" > {tmp_path}/place; exit 1')
-    refusal()
-    assert Path((tmp_path / "place").read_text().strip()).parent == build.cache_folder()
 
 
 def test_the_compiler_that_cxx_names_comes_first(monkeypatch):
@@ -355,16 +214,6 @@ def log(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, build.logger.name):
         yield caplog
     build.logger.removeHandler(caplog.handler)
-
-
-def test_words_of_cxx_compile_and_the_log_names_them(compiler, monkeypatch, log):
-    """A compiler is called with the words that follow its name, as with ``ccache g++``."""
-    compiler('shift; exec "$@"')
-    caller = os.environ["CXX"]
-    monkeypatch.setenv("CXX", f"{caller} -x {shutil.which('g++')}")
-    build.load("decode_attention")
-    (line,) = log.messages
-    assert line == f"KV eviction: decode_attention.cpp is compiled by {os.environ['CXX']}"
 
 
 @pytest.mark.parametrize("given", ["no-such-compiler", "no-such-compiler g++", "g++ 'a"])

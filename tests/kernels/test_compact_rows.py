@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cache.writers import plain, writer
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.kernels.compact_rows import compact_rows, reference
 
@@ -50,12 +51,6 @@ def test_equals_the_reference(dtype, page_size, head_dim, device):
     _check(*_arguments(4, 6, page_size, head_dim, dtype, device), kept)
 
 
-def test_rows_that_are_emptied_or_unchanged(device):
-    nothing, everything = torch.arange(0), torch.arange(160)
-    kept = [nothing, everything, nothing, _subset(160, 7), everything[:100], nothing]
-    _check(*_arguments(6, 5, 32, 64, torch.float32, device), kept)
-
-
 @pytest.mark.parametrize("shift", [1, 31, 255, 256, 257, 600])
 def test_long_rows_whose_survivors_move_onto_each_other(shift, device):
     """Sources and destinations of neighbouring blocks overlap; the first few entries stay."""
@@ -73,41 +68,12 @@ def test_entries_at_the_front_of_rows_stay(dtype, page_size, head_dim, device):
     _check(*_arguments(7, 6, page_size, head_dim, dtype, device), kept, first)
 
 
-@pytest.mark.parametrize("shift", [1, 31, 256, 257])
-def test_survivors_of_long_rows_move_onto_each_other_behind_what_stays(shift, device):
-    first = torch.tensor([45, 300])
-    kept = [torch.arange(shift, 1600 - 45), _subset(1300, 1200, shift)]
-    _check(*_arguments(2, 50, 32, 64, torch.bfloat16, device), kept, first)
-
-
-def test_without_entries_that_stay_nothing_differs(device):
-    storage, *others = _arguments(2, 6, 32, 64, torch.float32, device)
-    kept, starts = (
-        torch.cat([_subset(190, 70), _subset(190, 5)]).to(device),
-        torch.tensor([0, 70, 75]).to(device),
-    )
-    found = [storage.clone(), storage.clone()]
-    for copy, first in zip(found, (None, torch.zeros(2, dtype=torch.int64, device=device)), strict=True):
-        compact_rows(copy, *others, kept, starts, first)
-    assert torch.equal(*found) and not torch.equal(found[0], storage)
-
-
 def test_the_check_sees_a_kernel_that_ignores_what_stays(device, monkeypatch):
     kernel = compact_rows
     monkeypatch.setitem(_check.__globals__, "compact_rows", lambda *arguments: kernel(*arguments[:5]))
     arguments, kept = _arguments(1, 6, 32, 64, torch.float32, device), [torch.arange(9, 50)]
     with pytest.raises(AssertionError):
         _check(*arguments, kept, torch.tensor([20]))
-
-
-def test_pages_that_two_rows_begin_with_are_not_touched(device):
-    """As where requests borrow them: all that they hold stays."""
-    storage, page_size, table = _arguments(3, 6, 32, 64, torch.float32, device)
-    table[:, :2] = table[0, :2].clone()
-    kept = [_subset(128 - n, 60, n) for n in (0, 1, 33)]
-    before = storage[table[0, :2].long()].clone()
-    _check(storage, page_size, table, kept, torch.tensor([64, 65, 97]))
-    assert torch.equal(storage[table[0, :2].long()], before)
 
 
 def test_no_rows(device):
@@ -133,7 +99,7 @@ def test_the_cache_keeps_the_same_without_it(first, device):
     kept = [_subset(100 - n, (100 - n) // 3, n).to(device) for n in stay]
     for triton in (False, True):
         sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 1}
-        caches.append(PagedKVCache(content.clone(), **sizes, write=write, triton=triton))
+        caches.append(PagedKVCache(content.clone(), **sizes, write=writer(32, plain, plain), triton=triton))
         slot = caches[-1].open()
         caches[-1].extend([slot], [100])
         caches[-1].storage.copy_(content)
@@ -143,11 +109,6 @@ def test_the_cache_keeps_the_same_without_it(first, device):
     assert torch.equal(mine.tables.arena, without.tables.arena)
     assert torch.equal(mine.tables.kv_len, without.tables.kv_len)
     assert torch.equal(mine.storage, without.storage) and not torch.equal(mine.storage, content)
-
-
-def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    pages = storage.view(storage.shape[0], 2, 32, -1)
-    pages[slots // 32, 0, slots % 32], pages[slots // 32, 1, slots % 32] = keys, values
 
 
 def launches() -> Iterator[Callable[[], object]]:

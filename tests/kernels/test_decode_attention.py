@@ -189,17 +189,6 @@ def test_a_token_that_sees_those_after_it_answers_otherwise():
     assert (wrong[0] - output[0]).abs().max() > 1e-2
 
 
-def test_several_new_tokens_may_be_anywhere_in_a_batch():
-    case = _with_new_tokens(_case(torch.float32, 32, 64, 2, [(40, 60), (7, 90)]), [3, 2])
-    tokens = torch.tensor([5, 0, 7, 2, 3])
-    query, key, value = (torch.randn(9, *x.shape[1:]) for x in (case.query, case.key, case.value))
-    query[tokens], key[tokens], value[tokens] = case.query, case.key, case.value
-    output, pages = case._replace(query=query, key=key, value=value, tokens=tokens).run()
-    expected, expected_pages = case.run()
-    assert torch.equal(output[tokens], expected)
-    assert torch.equal(pages.nan_to_num(), expected_pages.nan_to_num())
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_flat_and_peaked_weights(scale):
     case = _case(torch.float32, 32, 64, 2, [(1, 40), (3000, 7)], scale=scale)
@@ -224,15 +213,6 @@ def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes):
             rows=replace(case.rows, request_slots=case.rows.request_slots[one]),
         )
         assert torch.equal(alone.run()[0], together[one])
-
-
-def test_order_of_pages_does_not_matter():
-    case = _case(torch.bfloat16, 32, 64, 2, [(1000, 3000)])
-    arena = case.rows.arena
-    ascending = torch.empty_like(case.pages)
-    ascending[: len(arena)] = case.pages[arena.long()]
-    ordered = replace(case.rows, arena=torch.arange(len(arena), dtype=torch.int32))
-    assert torch.equal(case.run()[0], case._replace(pages=ascending, rows=ordered).run()[0])
 
 
 def test_tokens_may_be_anywhere_in_a_batch_and_lie_apart():

@@ -126,10 +126,6 @@ def test_programs_take_parts_in_turn(device):
     case.check(kernel)
 
 
-def test_one_kv_head(device):
-    _case([(300,), (17,)], device, group=4).check()
-
-
 @pytest.mark.parametrize("scale, softcap", [(0.0, 0.0), (0.0, 5.0), (1.0, 50.0), (30.0, 0.0), (30.0, 50.0)])
 def test_flat_and_peaked_weights(scale, softcap, device):
     _case([(1, 40), (300, 7)], device, scale=scale, softcap=softcap).check()
@@ -153,14 +149,6 @@ def test_what_is_left_in_the_workspace_does_not_matter(device):
     kernel._partial.fill_(torch.nan)
     kernel._log_sums.fill_(torch.nan)
     case.check(kernel)
-
-
-def test_order_of_pages_does_not_matter(device):
-    case = _case([(300, 600)], device)
-    arena = case.rows.arena
-    ordered = replace(case.rows, arena=torch.arange(len(arena), dtype=torch.int32, device=device))
-    ascending = case._replace(pages=case.pages[arena.long()], rows=ordered)
-    assert torch.equal(case.run()[0], ascending.run()[0])
 
 
 def test_requests_that_are_skipped(device):
@@ -192,18 +180,6 @@ def test_tokens_may_be_anywhere_in_a_batch_and_lie_apart(device):
     assert torch.equal(output[tokens], expected)
     assert torch.equal(pages.nan_to_num(), expected_pages.nan_to_num())
     assert output[[1, 2, 4, 5, 7, 8]].isnan().all()
-
-
-def test_heads_may_lie_apart(device):
-    case = _case([(1, 31), (32, 300)], device, group=3)
-    apart = case._replace(
-        **{name: getattr(case, name).repeat_interleave(2, 1)[:, ::2] for name in ("query", "key", "value")}
-    )
-    assert torch.equal(apart.run()[0], case.run()[0])
-    transposed = torch.full((6, 2, 64), torch.nan, device=device).transpose(0, 1)
-    kernel = case.kernel()
-    kernel(case.query, case.key, case.value, transposed, case.rows, None, case.scale)
-    assert torch.equal(transposed, case.run()[0])
 
 
 def test_the_arena_may_move_between_calls(device):
@@ -246,22 +222,6 @@ def test_a_recorded_graph_sees_new_values(device):
         graph.replay()
         expected, _ = case._replace(rows=replace(case.rows, request_slots=slots)).expected()
         torch.testing.assert_close(output.float(), expected, atol=1e-2, rtol=1e-2)
-
-
-def test_no_requests(device):
-    case = _case([(40, 600)], device).only([])
-    assert case.run()[0].numel() == 0
-
-
-def test_the_workspace_stays_small():
-    pages = torch.zeros(1, 2 * 32 * 128, dtype=torch.bfloat16)
-
-    def parts(max_requests, num_kv_heads, group):
-        return PagedDecode(pages, 32, max_requests, num_kv_heads, group).parts
-
-    assert parts(64, 8, 4) == parts(256, 8, 4) == 32
-    assert parts(1024, 8, 4) == 8
-    assert parts(64, 1, 8) == 64
 
 
 def test_what_is_refused(device):

@@ -1,8 +1,5 @@
 """The compiled kernel for prompts against its torch reference."""
 
-import platform
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -231,37 +228,6 @@ def test_sinks_far_from_the_logits(sink):
     case.check()
 
 
-def test_logarithms_of_sums_join_two_parts():
-    """Attention over a prefix and over what follows, each by itself, then weighted by their sums."""
-    case = _behind(_case(torch.float32, 64, 2, 2, [200]), [[300, 300]], 32)
-    both, _ = case.run()
-    own, own_sums = case._replace(pages=None, prefixes=None).run()
-    everything = case.query.double(), *(x.double() for x in _stored(case, 300))
-    logits = 64**-0.5 * torch.einsum("thd,hpd->thp", everything[0], everything[1])
-    before = torch.einsum("thp,hpd->thd", logits.softmax(-1), everything[2])
-    weight = (own_sums - logits.logsumexp(-1)).sigmoid().unsqueeze(-1)
-    torch.testing.assert_close(weight * own + (1 - weight) * before, both.double(), atol=1e-5, rtol=1e-5)
-
-
-def _stored(case: Case, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hq, P, head_dim] of the only request's prefix, for each query head."""
-    rows, size, heads = case.prefixes, case.page_size, case.key.shape[1]
-    starts = rows.starts[rows.request_slots[0], rows.first : rows.first + heads]
-    pages = torch.stack(
-        [case.pages[rows.arena[start : start + -(-length // size)].long()] for start in starts]
-    )
-    keys, values = pages.unflatten(2, (2, size, -1)).unbind(2)
-    keys = keys.reshape(*keys.shape[:2], -1, size).transpose(2, 3)
-    group = case.query.shape[1] // heads
-    return tuple(x.flatten(1, 2)[:, :length].repeat_interleave(group, 0) for x in (keys, values))
-
-
-def test_heads_that_lie_apart_are_refused():
-    case = _case(torch.float32, 64, 2, 1, [8])
-    with pytest.raises(ValueError, match="side by side"):
-        case._replace(query=case.query.repeat_interleave(2, 1)[:, ::2]).run()
-
-
 def test_a_scale_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="must be positive, got 0"):
         _case(torch.float32, 64, 2, 1, [8], scale=0.0).run()
@@ -280,15 +246,3 @@ def test_a_scale_that_is_not_positive_is_refused():
 def test_what_it_serves(lanes, dtype, page_size, vectors, expected):
     """Head sizes in whole vectors."""
     assert supports(dtype, page_size, int(vectors * lanes)) is expected
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or not platform.libc_ver()[0], reason="reads a register of x86"
-)
-@pytest.mark.parametrize(("what", "expected"), [("control", "1"), ("float32", "0"), ("bfloat16", "0")])
-def test_what_happens_to_be_in_memory_is_not_multiplied(what, expected):
-    """Subnormal numbers made the kernel twice as slow, and it was timed so at some starts."""
-    command = [sys.executable, "-m", "tests.kernels.subnormal", what]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == expected

@@ -102,20 +102,6 @@ def test_cuts(device, rows, n):
         assert torch.equal(cuts(keys.to(device), counts).cpu(), expected)
 
 
-def test_counts_may_be_on_the_device(device):
-    keys, counts = _keys(3, 100).to(device), torch.tensor([0, 1, 99], device=device)
-    assert torch.equal(cuts(keys, counts), reference_cuts(keys, counts))
-
-
-def test_cuts_of_scores(device):
-    """Equal scores are the normal case, and rows may lie apart."""
-    scores = torch.zeros(4, 700)
-    scores[:, 100:120] = 1
-    keys = keys_of_the_policies(scores)
-    expected = reference_cuts(keys[::2], [15, 300])
-    assert torch.equal(cuts(keys.to(device)[::2], [15, 300]).cpu(), expected)
-
-
 def test_equal_keys_count_one_by_one(device):
     """The policies put the entries that a head owns anyway before all others."""
     keys = _keys(2, 400).clamp(-(2**62), 2**62)

@@ -71,11 +71,6 @@ def lengths(kept: list[list[torch.Tensor]]) -> list[list[int]]:
     return [[len(head) for head in layer] for layer in kept]
 
 
-def test_a_prompt_evicted_layer_by_layer_is_a_layer_and_what_the_others_keep() -> None:
-    plan = plan_of(EvictionConfig("snapkv", keep_ratio=0.1), 1024)
-    assert until_read(plan, 1024, room(16), by_layer=True) == HEADS * (32 + 15 * 4)
-
-
 @pytest.mark.parametrize("policy", RECYCLING)
 def test_a_prompt_evicted_layer_by_layer_stays_within_the_bound(policy: str) -> None:
     choose = random.Random(policy)
@@ -128,16 +123,6 @@ def test_a_cascade_never_drops_what_is_kept_in_the_end(policy: str) -> None:
             assert all(set(head.tolist()) <= old for head, old in zip(heads, held[layer], strict=True))
 
 
-def test_heads_that_compete_over_ranks_may_all_be_on_one() -> None:
-    plan = plan_of(EvictionConfig("ada-snapkv", budget=100), 1000)
-    alone = until_read(plan, 1000, room(4), by_layer=True)
-    shared = until_read(plan, 1000, room(4, heads=8), by_layer=True)
-    local = plan_of(EvictionConfig("ada-snapkv", budget=100, tp_local=1), 1000)
-    assert alone == until_read(local, 1000, room(4, heads=8), by_layer=True) < shared
-    uniform = plan_of(EvictionConfig("snapkv", budget=100), 1000)
-    assert until_read(uniform, 1000, room(4, heads=8), by_layer=True) == HEADS * (32 + 3 * 4)
-
-
 @pytest.mark.parametrize("stage", [(0, 2), (2, 2), (0, 4)])
 @pytest.mark.parametrize("n", [100, 128, 129, 200, 1000])
 def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int, int]) -> None:
@@ -156,15 +141,6 @@ def test_take_holds_what_it_kept_a_chunk_and_the_probe(n: int, stage: tuple[int,
         stored = [min(s + stop - start, b) for s, b in zip(stored, budgets, strict=True)]
         start = stop
     assert until_read(plan, n, room(count, first, of=4), by_layer=False) == peak
-
-
-def test_a_replay_may_need_more_after_its_eviction() -> None:
-    plan = plan_of(EvictionConfig("snapkv", budget=64), 320)
-    assert until_read(plan, 320, room(4), by_layer=False) == 8 * 10
-    assert until_read(plan, 340, room(4), by_layer=False) == 8 * 10
-    assert until_read(plan, 800, room(4), by_layer=False) == 8 * -(-(64 + 480) // PAGE)
-    kept_whole = plan_of(EvictionConfig("full"), 800)
-    assert until_read(kept_whole, 800, room(4), by_layer=False) == 8 * 25
 
 
 # Worst cases: scores made for each policy so that one rank holds as much as its bound says.

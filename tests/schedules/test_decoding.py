@@ -213,12 +213,3 @@ def test_what_of_an_answer_is_left_for_others() -> None:
     assert [whole.leaves_at_end(x) for x in (60, 100, 112, 113, 500)] == [60, 100, 112, 100, 100]
     assert [evicted.leaves_at_end(x) for x in (60, 100, 112, 500)] == [60, 100, 100, 100]
     assert [whole.most_cached(x) for x in (60, 100, 101, 500)] == [59, 99, 100, 100]
-
-
-def test_queries_are_kept_where_they_choose() -> None:
-    found = {
-        name: answer_phase(answer_config(name, 8), 4, 1).keeps_queries for name in ("snapkv", "ada-snapkv")
-    }
-    assert found == {"snapkv": True, "ada-snapkv": True}
-    assert not answer_phase(EvictionConfig("streaming-llm", budget=8, sinks=0), 4, 1).keeps_queries
-    assert not answer_phase(EvictionConfig("keydiff", budget=40), 4, 1).keeps_queries
