@@ -18,10 +18,16 @@ def simulation(**changes: object) -> Simulation:
     return made
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("adapters", [1, 2])
-def test_a_request_that_waits_for_its_reports_keeps_its_place(adapters: int) -> None:
-    """vLLM counts only the adapters that a step computes, and then stops where those of two steps come together."""
+def test_a_request_that_waits_for_its_reports_keeps_its_place(adapters: int, logprobs: bool) -> None:
+    """vLLM counts only the adapters that a step computes, and then stops where those of two steps come together.
+
+    For requests that ask for their prompt's log probabilities vLLM does not mind what the connector says of them.
+    """
     made = simulation(adapters=adapters)
+    for request in made.scheduler.requests.values():
+        request.skip_reading_prefix_cache = logprobs
     made.run(2000)
     assert made.outputs == {f"r{index}": 40 for index in range(12)}
 
@@ -37,13 +43,3 @@ def test_requests_of_an_adapter_in_use_overtake_as_in_vllm() -> None:
     made = simulation()
     made.step()
     assert set(made.ledger.accounts) == {f"r{index}" for index in range(12) if index % 4 < 2}
-
-
-@pytest.mark.parametrize("adapters", [1, 2])
-def test_so_does_one_whose_prompts_log_probabilities_are_asked_for(adapters: int) -> None:
-    """vLLM looks nothing up for those, and does not mind what the connector says of them."""
-    made = simulation(adapters=adapters)
-    for request in made.scheduler.requests.values():
-        request.skip_reading_prefix_cache = True
-    made.run(2000)
-    assert made.outputs == {f"r{index}": 40 for index in range(12)}

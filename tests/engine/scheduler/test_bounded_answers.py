@@ -93,22 +93,6 @@ def test_replays_with_steps_in_flight(way: str, policy: str) -> None:
         assert sum(simulation.preemptions.values()) > 50
 
 
-@pytest.mark.parametrize("way", ["three ahead", "stages ahead"])
-def test_a_replay_whose_prompt_is_reported_after_its_answer_was_evicted(way: str) -> None:
-    """Three steps in flight read a prompt to its end, then to the first and to the second eviction of its answer."""
-    for policy in ("snapkv", "ada-snapkv"):
-        for steps in range(24, 36):
-            options = {"decode_policy": policy, "decode_interval": 7}
-            simulation = Simulation(server(40, way, **options))
-            # 54 entries of the prompt and 15 of the answer take a page more than 54 and 8.
-            simulation.add(make_request("r", 80, 60, {"kv_eviction": "snapkv", "kv_budget": 54}))
-            for _ in range(steps):
-                simulation.step()
-            simulation.reset(hard=True)
-            run(simulation)
-            assert simulation.outputs == {"r": 60} and simulation.preemptions == {"r": 1}
-
-
 def check_exact(prompt: int, interval: int, way: str) -> None:
     """Whatever is in flight, the ledger knows what an answer of a uniform policy holds, to the page."""
     budget, rows = 8, 8
@@ -275,25 +259,6 @@ def test_counts_that_only_grow_are_noticed(monkeypatch, way: str, wrong: dict[st
         monkeypatch.setattr(Account, name, method)
     with pytest.raises(RuntimeError, match=r"of request r at [0-9]+ tokens, the ledger expects"):
         run(alone(way, 40, 1900, 8, 1))
-
-
-@pytest.mark.long
-def test_an_answer_of_32k_tokens_stays_within_its_bound() -> None:
-    """At every step, in a pool that holds 2,048 tokens of each row, by the policy with the looser bound."""
-    prompt, answer, budget, interval = 500, 32768, 448, 128
-    options = {"decode_policy": "ada-snapkv", "decode_budget": budget, "decode_interval": interval, **CHUNKED}
-    changes = {"shapes": [(2, 2)], "pages": [4 * 64], "max_model_len": 36000, "max_num_batched_tokens": 2048}
-    setup = dataclasses.replace(server(64, **options), **changes)
-    simulation, request = Simulation(setup), make_request("r", prompt, answer, {"kv_eviction": "full"})
-    plan = simulation.ledger.plan(request)
-    (bound,) = simulation.ledger.bounds.after_eviction(plan, prompt + answer)
-    simulation.add(request)
-    while simulation.scheduler.has_requests():
-        simulation.step()
-        assert simulation.workers.held(0) <= bound < setup.pages[0]
-    assert simulation.outputs == {"r": answer} and simulation.preemptions == {"r": 0}
-    # The answer's last token is not stored.
-    assert len(simulation.workers.evictions) == (answer - 1 - budget) // interval
 
 
 @pytest.mark.parametrize("beyond", [0, 1])

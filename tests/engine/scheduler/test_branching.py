@@ -112,19 +112,6 @@ def test_of_two_at_once_one_reads_what_both_need(what: str, depth: int, asynchro
     check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-def test_many_branches_at_once(depth: int, asynchronous: bool) -> None:
-    simulation = without_tails(chatting(depth=depth, asynchronous=asynchronous))
-    questions = [document(10 + index, 20 + index) for index in range(5)]
-    asked = [turn(str(index), [*SAID, question]) for index, question in enumerate(questions)]
-    assert served(simulation, *asked) == length(SAID) + length(questions)
-    assert simulation.workers.hits == 4
-    answered = [turn(f"later {index}", [*SAID, question, OTHER]) for index, question in enumerate(questions)]
-    assert served(simulation, *answered) == length(questions) + 5 * len(OTHER)
-    assert len(simulation.branches) == 1
-    check_end(simulation)
-
-
 def at_other_places(*moved: int) -> dict[str, Any]:
     """The turns end elsewhere, all but these."""
     return {"kv_turns": [end - 10 * (index in moved) for index, end in enumerate(ends(SAID[:-1]))]}
@@ -152,30 +139,12 @@ def test_who_asks_otherwise_shares_what_is_the_same(what: str) -> None:
     check_end(simulation)
 
 
-def test_who_waits_for_the_reserve_holds_up_nobody_that_needs_none() -> None:
-    """A conversation of which the beginning is cached, and whose next turn needs what a long prompt has."""
-    steps_of_64 = {"max_num_batched_tokens": 128, "long_prefill": 64}
-    options = {"policy": "h2o", "policies": ["h2o"]}
-    simulation = without_tails(chatting(max_model_len=1024, **steps_of_64, options=options))
-    served(simulation, turn("0", SAID[:2]))
-    simulation.add(make_request("long", document(9, 1000), 3))
-    steps(simulation, 2)
-    simulation.add(turn("1", SAID[:4]))
-    simulation.add(make_request("small", document(8, 40), 3, {"kv_eviction": "full"}))
-    steps(simulation, 4)
-    accounts = simulation.ledger.accounts
-    assert simulation.outputs["small"] and "long" in accounts and "c:1" not in accounts
-    finish(simulation)
-    assert set(simulation.outputs.values()) == {3}
-    check_end(simulation)
-
-
 # What comes between.
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "kvzip"])
 def test_a_reset_at_any_step(policy: str, depth: int, asynchronous: bool, hard: bool) -> None:
     """What was read before it is never stored or begun with, as the simulated workers say."""
     stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
@@ -256,110 +225,6 @@ def test_what_the_next_question_changes_goes_first() -> None:
         served(simulation, make_request(f"l{tokens}", document(9, tokens), 3, {"kv_eviction": "full"}))
     dropped = [prefix.tokens for prefix in simulation.dropped]
     assert dropped[:4] == [*ends(SAID)[4:1:-1], 160]
-    check_end(simulation)
-
-
-def test_what_one_borrows_becomes_its_own_and_it_reads_on() -> None:
-    """Turn by turn, in small steps, while other answers take what room there is."""
-    taken_over = 0
-    said = [*SAID[:3], *(document(10 + index, 40) for index in range(9))]
-    options = {"budget": 0.5, "decode_reserve": 8}
-    for pages in range(114, 126, 2):
-        simulation = without_tails(
-            chatting(pages=[pages], max_model_len=720, max_num_batched_tokens=24, options=options)
-        )
-        served(simulation, turn("0", SAID[:4]))
-        for index in range(9):
-            simulation.add(make_request(f"long {index}", 20, 200, {"kv_eviction": "full"}))
-        steps(simulation, 12)
-        simulation.add(turn("1", said))
-        while not (account := simulation.ledger.accounts.get("c:1")):
-            simulation.step()
-        before = simulation.became_own
-        while account.is_reading:
-            simulation.step()
-        taken_over += simulation.became_own - before
-        finish(simulation)
-        evicted = [position for name, _, position in simulation.workers.evictions if name == "c:1"]
-        assert evicted == ends(said)[3:-1] and not simulation.preemptions["c:1"]
-        check_end(simulation)
-    assert taken_over > 10
-
-
-def test_what_two_entries_have_in_common_is_held_once() -> None:
-    """All entries of a chain together hold what a request does that has read it."""
-    simulation = without_tails(chatting(options={"policy": "snapkv", "budget": 0.5}))
-    said = SAID[1:]
-    simulation.add(turn("0", said, 20))
-    steps(simulation, 12)
-    chain = list(simulation.ledger.accounts["c:0"].prefix.chain())
-    assert len(chain) == 4 and chain[0].held_by_chain == [chain[0].kept[0].pages]
-    assert sum(map(sum, (prefix.completes for prefix in chain))) == simulation.workers.completed > 0
-    # Another one behind the second text has a copy of its own of what is before.
-    served(simulation, turn("1", [*said[:2], document(7, 100), OTHER]))
-    assert not any(max(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number).completes)
-    check_end(simulation)
-
-
-def test_a_request_goes_on_in_pages_that_a_dropped_entry_has_completed() -> None:
-    """What it leaves then uses them, too; and nobody else completes them meanwhile."""
-    simulation = without_tails(chatting(options={"budget": 0.5}, max_num_batched_tokens=32))
-    compressed = simulation.ledger.shared.compressed
-    served(simulation, turn("0", SAID[:4]))
-    simulation.add(turn("1", [*SAID, OTHER], 20))
-    steps(simulation, 1)
-    account = simulation.ledger.accounts["c:1"]
-    dropped = account.prefix
-    assert dropped.tokens == ends(SAID)[2] and any(dropped.completes)
-    compressed.drop(dropped)
-    assert account.prefix is dropped.parent and account.prefix.completed_for == {"c:1"}
-    simulation.add(turn("2", [*SAID[:2], document(7, 100), OTHER]))
-    finish(simulation)
-    assert simulation.completed and len(simulation.left_in_completed) == 1
-    # What it has left is found, with the chain before it.
-    assert served(simulation, turn("3", [*SAID, document(8, 30)])) == 30
-    check_end(simulation)
-
-
-def behind_another(simulation: Watched, *requests: Any) -> list[Prefix]:
-    """What requests leave that have read their parts, the first of which another one had completed for a while."""
-    first = requests[0].prompt_token_ids[: requests[0].sampling_params.extra_args["kv_turns"][0]]
-    served(simulation, turn("another", [first, document(50, 400), document(51, 9)]))
-    for request in requests:
-        simulation.add(request)
-    steps(simulation, 6)
-    shared = simulation.ledger.shared.compressed
-    another = next(prefix for prefix in shared if any(prefix.completes))
-    shared.drop(another)
-    simulation.step()
-    return sorted(shared, key=lambda prefix: prefix.tokens)
-
-
-def test_nothing_is_free_before_what_several_use_and_follows_it() -> None:
-    """The first part keeps less than a page of each row, which all have copied; the second one's pages are shared."""
-    simulation = without_tails(chatting(options={"policy": "snapkv"}))
-    said = [document(0, 60), document(1, 400)]
-    first, second = behind_another(
-        simulation, *(turn(str(i), [*said, document(2 + i, 9)], 50) for i in range(2))
-    )
-    shared = simulation.ledger.shared.compressed
-    assert (first.users, second.users) == (2, 2) and not any(first.full_pages) and any(second.full_pages)
-    assert shared.droppable_pages() == [0] and shared.pinned() == shared.held
-    simulation.abort("c:1")
-    assert shared.droppable_pages()[0] > 0 and shared.pinned() == second.full_pages
-    check_end(simulation)
-
-
-def test_what_frees_nothing_goes_where_its_parent_does() -> None:
-    """Rows of 20 entries, then 64: who borrows the second part has two full pages of each, and no copy."""
-    simulation = without_tails(chatting(options={"policy": "snapkv", "budget": 0.5}))
-    first, second = behind_another(
-        simulation, turn("0", [document(0, 40), document(1, 88), document(2, 9)], 50)
-    )
-    shared = simulation.ledger.shared.compressed
-    assert second.held == second.full_pages == [8] and first.held == [4]
-    assert shared.next_to_drop(None, even_borrowed=False) is None
-    assert shared.next_to_drop(None, even_borrowed=True) is second and shared.droppable_pages() == [4]
     check_end(simulation)
 
 

@@ -62,20 +62,13 @@ def test_a_prefill_holds_its_chunks_and_is_promised_its_peak() -> None:
     assert list(ledger.outbox.admitted) == ["r"]
 
 
-@pytest.mark.parametrize("policy", ["criticalkv", "defensivekv", "lava"])
-def test_without_output_projections_policies_that_read_them_keep_everything(policy: str) -> None:
-    ledger = make_ledger([1000], policy="full")
-    ledger.requests.learn(has_w_o=False, has_rotary=True)
-    request = make_request("r", 640, 10, {"kv_eviction": policy})
-    assert (ledger.plan(request).prompt is not None) == (policy == "lava")
-
-
-@pytest.mark.parametrize("policy", ["compactor", "expected-attention", "h2o"])
-def test_without_a_known_rotary_embedding_policies_that_undo_it_keep_everything(policy: str) -> None:
+@pytest.mark.parametrize("lacks, kept_whole", [("has_w_o", "criticalkv"), ("has_rotary", "compactor")])
+def test_policies_keep_everything_where_workers_lack_what_they_read(lacks: str, kept_whole: str) -> None:
     ledger = make_ledger([1000], policy="full", policies="all")
-    ledger.requests.learn(has_w_o=True, has_rotary=False)
-    request = make_request("r", 640, 10, {"kv_eviction": policy})
-    assert (ledger.plan(request).prompt is not None) == (policy == "h2o")
+    ledger.requests.learn(**{"has_w_o": True, "has_rotary": True, lacks: False})
+    for policy in (kept_whole, "lava", "h2o"):
+        request = make_request(policy, 640, 10, {"kv_eviction": policy})
+        assert (ledger.plan(request).prompt is None) == (policy == kept_whole)
 
 
 def test_a_decode_does_not_take_what_is_promised() -> None:
@@ -171,31 +164,6 @@ def test_a_replay_that_keeps_more_than_before_never_overflows() -> None:
     assert not grow(ledger, second, 150)  # promised, but there are no such pages
     ledger.free(first)
     assert grow(ledger, second, 150)
-
-
-def test_who_must_wait_leaves_no_trace() -> None:
-    ledger = make_ledger([4 * 40], budget=1.0)
-    assert grow(ledger, make_request("first", 640, 10), 640)
-    used, promised = list(ledger.books.used), list(ledger.books.promised)
-    assert not grow(ledger, make_request("second", 640, 10), 100)
-    assert (ledger.books.used, ledger.books.promised) == (used, promised)
-    assert list(ledger.accounts) == ["first"]
-    assert list(ledger.outbox.admitted) == ["first"]
-
-
-def test_free_returns_everything_and_withdraws_the_plan() -> None:
-    ledger = make_ledger([1000])
-    request = make_request("r", 640, 10)
-    assert grow(ledger, request, 100)
-    ledger.free(request)
-    assert (ledger.books.used, ledger.books.promised, ledger.accounts, ledger.outbox.admitted) == (
-        [0],
-        [0],
-        {},
-        {},
-    )
-    ledger.free(request)
-    assert ledger.books.used == [0]
 
 
 def test_a_request_keeps_its_plan_from_one_admission_to_the_next() -> None:

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -14,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from tests.cache.writers import plain, writer
-from tests.engine.support.servers import PAGE, Setup, Shape, make_request, options_of
+from tests.engine.support.servers import PAGE, Setup, make_request, options_of
 from tests.engine.support.simulation import Simulation
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
@@ -24,7 +23,6 @@ from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.schedules import base
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import plan_of
 
@@ -186,50 +184,26 @@ def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
         test_another_prefix_is_read("last token", 33)
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("kind", ["sha256", "sha256_cbor", "embeddings"])
 @pytest.mark.parametrize("length", [7, 32, 33])
-def test_other_hashes_of_vllm_tell_prefixes_apart(algorithm: str, length: int) -> None:
-    hashed = get_hash_fn_by_name(algorithm)
+def test_what_vllm_hashes_tells_prefixes_apart(kind: str, length: int) -> None:
+    """Tokens by any of its functions, or what is given in their place."""
+    hashed = sha256 if kind == "embeddings" else get_hash_fn_by_name(kind)
     init_none_hash(hashed)
     hasher = get_request_block_hasher(PAGE, hashed)
     plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
 
-    def key(prefix: list[int], question: int, **fields: Any) -> Any:
+    def key(*changed: int, **fields: Any) -> Any:
+        prompt = torch.arange(8 * (length + 5)).view(-1, 8)
+        prompt[list(changed)] += 1
+        embeds = prompt.float() if kind == "embeddings" else None
+        tokens = prompt[:, 0].tolist() if embeds is None else None
         params = SamplingParams(max_tokens=1)
-        request = Request("r", [*prefix, *[question] * 5], params, None, block_hasher=hasher, **fields)
+        request = Request("r", tokens, params, None, prompt_embeds=embeds, block_hasher=hasher, **fields)
         return prefixes.prefix_keys(request, plan, PAGE, hashed)[length]
 
-    prefix = document(0, length)
-    assert key(prefix, 1) == key(prefix, 2)
-    others = [[*prefix[:-1], prefix[-1] + 1], [prefix[0] + 1, *prefix[1:]]]
-    assert len({key(prefix, 1), *(key(other, 1) for other in others), key(prefix, 1, cache_salt="s")}) == 4
-
-
-@pytest.mark.parametrize("length", [7, 32, 33])
-@pytest.mark.parametrize("row", [0, -1])
-def test_other_embeddings_are_another_prefix(length: int, row: int) -> None:
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(PAGE, sha256)
-    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
-    keys = []
-    for changes in (None, length + 1, range(length)[row]):
-        embeds = torch.arange(8.0 * (length + 5)).view(-1, 8)
-        if changes is not None:
-            embeds[changes] += 1
-        params = SamplingParams(max_tokens=1)
-        request = Request("r", None, params, None, prompt_embeds=embeds, block_hasher=hasher)
-        keys.append(prefixes.prefix_keys(request, plan, PAGE, sha256)[length])
-    assert keys[0] == keys[1] != keys[2]
-
-
-@pytest.mark.parametrize("one, other", [("window", 16), ("rows", "max"), ("pooling", "max"), ("kernel", 31)])
-def test_another_parameter_of_the_policy_is_another_prefix(one: str, other: Any) -> None:
-    numbers = []
-    for options in ({}, {one: other}):
-        simulation = Simulation(server(options=options))
-        request = ask("d:0", document(0, 300), 5, 3)
-        numbers.append(simulation.ledger.requests.keys(request)[300])
-    assert numbers[0] != numbers[1]
+    assert key() == key(length, length + 4)
+    assert len({key(), key(0), key(length - 1), key(cache_salt="s")}) == 4
 
 
 def test_requests_share_a_prefix_if_their_parameters_are_equal() -> None:
@@ -377,22 +351,6 @@ def test_nobody_is_preempted_for_copies_that_no_request_uses() -> None:
     assert compared > 3
 
 
-def test_prefixes_in_use_are_not_dropped_where_that_frees_nothing() -> None:
-    """All rows end with a page, so that a prefix with one user holds no copies."""
-    preempted = hits = 0
-    for pages in range(76, 140, 8):
-        options = {"policy": "snapkv", "budget": 64, "decode_reserve": 8}
-        settings = {"max_model_len": 600, "max_num_batched_tokens": 512, "options": options}
-        simulation = Simulation(server(pages=[pages], **settings))
-        for number in range(4):
-            simulation.add(ask(f"d{number}:0", document(number, 300), 8, 200))
-        finish(simulation)
-        preempted += sum(simulation.preemptions.values())
-        hits += simulation.workers.hits
-        check_end(simulation)
-    assert preempted and hits >= preempted / 2
-
-
 @pytest.mark.usefixtures("compressed_only")
 def test_what_several_borrow_is_counted_once_and_stays() -> None:
     """A prefix of 40 pages, and 36 of each answer: 132 hold it with two answers, and without it three."""
@@ -407,22 +365,6 @@ def test_what_several_borrow_is_counted_once_and_stays() -> None:
     assert simulation.most_running == 2 and set(simulation.preemptions.values()) == {0}
     assert simulation.workers.hits == 3 and not simulation.workers.dropped
     check_end(simulation)
-
-
-def test_what_has_no_room_beside_its_prefix_reads_it_again() -> None:
-    """A long question needs all of the pool, or all but the copies that the cached prefix would keep for itself."""
-    hits = set()
-    for pages in range(120, 130):
-        simulation = Simulation(server(pages=[pages], max_model_len=960, options={"budget": 0.95}))
-        simulation.add(ask("d:0", document(0, 640), 1, 1))
-        finish(simulation)
-        assert len(simulation.ledger.shared.compressed) == 1
-        simulation.add(ask("d:1", document(0, 640), 319, 1))
-        finish(simulation)
-        assert simulation.outputs["d:1"] == 1
-        hits.add(simulation.workers.hits)
-        check_end(simulation)
-    assert hits == {0, 1}
 
 
 def test_nothing_is_dropped_for_a_request_that_has_to_wait_all_the_same() -> None:
@@ -472,92 +414,6 @@ def test_the_least_recently_used_goes_first() -> None:
     assert computed == [True, True, True, False, True, False, True]
     assert simulation.workers.dropped == [2, 3]
     check_end(simulation)
-
-
-@pytest.mark.usefixtures("compressed_only")
-def test_no_more_are_cached_than_there_are_request_slots_for(monkeypatch) -> None:
-    monkeypatch.setattr(base, "MOST_PREFIXES", 2)
-    simulation = Simulation(server())
-    for number in range(4):
-        simulation.add(ask(f"d{number}:0", document(number, 300), 5, 3))
-        finish(simulation)
-        assert len(simulation.workers.cached) == min(number + 1, 2)
-    assert simulation.workers.dropped == [1, 2]
-    check_end(simulation)
-
-
-# What happens to producers.
-
-
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
-@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
-def test_a_producer_that_is_aborted_at_any_step(policy: str, depth: int, asynchronous: bool) -> None:
-    """Waiters find the prefix, or one of them reads it."""
-    for step in range(12):
-        setup = server(
-            depth=depth,
-            asynchronous=asynchronous,
-            max_num_batched_tokens=100,
-            options={"policy": policy},
-            shapes=[(2, 2), (1, 2)],
-            pages=[2000, 1000],
-            pipeline=True,
-        )
-        simulation = Simulation(setup)
-        for index in range(4):
-            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
-        steps(simulation, step)
-        simulation.abort("d:0")
-        finish(simulation)
-        assert [simulation.outputs[f"d:{index}"] for index in (1, 2, 3)] == [6, 6, 6]
-        assert simulation.prefilled <= 2 * 300 + 4 * 10
-        check_end(simulation)
-
-
-@pytest.mark.parametrize("drains", [True, False], ids=["after all reports", "before reports"])
-@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
-def test_everybody_is_preempted_and_the_cache_reset_at_any_step(
-    depth: int, asynchronous: bool, drains: bool
-) -> None:
-    for step in range(1, 14):
-        setup = server(depth=depth, asynchronous=asynchronous, max_num_batched_tokens=100)
-        simulation = Simulation(setup)
-        for index in range(3):
-            simulation.add(ask(f"d:{index}", document(0, 300), 10, 6))
-        steps(simulation, step)
-        while drains and simulation.in_flight:
-            simulation.deliver()
-        assert simulation.reset(hard=True)
-        finish(simulation)
-        assert set(simulation.outputs.values()) == {6}
-        check_end(simulation)
-
-
-def test_a_reset_says_whether_somebody_borrows() -> None:
-    simulation = Simulation(server())
-    for index in range(2):
-        simulation.add(ask(f"d:{index}", document(0, 300), 10, 50))
-    steps(simulation, 6)
-    (prefix,) = simulation.ledger.shared.compressed
-    assert len(prefix.borrowers) == 2
-    assert not simulation.reset()
-    # The two go on; who comes now reads the document again.
-    simulation.add(ask("d:2", document(0, 300), 10, 3))
-    before = simulation.prefilled
-    finish(simulation)
-    assert simulation.prefilled - before == 310
-    assert not simulation.ledger.shared.compressed or prefix not in simulation.ledger.shared.compressed
-    check_end(simulation)
-
-
-def test_an_idle_engine_tells_its_workers_of_a_reset() -> None:
-    simulation = Simulation(server())
-    simulation.add(ask("d:0", document(0, 300), 10, 3))
-    finish(simulation)
-    assert not simulation.scheduler.has_requests() and simulation.workers.cached
-    assert simulation.reset() and simulation.scheduler.has_requests()
-    simulation.step()
-    assert not simulation.workers.cached and not simulation.scheduler.has_requests()
 
 
 # Workers.
@@ -633,128 +489,11 @@ def test_a_write_to_one_of_many_prefixes_is_noticed(at_its_end: bool) -> None:
             prefixes.verify()
 
 
-def test_a_prefix_that_a_rank_has_lost_is_noticed() -> None:
+@pytest.mark.parametrize("what, name", [("cached", "compressed prefix"), ("segments", "segment")])
+def test_what_a_rank_has_lost_is_noticed(what: str, name: str) -> None:
     simulation = Simulation(server())
     simulation.add(ask("d:0", document(0, 300), 10, 30))
     steps(simulation, 5)
-    assert simulation.workers.cached.pop(1)
-    with pytest.raises(RuntimeError, match="rank 0 holds 0 pages of compressed prefix 1, the ledger expects"):
+    number, _ = getattr(simulation.workers, what).popitem()
+    with pytest.raises(RuntimeError, match=f"rank 0 holds 0 pages of {name} {number}, the ledger expects"):
         steps(simulation, 3)
-
-
-def test_a_segment_that_a_rank_has_lost_is_noticed() -> None:
-    simulation = Simulation(server())
-    simulation.add(ask("d:0", document(0, 300), 10, 30))
-    steps(simulation, 5)
-    number, _ = simulation.workers.segments.popitem()
-    with pytest.raises(RuntimeError, match=f"rank 0 holds 0 pages of segment {number}, the ledger expects"):
-        steps(simulation, 3)
-
-
-# Anything at once.
-
-
-@dataclass
-class Mixture:
-    """A random server, and by step what happens there."""
-
-    setup: Setup
-    requests: list[tuple[int, Any]]
-    aborts: list[tuple[int, str]]
-    resets: list[int]
-
-
-def mixture(seed: int) -> Mixture:
-    """Documents asked again and again, on pools of 1.1 to 4 of them whole."""
-    choose = random.Random(seed)
-    tokens, output = choose.choice((150, 400, 900)), choose.choice((8, 64, 200))
-    longest = tokens + 64 + output
-    shapes: list[Shape] = choose.choice(([(2, 2)], [(3, 2), (3, 2)], [(2, 2), (1, 2)], [(1, 4), (3, 4)]))
-    times = choose.choice((1.1, 1.5, 2.5, 4.0))
-    depth = choose.choice((1, 1, 2, 3))
-    pipeline = len({layers for layers, _ in shapes}) > 1
-    policies = (
-        "ada-snapkv",
-        "snapkv",
-        "streaming-llm",
-        "h2o",
-        *(("lava", "cake", "layer-defensivekv") if pipeline else ()),
-    )
-    setup = Setup(
-        shapes,
-        [int(times * -(-longest // PAGE) * layers * heads) for layers, heads in shapes],
-        max_model_len=longest,
-        max_num_batched_tokens=choose.choice((100, 512, 2048)),
-        max_num_seqs=choose.choice((4, 64)),
-        depth=depth,
-        asynchronous=depth > 1 and choose.random() < 0.6,
-        pipeline=pipeline,
-        priority=choose.random() < 0.3,
-        prefix_caching=True,
-        options={
-            "policy": choose.choice(policies),
-            "budget": choose.choice((0.1, 0.2, 0.5, 0.9)),
-            "min_prompt": 0,
-            "decode_reserve": choose.choice((8, 32, 512)),
-            "policies": "all",
-        },
-    )
-    requests, aborts = [], []
-    for index in range(choose.randrange(10, 30)):
-        number = choose.randrange(4)
-        name, arrival = f"d{number}:{index}", 0 if choose.random() < 0.4 else choose.randrange(200)
-        prefix = document(number, tokens - 7 * number)
-        salt = choose.choice((None, None, None, "other"))
-        request = ask(name, prefix, choose.randrange(1, 64), choose.randrange(1, output + 1), salt)
-        request.priority = choose.randrange(3)
-        request.skip_reading_prefix_cache = choose.random() < 0.05
-        request.arrival_time = arrival
-        requests.append((arrival, request))
-        if choose.random() < 0.15:
-            aborts.append((choose.randrange(250), name))
-    resets = [choose.randrange(200) for _ in range(choose.choice((0, 0, 1, 3)))]
-    return Mixture(setup, requests, aborts, resets)
-
-
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_mixtures(first: int) -> None:
-    hits = asked = 0
-    for seed in range(first, first + 10):
-        load = mixture(seed)
-        simulation = Simulation(load.setup, seed)
-        for step in range(251):
-            for arrival, request in load.requests:
-                if arrival == step:
-                    simulation.add(request)
-            for moment, name in load.aborts:
-                if moment == step and name in simulation.outputs:
-                    simulation.abort(name)
-            if step in load.resets:
-                simulation.reset()
-            step_checked(simulation)
-        while simulation.scheduler.has_requests():
-            assert simulation.steps < 20_000
-            step_checked(simulation)
-        while simulation.in_flight:
-            simulation.deliver()
-        aborted = {name for _, name in load.aborts}
-        for _, request in load.requests:
-            if request.request_id not in aborted:
-                assert simulation.outputs[request.request_id] == request.sampling_params.max_tokens, seed
-        hits += simulation.workers.hits
-        asked += len(load.requests)
-        check_end(simulation)
-    assert hits > asked / 6
-
-
-def step_checked(simulation: Simulation) -> None:
-    """A step, in which nobody is preempted while a prefix that nobody uses takes room."""
-    ledger = simulation.ledger
-    while simulation.steps % 5 == 0 and simulation.in_flight:
-        simulation.deliver()
-    unused = {prefix.number for prefix in ledger.shared.compressed.droppable() if not prefix.borrowers}
-    output = simulation.step()
-    if output.preempted_req_ids:
-        assert not unused & {p.number for p in ledger.shared.compressed.droppable() if not p.borrowers}
-    if not simulation.in_flight:
-        check_exact(simulation)

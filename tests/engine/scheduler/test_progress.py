@@ -57,14 +57,6 @@ def assert_all_end(outcome: Outcome) -> None:
     assert max(outcome.preemptions) <= 3
 
 
-def test_a_prompt_goes_on_behind_its_prefix_only_where_the_fullest_rank_has_room() -> None:
-    """Of a prefix of 900 tokens one rank keeps 328 per head, the other 32; it may be refused, not tried for ever."""
-    setup = server(TWO_RANKS, 32, 1600, "ada-snapkv", 0.2, params={"alpha": 0.0})
-    outcome = play_beside_small_ones(setup, 1590, "rank", answer=5, kv_prefix_len=900)
-    assert not outcome.failure, outcome.failure
-    assert outcome.reasons["refused"] + outcome.reasons["length"] == 26
-
-
 # What workers cannot read.
 
 
@@ -74,13 +66,6 @@ def test_a_request_that_is_kept_whole_and_never_fits_ends_with_an_error() -> Non
     outcome = play_beside_small_ones(setup, 1500, "random", answer=20, kv_eviction="criticalkv")
     assert not outcome.failure, outcome.failure
     assert outcome.reasons == {"error": 1, "length": 25}
-
-
-def test_an_answer_of_a_request_that_is_kept_whole_ends_with_the_memory() -> None:
-    """Its prompt fits, but not the answer that the front-end lets it have."""
-    setup = server(ONE_RANK, 32, 1600, "snapkv", 0.1, has_w_o=False)
-    outcome = play_beside_small_ones(setup, 900, "random", kv_eviction="criticalkv")
-    assert_all_end(outcome)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +79,6 @@ def test_an_answer_that_ends_with_the_memory_is_delivered_to_its_last_token(flig
     simulation.run(40)
     assert simulation.reasons == {"r": "length"} and simulation.outputs == {"r": 2}
     assert simulation.preemptions == {"r": 0}
-
-
-# Replays.
-
-
-def test_a_replay_waits_until_it_fits_the_fullest_rank() -> None:
-    """A replay that fits on average, but not on the fullest stage while another request runs, is not tried again and
-    again."""
-    options = {"policy": "lava-uniform-head", "budget": 0.5, "decode_reserve": 8, "check": True}
-    setup = Setup([(2, 1), (2, 1)], [120, 120], 1800, 8192, depth=1, pipeline=True, options=options)
-    asks = [Ask(0, "first", 300, 1400, {"kv_eviction": "full"}, 0), Ask(1, "second", 1427, 293, {}, 0)]
-    outcome = play(Load(setup, asks), greeds=("rank",))
-    assert not outcome.failure, outcome.failure
-    assert outcome.reasons == {"length": 2} and max(outcome.preemptions) <= 4
 
 
 # Head-of-line blocking.

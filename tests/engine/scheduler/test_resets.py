@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scheduler.test_prefixes import check_end, document, steps
-from tests.engine.scheduler.test_shared_prefixes import POLICY, ask, served, server
-from tests.engine.support.hostile_loads import PAUSES, play
-from tests.engine.support.loads import Ask, Load
+from tests.engine.scheduler.test_shared_prefixes import ask, served, server
 from tests.engine.support.servers import PAGE, Setup
 from tests.engine.support.simulation import Simulation
 
@@ -35,20 +33,25 @@ def second_reads_all(simulation: Simulation, prompt: list[int], **fields: Any) -
     check_end(simulation)
 
 
-@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("what", ["soft reset", "hard reset", "abort"])
 @pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-@pytest.mark.parametrize("policy", ["full", "ada-snapkv", "lava", "kvzip"])
-def test_a_prompt_that_is_being_read(policy: str, depth: int, asynchronous: bool, hard: bool) -> None:
+@pytest.mark.parametrize("policy", ["full", "ada-snapkv", "lava", "kvzip", "take"])
+def test_a_prompt_that_is_being_read(policy: str, depth: int, asynchronous: bool, what: str) -> None:
     """After any step: it is read by five, evicted, and then answered."""
     for step in range(1, 14):
         simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
         prompt, fields = document(0, 1280), fields_of(policy)
         simulation.add(ask("reader", prompt, 8, **fields))
         steps(simulation, step)
-        simulation.reset(hard)
+        if what == "abort":
+            simulation.add(ask("waiting", prompt, 8, **fields))
+            simulation.abort("reader")
+        else:
+            simulation.reset(hard=what == "hard reset")
         simulation.add(ask("other", prompt, 8, **fields))
         simulation.run(5000)
-        assert simulation.outputs == {"reader": 8, "other": 8}
+        assert {simulation.outputs[name] for name in simulation.outputs if name != "reader"} == {8}
+        assert what == "abort" or simulation.outputs["reader"] == 8
         check_end(simulation)
 
 
@@ -80,52 +83,6 @@ def test_an_answer_that_is_being_written(tokens: int, depth: int, asynchronous: 
     simulation.run(5000)
     assert not len(simulation.ledger.shared.uncompressed.segments)
     second_reads_all(simulation, list(request.all_token_ids), kv_eviction="full")
-
-
-@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-@pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "kvzip"])
-def test_a_compressed_prefix_that_is_being_read(
-    policy: str, depth: int, asynchronous: bool, hard: bool
-) -> None:
-    for step in range(1, 12):
-        simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
-        fields = {**fields_of(policy), "kv_prefix_len": 1000}
-        simulation.add(ask("d:0", document(0, 1000) + document(1, 30), 8, **fields))
-        steps(simulation, step)
-        simulation.reset(hard)
-        for index in (1, 2):
-            simulation.add(ask(f"d:{index}", document(0, 1000) + document(2, 30), 8, **fields))
-        simulation.run(5000)
-        assert simulation.workers.hits
-        check_end(simulation)
-
-
-def test_a_replay_reads_after_the_reset_and_leaves_that_for_others() -> None:
-    simulation = Simulation(server(max_num_batched_tokens=256))
-    prompt = document(0, 800)
-    simulation.add(ask("replayed", prompt, 8))
-    steps(simulation, 2)
-    assert simulation.reset(hard=True)
-    simulation.run(5000)
-    assert served(simulation, ask("other", prompt)) <= 2 * PAGE
-    check_end(simulation)
-
-
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-@pytest.mark.parametrize("mode", PAUSES)
-def test_pauses(mode: str, depth: int, asynchronous: bool) -> None:
-    """At any step; what waits meanwhile begins with nothing from before, which the simulated workers look after."""
-    fields = [{"kv_eviction": "full"}, {"kv_prefix_len": 500}, {}]
-    for step in range(1, 12):
-        setup = at_once(depth, asynchronous, max_num_batched_tokens=256, options={**POLICY, "check": True})
-        asks = [
-            Ask(arrival, f"r{arrival}-{index}", 640, 20, extra, 0, document=0)
-            for arrival in (0, step)
-            for index, extra in enumerate(fields)
-        ]
-        outcome = play(Load(setup, asks, pauses={step: mode}, resets={step + 1: False}))
-        assert not outcome.failure, (step, outcome.failure)
 
 
 # What a reset answers.

@@ -140,12 +140,6 @@ def test_three_times_as_many_run_at_once(full_sequences: float, chunk: int, flig
     assert sum(simulation.preemptions.values()) <= 2
 
 
-@pytest.mark.parametrize("chunk", [512, 2048, 8192])
-def test_the_same_memory_runs_four_without_eviction(chunk: int) -> None:
-    simulation = reference(server(max_num_batched_tokens=chunk, options=None))
-    assert simulation.most_running == 4
-
-
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"policy": "ada-snapkv", "budget": 1.0}])
 def test_nothing_to_evict_runs_four(options: dict[str, Any]) -> None:
     simulation = reference(server(options=options))
@@ -180,17 +174,6 @@ def test_report_of_an_older_admission_is_dropped() -> None:
     simulation.run(100)
     assert simulation.outputs["r"] == 16
     assert simulation.workers.evictions == [("r", 1, 2048), ("r", 2, 2048)]
-
-
-def test_report_of_an_aborted_request_is_dropped() -> None:
-    simulation = Simulation(server(depth=2))
-    simulation.add(make_request("r", 2048, 16))
-    simulation.step()
-    simulation.abort("r")
-    simulation.deliver()
-    assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
-    simulation.run(10)
-    assert simulation.workers.evictions and not simulation.workers.live
 
 
 @pytest.mark.parametrize("leaves", ["reported", "aborted", "preempted"])
@@ -336,19 +319,6 @@ def test_prompts_are_postponed_rather_than_cut() -> None:
     assert simulation.workers.peak_pages[0] < ROWS * 47
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.2])
-def test_prompts_that_will_not_fit_a_step_are_cut(budget: float) -> None:
-    """Four decodes leave 2044 tokens of every step; waiting for 2046 would take until they end."""
-    simulation = Simulation(server(16.0, options={"policy": "snapkv", "budget": budget}))
-    for name in "abcd":
-        simulation.add(make_request(name, 500, 200))
-    for _ in range(3):
-        simulation.step()
-    simulation.add(make_request("long", 2046, 8))
-    assert simulation.step().num_scheduled_tokens["long"] == 2044
-    simulation.run(300)
-
-
 def test_prompts_that_fit_in_no_other_way_wait_for_a_step_of_their_own() -> None:
     """A pool of half a prompt: it runs once the decodes before it have ended, and nobody overtakes it."""
     simulation = Simulation(
@@ -421,19 +391,6 @@ def test_nobody_pauses_for_a_prompt_while_the_server_is_paused(state: PauseState
     simulation.run(300)
 
 
-def test_a_pause_that_brings_nothing_is_not_repeated_at_once() -> None:
-    """Whatever keeps vLLM from admitting the prompt: here there is no seat, and nobody looks."""
-    simulation, steps = behind_answers(), []
-    admits, scheduler = simulation.scheduler.max_num_active_reqs, simulation.scheduler
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(scheduler), "_admits_requests", lambda self: True)
-        scheduler.max_num_active_reqs = 3
-        steps = [len(simulation.step().num_scheduled_tokens) for _ in range(20)]
-    assert steps == [0, *[3] * 19]
-    scheduler.max_num_active_reqs = admits
-    simulation.run(300)
-
-
 # take.
 
 
@@ -463,28 +420,6 @@ def test_chunks_end_in_steps_of_their_own_with_a_probe(chunk: int, flight: dict[
     assert positions == {512, 1024, 1536, 1900}
     assert set(simulation.outputs.values()) == {20}
     assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
-
-
-def test_a_prompt_is_admitted_by_its_bound() -> None:
-    """In a pool of 1500 tokens: 12,000 are read, since never more than a chunk and 300 entries are held."""
-    simulation = Simulation(taking(shapes=[(4, 4)], pages=[16 * 1500 // PAGE], max_model_len=12_100))
-    for index in range(3):
-        simulation.add(make_request(f"r{index}", 12_000, 20))
-    simulation.run(400)
-    assert set(simulation.outputs.values()) == {20}
-    assert not sum(simulation.preemptions.values())
-
-
-@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
-def test_leaving_between_two_chunks(leaves: str) -> None:
-    simulation = Simulation(taking())
-    simulation.add(make_request("r", 1900, 20))
-    simulation.step()
-    leave(simulation, "r", leaves)
-    simulation.run(60)
-    assert not simulation.workers.live
-    again = [(2, position) for position in (512, 1024, 1536, 1900)] if leaves == "preempted" else []
-    assert simulation.workers.evictions == [("r", epoch, position) for epoch, position in [(1, 512), *again]]
 
 
 @pytest.mark.parametrize("first", tens(30))
@@ -543,22 +478,6 @@ def test_chunks_shrink_where_a_request_has_no_room_for_more() -> None:
         sizes += [extra.stop - extra.start] if extra else []
     assert set(sizes[:-1]) == {100} and sum(sizes) == 2075
     assert simulation.outputs == {"r": 4}
-
-
-@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
-@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
-def test_leaving_between_two_repeats(leaves: str, flight: dict[str, Any]) -> None:
-    for steps in range(1, 9):
-        simulation = Simulation(repeating(**flight))
-        simulation.add(make_request("r", 500, 8))
-        for _ in range(steps):
-            simulation.step()
-        done = set(simulation.workers.evictions)
-        leave(simulation, "r", leaves)
-        simulation.run(60)
-        assert not simulation.workers.live and not simulation.ledger.reserve.spans
-        late = {("r", 2, 500)} if leaves == "preempted" else set()
-        assert done | late == set(simulation.workers.evictions) - (set() if done else {("r", 1, 500)})
 
 
 def test_nothing_is_repeated_while_all_are_paused() -> None:

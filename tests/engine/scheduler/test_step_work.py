@@ -178,18 +178,6 @@ def test_the_control_looks_up_what_each_of_them_begins_with(policy, monkeypatch)
     assert many - few >= 2 * 190
 
 
-@RESERVED
-def test_who_waits_for_the_reserve_costs_little_beside_looking_it_up(policy):
-    def work(waiting: int, asked: bool) -> int:
-        simulation = behind_the_reserve(waiting, policy)
-        if not asked:
-            waits_without_being_asked(simulation)
-        return calls_of_a_step(simulation)
-
-    ours, vllms = (work(500, asked) - work(100, asked) for asked in (True, False))
-    assert ours <= 4 * vllms
-
-
 # Much that is cached.
 
 
