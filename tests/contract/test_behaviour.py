@@ -21,26 +21,6 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "load_general_plugins add_cli_args",
         "vllm serve does not know --kv-eviction",
     ),
-    "plugins-before-arguments": (
-        "vllm.engine.arg_utils:EngineArgs.__post_init__",
-        "load_general_plugins",
-        "LLM(...) ignores additional_config's kv_eviction",
-    ),
-    "plugins-in-workers": (
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",
-        "load_general_plugins resolve_obj_by_qualname",
-        "workers cannot resolve ours",
-    ),
-    "plugins-in-engine-core": (
-        "vllm.v1.engine.core:EngineCore.__init__",
-        "load_general_plugins",
-        "the engine core starts without the plugin",
-    ),
-    "fields-become-arguments": (
-        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
-        "fields cls",
-        "--kv-eviction is parsed and forgotten",
-    ),
     "probe-room": (
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         "create_model_config _set_default_max_num_seqs_and_batched_tokens_args SchedulerConfig",
@@ -78,11 +58,6 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "determine_available_memory get_kv_cache_configs initialize_from_config",
         "the KV cache takes the reserve's memory",
     ),
-    "plans": (
-        f"{SCHEDULER}._build_kv_connector_meta",
-        "build_connector_meta",
-        "workers get no plans",
-    ),
     "waits-for-frees": (
         f"{SCHEDULER}.schedule",
         "has_pending_block_frees _preempt_request",
@@ -98,30 +73,10 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "update_connector_output",
         "the ledger hears no report",
     ),
-    "reports-with-the-output": (
-        f"{SCHEDULER}.update_from_output",
-        "_update_from_kv_xfer_finished",
-        "the ledger hears no report",
-    ),
     "statistics": (
         f"{SCHEDULER}.update_from_output",
         "get_kv_connector_stats is_empty aggregate",
         "/metrics stays at zero",
-    ),
-    "all-ranks-report": (
-        "vllm.v1.engine.core:EngineCore.__init__",
-        "init_kv_output_aggregator",
-        "only one rank reports",
-    ),
-    "handshake": (
-        "vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata",
-        "get_handshake_metadata",
-        "the ledger never learns the pools' sizes",
-    ),
-    "reports-are-joined": (
-        f"{CONNECTOR}.utils:KVOutputAggregator.aggregate",
-        "aggregate",
-        "one rank's reports win",
     ),
     "report-after-forward-v1": (
         "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
@@ -132,36 +87,6 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
         "wait_for_save get_kv_connector_stats build_connector_worker_meta",
         "a step's reports come with the next one, or never",
-    ),
-    "memory-v1": (
-        f"{V1}.initialize_kv_cache",
-        "initialize_kv_cache_tensors register_kv_caches",
-        "workers get no memory for pages",
-    ),
-    "memory-v2": (
-        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.__init__",
-        "register_kv_caches",
-        "workers get no memory for pages",
-    ),
-    "connector-before-memory": (
-        "vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
-        "ensure_kv_transfer_initialized initialize_kv_cache",
-        "workers get no memory for pages",
-    ),
-    "connector-by-path": (
-        f"{CONNECTOR}.factory:KVConnectorFactory.get_connector_class",
-        "import_module getattr",
-        "the connector is not found",
-    ),
-    "graphs-v1": (
-        f"{V1}._determine_batch_execution_and_padding",
-        "_is_uniform_decode",
-        "GPU prompts whose last chunk has one token are not evicted",
-    ),
-    "graphs-v2": (
-        f"{V2}.execute_model",
-        "gather_batch_req_state",
-        "GPU prompts whose last chunk has one token are not evicted",
     ),
     "resets": (
         f"{SCHEDULER}.reset_prefix_cache",
@@ -177,36 +102,6 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "vllm.v1.engine.core:EngineCore._reset_caches",
         "reset_prefix_cache",
         "what requests read before a pause reaches those after it",
-    ),
-    "attention": (
-        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
-        "get_attention_context forward",
-        "our attention is not called",
-    ),
-    "prometheus": (
-        f"{CONNECTOR}.v1.metrics:KVConnectorProm.__init__",
-        "build_prom_metrics",
-        "/metrics has nothing",
-    ),
-    "checked-async": (
-        "vllm.v1.engine.async_llm:AsyncLLM.add_request",
-        "process_inputs",
-        "requests over HTTP are not checked",
-    ),
-    "checked-offline": (
-        "vllm.v1.engine.llm_engine:LLMEngine.add_request",
-        "process_inputs",
-        "requests of LLM(...) are not checked",
-    ),
-    "chats-over-http": (
-        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat",
-        "render_chat_async",
-        "scope=prefix finds no question in chats over HTTP",
-    ),
-    "chats-offline": (
-        "vllm.entrypoints.common.offline:OfflineInferenceMixin._preprocess_chat",
-        "render_chat",
-        "scope=prefix finds no question in LLM.chat",
     ),
 }
 
@@ -276,11 +171,6 @@ def contains(place: str, parts: list[str], breaks: str) -> None:
 
 
 CONTAINS: dict[str, tuple[str, list[str], str]] = {
-    "plugin-group": (
-        "vllm.plugins:DEFAULT_PLUGINS_GROUP",
-        ["'vllm.general_plugins'"],
-        "vLLM does not find the plugin",
-    ),
     "finished-ids-go-with-the-next-step": (
         f"{SCHEDULER}._update_after_schedule",
         ["self.finished_req_ids = set()", "num_computed_tokens +="],
@@ -311,11 +201,6 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["backend = attention_config.backend_per_kind.get(kind.value, backend)"],
         "workers use vLLM's attention, so nothing is evicted",
     ),
-    "the-platform-chooses": (
-        "vllm.v1.attention.selector:_cached_get_attn_backend",
-        ["current_platform.get_attn_backend_cls("],
-        "CPU workers use vLLM's attention, so nothing is evicted",
-    ),
     "memory-asked-for": (
         "vllm.v1.worker.cpu_worker:CPUWorker.__init__",
         ["memory_fraction = vllm_config.cache_config.gpu_memory_utilization"],
@@ -331,20 +216,10 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["result.before_create.free_memory - result.after_profile.free_memory"],
         "vLLM gives the reserve's memory to the KV cache",
     ),
-    "projections-in-place": (
-        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.create_weights",
-        ["layer.register_parameter('weight', weight)"],
-        "criticalkv and defensivekv cannot read projections",
-    ),
     "packed-projections": (
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         ["layer.weight = torch.nn.Parameter(torch.empty(0,"],
         "packed projections are taken for plain ones",
-    ),
-    "rotary-tables": (
-        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_static",
-        ["cos_sin_cache.index_select(0, positions)", "cos, sin = cos_sin.chunk(2, dim=-1)"],
-        "compactor and expected-attention undo another RoPE than the model's",
     ),
     "one-allocation": (
         "vllm.v1.worker.utils:allocate_kv_cache",
@@ -355,11 +230,6 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         "vllm.model_executor.layers.attention.attention:Attention.forward",
         ["not self.attn_backend.forward_includes_kv_cache_update"],
         "vLLM writes keys and values into pages of other requests",
-    ),
-    "layer-is-passed": (
-        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
-        ["self.impl.forward(self, query, key, value, kv_cache, attn_metadata, output=output"],
-        "our attention is called with other arguments",
     ),
     "uniform-decodes-v2": (
         f"{V2}.execute_model",
@@ -420,11 +290,6 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         "vllm.utils.ompmultiprocessing:OMPProcessManager.__init__",
         ["if config.kv_transfer_config:", "self.reserve_cpu_num = envs.VLLM_CPU_NUM_OF_RESERVED_CPU"],
         "a core is asked back that nobody has taken",
-    ),
-    "worker-modules-may-make-classes": (
-        "vllm.utils.import_utils:resolve_obj_by_qualname",
-        ["getattr(module, obj_name)"],
-        "workers are not found",
     ),
 }
 

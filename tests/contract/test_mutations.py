@@ -11,7 +11,7 @@ from tests.contract import source, test_attributes, test_behaviour, test_names, 
 MANAGER = "vllm.v1.core.kv_cache_manager"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 
-MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] = {
+MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[Any], str]] = {
     # module, what stands there, what shall, the test and its arguments, what it must say
     "name-gone": (
         MANAGER,
@@ -19,23 +19,23 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[str], str]] =
         "class Blocks",
         test_names.test_name_exists,
         [f"{MANAGER}:KVCacheBlocks"],
-        "has no KVCacheBlocks: the ledger cannot answer",
+        "has no KVCacheBlocks: .*scheduler/.* cannot be imported",
     ),
     "method-gone": (
         SCHEDULER,
         "def _reserve_prefill_lookahead",
         "def _reserve_lookahead",
-        test_signatures.test_override_matches,
-        [f"{SCHEDULER}:Scheduler._reserve_prefill_lookahead"],
-        "is gone: chunks cross eviction positions",
+        test_signatures.test_what_we_override_is_there_and_takes_no_more,
+        [("scheduler/scheduler.py", "EvictionScheduler")],
+        "scheduler.py and .*:Scheduler differ in _reserve_prefill_lookahead",
     ),
     "parameter-added": (
         MANAGER,
         "def free(self, request: Request)",
         "def free(self, request: Request, now: bool)",
-        test_signatures.test_override_matches,
-        [f"{MANAGER}:KVCacheManager.free"],
-        r"takes \(request, now\), ours \(request\): pages of finished requests are never returned",
+        test_signatures.test_what_we_override_is_there_and_takes_no_more,
+        [("scheduler/ledger.py", "PageLedger")],
+        r"free takes \(request, now\), ours \(self, request: Request\)",
     ),
     "keyword-renamed": (
         "vllm.v1.attention.ops.triton_unified_attention",
