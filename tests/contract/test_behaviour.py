@@ -12,7 +12,6 @@ from vllm_kvevict.engine.frontend import media
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 
 CALLS: dict[str, tuple[str, str, str]] = {
     # (function, what it calls, in this order; others may come between): what breaks.
