@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, REVERSED, decoded, render
+from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, decoded, render
 from tests.engine.support.turn_templates import (
     ANSWERED_BY_USER,
     DROPS_EMPTY,
@@ -166,19 +166,6 @@ def test_one_message_that_moved_costs_no_other(places):
         assert len(some) <= len(found) or some != sorted(some)
 
 
-def test_a_message_that_moved(renderer):
-    """The instructions in the middle of the chat stand at its beginning."""
-    template = (
-        "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
-        + CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
-    )  # fmt: skip
-    messages = [*PLAIN[1:5], {"role": "system", "content": "Be brief."}, *PLAIN[5:8]]
-    assert len(ends(renderer, messages)) == 4
-    turns = ends(renderer, messages, template)
-    assert [text in turn for text, turn in zip(("Be brief", "Rotterdam", "Hamburg"), turns, strict=True)]
-    assert len(ends(renderer, messages, REVERSED)) <= 1
-
-
 AWKWARD = ["", " ", "\n\n", "\n\nWhy?", "0", "]/INST]", "<|im_end|>\n", "\ue000", "\ue001?", "{{ m }}"]
 
 
@@ -214,9 +201,6 @@ def test_messages_in_parts(renderer):
 
 HIDDEN = {
     "escaped": ("{{ m.content | tojson(ensure_ascii=true) if m.role == 'tool' else m.content }}", 2),
-    "repeated": ("{{ m.content }}{% if m.role == 'tool' %} {{ m.content }}{% endif %}", 2),
-    "gone": ("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", 2),
-    "in a URL": ("{{ m.content | urlencode if m.role == 'tool' else m.content }}", 2),
     "shown": ("{{ m.content }}", 3),
 }
 
@@ -238,12 +222,8 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
         assert ends(renderer, messages) in ([], ["<|im_start|>"])
     assert ends(renderer, PLAIN[:4], BLIND) == []
     assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
-    for silent in (
-        user(" "),
-        {"role": "user", "content": []},
-        {"role": "user", "content": [{"type": "text", "text": ""}]},
-    ):
-        assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
+    silent = {"role": "user", "content": [{"type": "text", "text": ""}]}
+    assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
     monkeypatch.setattr(chat, "MEANINGLESS", tuple("\ue000\ue001"))
     assert len(ends(renderer, PLAIN[:6])) == 2 and len(ends(renderer, [*PLAIN[:5], user("\ue000")])) == 1
     # Nor if it is in the chat and the template does not show it.
@@ -287,85 +267,15 @@ def test_a_chat_that_is_cut_is_refused(renderer):
         process(renderer, prompt)
 
 
-# What it costs.
-
-
-def test_however_many_messages_there_are(renderer, monkeypatch):
-    """Two more renderings; of tokens, only those that begin a message."""
-    cls, calls = type(renderer), []
-
-    def counted(name):
-        method = getattr(cls, name)
-
-        def call(self, what, *args, **kwargs):
-            calls.append((name, len(what["prompt"]) if isinstance(what, dict) else len(what)))
-            return method(self, what, *args, **kwargs)
-
-        monkeypatch.setattr(cls, name, call)
-
-    for name in ("render_messages", "tokenize_prompt"):
-        counted(name)
-    for count in (4, 400):
-        calls.clear()
-        messages = [user("Go on."), answer("I do.")] * (count // 2) + [user("Go on.")]
-        prompt = render(renderer, messages)[0]
-        length = len(prompt["prompt"])
-        assert len(prompt[TURNS]) == count // 2 + 1
-        assert calls == [
-            ("render_messages", count + 1),
-            ("tokenize_prompt", length),
-            ("render_messages", count + 1),
-            ("render_messages", count + 3),
-            ("tokenize_prompt", len("<|im_start|>user")),
-        ]
-
-
-# What is told.
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    found = []
-    for module in (boundaries, chat):
-        monkeypatch.setattr(module.logger, "warning", lambda text, *args: found.append(text % args))
-    boundaries._log_not_lasting.cache_clear()
-    chat._log_changes.cache_clear()
-    return found
-
-
-STRICT = CHATML.replace(
-    "{{ m.role }}", "{{ raise_exception('Too long') if messages | length > 4 else m.role }}"
-)
-
-
-@pytest.mark.parametrize(
-    "template, messages, reason",
-    [
-        (CHATML, PLAIN[:6], None),
-        (DROPS_THOUGHTS, PLAIN[:6], None),
-        (DROPS_THOUGHTS, LOOP[:6], boundaries.DROPS_THOUGHTS),
-        (DROPS_EMPTY, LOOP[:6], boundaries.DROPS_THOUGHTS),
-        (MOVES_SYSTEM, PLAIN[:6], boundaries.MOVES),
-        (STRICT, PLAIN[:4], boundaries.REFUSES),
-    ],
-)
-def test_a_template_that_changes_earlier_turns_is_named_once(template, messages, reason, renderer, warnings):
-    for _ in range(2):
-        assert render(renderer, messages, template)[0][TURNS]
-    assert len(warnings) == (reason is not None)
-    assert not reason or (warnings[0].endswith(reason) and template[:20] in warnings[0])
-
-
 CLOCK = "{{ strftime_now('%f') }}"
 
 
-def test_turns_end_before_a_clock(renderer, warnings):
+def test_turns_end_before_a_clock(renderer):
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + CLOCK)
     prompt = render(renderer, PLAIN[:6], template)[0]
     assert prompt[CHANGES] and len(prompt[TURNS]) == 0
     at_end = CHATML.replace("assistant\n", "assistant\n" + CLOCK)
     assert len(render(renderer, PLAIN[:6], at_end)[0][TURNS]) == 3
-    assert [("a prefix ends there" in warning) for warning in warnings] == [True, True]
 
 
 def test_chats_that_change_are_counted(renderer, monkeypatch):

@@ -32,8 +32,7 @@ from tests.engine.support.chats import (
     decoded,
     render,
 )
-from vllm_kvevict.engine import config, metrics
-from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.frontend import chat, noting
 from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN
 from vllm_kvevict.engine.frontend.counting import common_length
@@ -74,11 +73,6 @@ def test_a_question_of_characters_without_meaning(question, all_of_them, rendere
         monkeypatch.setattr(chat, "MEANINGLESS", tuple(MARKS))
     assert render(renderer, [*TURN, ask(question)])[1] == READ + "<|im_start|>"
     assert render(renderer, [*TURN, ask(question)], GLUED)[1] == (DOCUMENT + "I have read it.")[:-1]
-
-
-def test_marks_are_all_that_are_for_private_use():
-    assert chat.unused_mark("") == "\ue000" and chat.unused_mark(MARKS) == "\ue100"
-    assert len(chat.MEANINGLESS) == 6400 and chat.unused_mark("".join(chat.MEANINGLESS)) is None
 
 
 ESCAPES = {
@@ -173,12 +167,6 @@ def test_tools(renderer):
     assert call["function"]["arguments"] in ('{"at": "the port"}', {"at": "the port"})
 
 
-def test_a_message_that_is_continued(renderer):
-    messages = [*TURN, ask(), {"role": "assistant", "content": "It is"}]
-    prompt, found = render(renderer, messages, add_generation_prompt=False, continue_final_message=True)
-    assert found == READ + "<|im_start|>" and prompt["prompt"].endswith("It is")
-
-
 def test_without_a_question_there_is_no_prefix(renderer):
     for messages in (SYSTEM, [TURN[1]]):
         prompt, found = render(renderer, messages)
@@ -192,9 +180,7 @@ CLOSED = (
 )
 
 
-def test_what_cannot_be_told_is_left_open(renderer):
-    assert render(renderer, [*SYSTEM, ask()], BLIND)[1] is None  # the question is not in the prompt
-    assert render(renderer, [*SYSTEM, ask()], CLOSED)[1] is None  # another question is refused
+def test_chats_that_may_have_been_cut_are_left_open(renderer):
     tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
     ids = render(renderer, [*TURN, ask()], tok_params=tok_params)[0]["prompt_token_ids"]
     for limit in (len(ids) - 3, len(ids)):
@@ -231,7 +217,6 @@ def test_a_refusal_says_why(template, settings, reason, renderer):
 
 
 CLOCK = "{{ strftime_now('%H:%M:%S.%f') }}" + CHATML
-DATE = "{{ strftime_now('%d %B %Y') }}" + CHATML
 
 
 @pytest.fixture
@@ -252,12 +237,6 @@ def test_a_template_with_a_clock_is_named_once(renderer, warnings):
     assert "{{ strftime_now('%H:%M:%S.%f') }}" in warning and "a prefix ends there" in warning
     render(renderer, [*TURN, ask()], "Now " + CLOCK)
     assert len(warnings) == 2
-
-
-@pytest.mark.parametrize("template", [CHATML, DATE, CHATML.replace("{{ m.content }}", ESCAPES["JSON"][0])])
-def test_templates_that_do_not_change_are_not_named(template, renderer, warnings):
-    prompt, prefix = render(renderer, [*TURN, ask("\ue000")], template)
-    assert CHANGES not in prompt and DOCUMENT.split("\n")[0] in prefix and not warnings
 
 
 def test_chats_that_are_kept_whole_are_counted(renderers, monkeypatch):
@@ -319,21 +298,3 @@ def test_common_length(first, second):
     assert first[:length] == second[:length]
     assert length == min(len(first), len(second)) or first[length] != second[length]
     assert common_length(list(first), list(second)) == length
-
-
-def test_a_chat_request_parses_options_once(renderers, monkeypatch):
-    """Rendered, found to have a prefix, and checked."""
-    renderer, parse, parsed = renderers(scope="prefix"), Options.parse, []
-
-    def counting(raw):
-        parsed.append(raw)
-        return parse(raw)
-
-    processor = InputProcessor(renderer.config)
-    monkeypatch.setattr(Options, "parse", counting)
-    config._parse.cache_clear()
-    for _ in range(2):
-        prompt, _ = render(renderer, [*TURN, ask()])
-        request = processor.process_inputs("r", prompt, SamplingParams(max_tokens=4), ("generate",))
-        assert request.sampling_params.extra_args["kv_prefix_len"] == prompt[PREFIX_LEN]
-    assert len(parsed) == 1

@@ -54,20 +54,6 @@ def test_several_places_in_any_order(count):
     assert count(CHAT) == []
 
 
-def test_only_what_follows_the_last_added_token_is_tokenised(renderer, count, monkeypatch):
-    text = CHAT.replace(DOCUMENT, 50 * DOCUMENT)
-    ids, seen = tokenised(renderer, text), []
-    tokenize = renderer.tokenize_prompt
-
-    def watched(prompt, params):
-        seen.append(prompt["prompt"])
-        return tokenize(prompt, params)
-
-    monkeypatch.setattr(renderer, "tokenize_prompt", watched)
-    assert count(text, len(text), len(text), ids=ids) == 2 * [len(ids) - 1]
-    assert seen == [f"{START}user"]
-
-
 def test_no_added_token_no_count(count):
     assert count(DOCUMENT, len(DOCUMENT)) is None
     assert count(CHAT, len(CHAT), len(START) - 1) is None
@@ -77,25 +63,6 @@ def test_no_added_token_no_count(count):
 def test_no_more_is_tokenised_than_the_prompt(count):
     one = f"{START}{DOCUMENT}"
     assert count(one, len(one)) is not None and count(one, len(one), len(one) - 5) is None
-
-
-def test_nothing_is_copied_where_that_would_be_more_than_the_prompt(renderer):
-    """Many places behind one added token: their stretches would take the square of the text's length."""
-
-    class Text(str):
-        copied = 0
-
-        def __getitem__(self, key):
-            Text.copied += 1
-            return super().__getitem__(key)
-
-    text = Text(f"{START}{DOCUMENT}")
-    ids = tokenised(renderer, str(text))
-    few = tokens_before(renderer, renderer.default_chat_tok_params, text, ids, [len(text)])
-    assert few is not None and Text.copied == 1
-    many = range(len(text) // 2, len(text))
-    assert tokens_before(renderer, renderer.default_chat_tok_params, text, ids, many) is None
-    assert Text.copied == 1
 
 
 def test_tokens_of_another_text_do_not_count(renderer, count):

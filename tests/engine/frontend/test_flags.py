@@ -4,12 +4,10 @@ import argparse
 import copy
 import dataclasses
 import json
-import re
 
 import pytest
 import yaml
 from vllm import AsyncEngineArgs, EngineArgs
-from vllm.benchmarks import latency, throughput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401
@@ -17,8 +15,6 @@ from tests.engine.support.serving import ROOT, bare_command, forked_command
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import command_line, plugin
-from vllm_kvevict.engine.read import ENGINE_OPTIONS
-from vllm_kvevict.policies import available, parameters
 
 FLAGS = ("--kv-eviction", "--kv-budget", "--kv-eviction-config")
 
@@ -50,42 +46,11 @@ def options_of(vllm_config) -> Options:
 # Help.
 
 
-def test_the_group_shows_every_policy_and_parameter(capsys):
-    try:
-        with pytest.raises(SystemExit) as end:
-            parse("--help=KVEviction")
-    finally:
-        FlexibleArgumentParser._search_keyword = None
-    assert end.value.code == 0
-    # Lines may end behind the hyphen of a name.
-    words = " ".join(re.sub(r"-\n +", "-", capsys.readouterr().out).split())
-    for flag in FLAGS:
-        assert f"{flag} " in words
-    for policy in available():
-        assert policy in words
-        for name, value in parameters(policy).items():
-            assert f"{name}={value}" in words
-    for name, value in ENGINE_DEFAULTS.items():
-        shown = value if isinstance(value, str) else json.dumps(value)
-        assert f"{name}={shown} ({ENGINE_OPTIONS[name].meaning})" in words
-    assert "How much of each prompt's KV to keep" in words and "Default: 0.2." in words
-
-
 def test_every_engine_option_is_documented():
     document = (ROOT / "docs/CONFIGURATION.md").read_text()
     for name, value in ENGINE_DEFAULTS.items():
         shown = value if isinstance(value, str) else json.dumps(value)
         assert f"\n| `{name}` | `{shown}` | " in document
-
-
-@pytest.mark.parametrize("tool", [latency, throughput])
-def test_benchmarks_have_the_flags(tool):
-    parser = FlexibleArgumentParser()
-    tool.add_cli_args(parser)
-    args = parser.parse_args(
-        ["--kv-eviction", "snapkv", "--kv-budget", "64", "--kv-eviction-config.window", "16"]
-    )
-    assert (args.kv_eviction, args.kv_budget, args.kv_eviction_config) == ("snapkv", 64.0, {"window": 16})
 
 
 # The command line.
@@ -102,15 +67,6 @@ def test_dotted_options_and_json_add_up(model):
         options = options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
         assert (options.policy, options.budget, options.min_prompt) == ("snapkv", 0.3, 0)
         assert options.params == {"window": 16, "gqa": "max"}
-
-
-def test_scope(model):
-    for words in (["--kv-eviction-config.scope", "prefix"], ["--kv-eviction-config", '{"scope": "prefix"}']):
-        args = parse("--model", model, "--kv-eviction", "snapkv", *words)
-        assert options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config()).scope == "prefix"
-    for settings in ({"policy": "snapkv", "scope": "turns"}, {"policy": "snapkv"}):
-        vllm_config = EngineArgs(model=model, additional_config={KEY: settings}).create_engine_config()
-        assert options_of(vllm_config).scope == settings.get("scope", "prompt")
 
 
 def test_parameters_of_other_policies(model):
@@ -138,21 +94,6 @@ def test_rows_of_probes_are_those_of_the_parameters(model):
         scheduler = args.create_engine_config().scheduler_config
         rows[probe] = scheduler.max_num_batched_tokens - scheduler.max_num_scheduled_tokens
     assert rows == {None: 32, 40: 40, 200: 200}
-
-
-def test_policies_that_requests_may_choose(model):
-    expected = ("snapkv", "h2o")
-    ways = {
-        "JSON": ["--kv-eviction-config", '{"policies": ["snapkv", "h2o"]}'],
-        "dotted": ["--kv-eviction-config.policies", '["snapkv", "h2o"]'],
-        "one by one": ["--kv-eviction-config.policies+", "snapkv", "--kv-eviction-config.policies+", "h2o"],
-    }
-    for words in ways.values():
-        args = parse("--model", model, "--kv-eviction", "lava", *words)
-        options = options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-        assert options.policies == expected and options.reserved_for == ["h2o"]
-    args = parse("--model", model, "--kv-eviction", "lava", "--kv-eviction-config.policies", "all")
-    assert options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config()).policies == "all"
 
 
 def test_parsing_twice_leaves_no_trace_of_the_first_time():
@@ -243,11 +184,6 @@ def test_arguments_can_be_copied(kind, model):
         assert (options.policy, options.budget) == ("snapkv", 0.3)
 
 
-def test_arguments_from_a_command_line_can_be_passed_on_as_keywords(model):
-    args = EngineArgs.from_cli_args(parse("--model", model))
-    EngineArgs(**vars(args)).create_engine_config()
-
-
 def test_additional_config(model):
     settings = {KEY: {"policy": "streaming-llm", "budget": 64, "sinks": 2}, "other": {"kept": 1}}
     vllm_config = EngineArgs(model=model, additional_config=settings).create_engine_config()
@@ -285,31 +221,10 @@ def test_registering_twice_changes_nothing():
 MALFORMED = {
     "unknown policy": (["--kv-eviction", "nope"], ["--kv-eviction", "'nope'", "ada-snapkv"]),
     "no policy": (["--kv-budget", "0.5"], ["--kv-budget", "--kv-eviction POLICY"]),
-    "no policy, with parameters": (["--kv-eviction-config.window", "8"], ["--kv-eviction-config", "--kv-eviction"]),
-    "zero": (["--kv-eviction", "snapkv", "--kv-budget", "0"], ["--kv-budget", "'0'", "(0, 1]"]),
-    "nan": (["--kv-eviction", "snapkv", "--kv-budget", "nan"], ["--kv-budget", "'nan'"]),
-    "fraction": (["--kv-eviction", "snapkv", "--kv-budget", "2.5"], ["--kv-budget", "'2.5'"]),
-    "text": (["--kv-eviction", "snapkv", "--kv-budget", "abc"], ["--kv-budget", "'abc'"]),
-    "negative": (["--kv-eviction", "snapkv", "--kv-budget=-0.5"], ["--kv-budget", "'-0.5'"]),
     "not JSON": (["--kv-eviction", "snapkv", "--kv-eviction-config", "{"], ["--kv-eviction-config", "JSON object"]),
-    "a list": (["--kv-eviction", "snapkv", "--kv-eviction-config", "[1]"], ["--kv-eviction-config", "JSON object"]),
     "unknown parameter": (
         ["--kv-eviction", "snapkv", "--kv-eviction-config.windows", "8"],
         ["--kv-eviction-config.windows", "window", "kernel"],
-    ),
-    "another policy's parameter": (
-        ["--kv-eviction", "snapkv", "--kv-eviction-config.sinks", "8"],
-        ["--kv-eviction-config.sinks", "snapkv", "window"],
-    ),
-    "bad parameter": (["--kv-eviction", "snapkv", "--kv-eviction-config.window", "0"], ["--kv-eviction", "window"]),
-    "budget within the window": (["--kv-eviction", "snapkv", "--kv-budget", "32"], ["--kv-eviction", "window=32"]),
-    "page size": (
-        ["--kv-eviction", "snapkv", "--kv-eviction-config.page_size", "33"],
-        ["--kv-eviction-config.page_size", "33", "32"],
-    ),
-    "scope": (
-        ["--kv-eviction", "snapkv", "--kv-eviction-config.scope", "question"],
-        ["--kv-eviction-config.scope", "prompt or prefix", "'question'"],
     ),
     "policy in the wrong place": (
         ["--kv-eviction", "snapkv", "--kv-eviction-config.policy", "full"],
@@ -340,9 +255,6 @@ def test_malformed_flags_end_in_one_line(words, expected, model, capsys, monkeyp
     "keywords, word",
     [
         ({"kv_eviction": "nope"}, "--kv-eviction"),
-        ({"kv_eviction": 3}, "--kv-eviction"),
-        ({"kv_budget": 0.5}, "--kv-eviction POLICY"),
-        ({"kv_eviction": "snapkv", "kv_budget": "much"}, "--kv-budget"),
         ({"kv_eviction": "snapkv", "kv_eviction_config": [1]}, "--kv-eviction-config"),
         ({"kv_eviction": "snapkv", "kv_eviction_config": {"sinks": 4}}, "--kv-eviction-config.sinks"),
         ({"additional_config": {KEY: "snapkv"}}, f"additional_config.{KEY}"),
@@ -354,11 +266,6 @@ def test_malformed_keywords_raise(keywords, word, model):
         EngineArgs(model=model, **keywords).create_engine_config()
 
 
-def test_an_unknown_keyword_is_still_an_error(model):
-    with pytest.raises(TypeError, match="kv_evictions"):
-        EngineArgs(model=model, kv_evictions="snapkv")
-
-
 # As processes.
 
 
@@ -367,7 +274,6 @@ def test_an_unknown_keyword_is_still_an_error(model):
     "words, expected",
     [
         (["--kv-eviction", "snapkv", "--kv-budget", "2.5"], "--kv-budget"),
-        (["--kv-eviction", "snapkv", "--kv-eviction-config.sinks", "4"], "--kv-eviction-config.sinks"),
         (["--kv-eviction", "snapkv", "--enable-sleep-mode"], "--enable-sleep-mode"),
     ],
 )

@@ -90,12 +90,6 @@ def test_requests_get_their_prefix(render, monkeypatch):
     assert request.sampling_params.extra_args == {"kv_prefix_len": prompt[PREFIX_LEN]}
 
 
-def test_tokens_of_another_server_are_no_chat(render):
-    request = ChatCompletionRequest(messages=[ask()], kv_transfer_params={"prompt_token_ids": [1, 2, 3]})
-    _, (prompt,) = render()._make_request_with_harmony(request, False)
-    assert PREFIX_LEN not in prompt
-
-
 def test_a_prefix_is_repeated_in_harmonys_words(render, encoding):
     prompt = chat(render(policy="kvzip"), [*TURN, ask()])
     whole = chat(render(), [*TURN, ask(REPEAT_ALL)])["prompt_token_ids"]

@@ -115,19 +115,14 @@ def test_equal_parameters_are_equal_however_they_are_written(policy, one, other)
         ({"params": ""}, ["'' is not NAME=VALUE"]),
         ({"params": "kernel=3, rows=max"}, ["' rows=max' is not NAME=VALUE"]),
         ({"params": "kernel=3,rows=max,kernel=3"}, ["names kernel twice"]),
-        ({"params": 3}, ["NAME=VALUE[,NAME=VALUE]", "3"]),
         ({"params": None}, ["NAME=VALUE[,NAME=VALUE]", "None"]),
-        ({"params": {"kernel": 3}}, ["NAME=VALUE[,NAME=VALUE]"]),
         ({"params": "alpha=0.2"}, ["alpha is not a parameter of policy snapkv", "requests may set for policy snapkv"]),
         ({"params": "page_size=64"}, ["page_size is not a parameter"]),
-        ({"params": "kernel=4"}, ["kernel must be an odd integer >= 1, not 4"]),
-        ({"params": "kernel=wide"}, ["kernel must be", "'wide'"]),
         ({"params": "kernel=NaN"}, ["kernel must be"]),
         ({"params": f"kernel=1{'0' * 5000}1"}, ["kernel must be"]),
         ({"params": f"window=1{'0' * 400}"}, ["window must be at most"]),
         ({"params": "kernel=257"}, ["kernel must be at most 255"]),
         ({"params": "window=33"}, ["window must be at most 32", "max_window"]),
-        ({"params": "window=0"}, ["window must be an integer >= 1"]),
         ({"eviction": "expected-attention", "params": "n_future=4097"}, ["n_future must be at most 4096"]),
         ({"eviction": "expected-attention", "params": f"epsilon=1{'0' * 400}"}, ["epsilon must be a number >= 0"]),
         ({"eviction": "streaming-llm", "params": "sinks=1000001"}, ["sinks must be at most 1000000"]),
@@ -250,11 +245,6 @@ def test_no_value_that_a_request_can_give_keeps_a_policy_from_deciding(policy):
         ({"policy_params": {"lava": {"pooling": "decay", "kernel": 9}}}, ["lava: kernel is not used with"]),
         ({"policy_params": {"full": {"window": 9}}}, ["policy_params.full.window", "valid: none"]),
         ({"policy_params": {"h2o": {"window": 9}}}, ["policy_params.h2o", "has no effect", "policies"]),
-        ({"policy_params": {"lava": 3}}, ["policy_params must be an object", "{'lava': 3}"]),
-        ({"policy_params": "lava"}, ["policy_params must be an object", "'lava'"]),
-        ({"policy_params": None}, ["policy_params must be an object", "None"]),
-        ({"max_window": 0}, ["--kv-eviction-config.max_window", "at least 1"]),
-        ({"max_window": "wide"}, ["--kv-eviction-config.max_window", "'wide'"]),
         ({"policy": "full", "kernel": 9}, ["--kv-eviction-config.kernel does not apply to policy full"]),
     ],
 )  # fmt: skip
@@ -270,20 +260,6 @@ def test_a_server_that_evicts_on_request_only_has_parameters_for_each_policy():
     assert config_of(server, eviction="snapkv") == EvictionConfig("snapkv", keep_ratio=0.2)
     refused(server, "is not a parameter of policy full", params="kernel=9")
     assert Options.parse(json.loads(json.dumps(server.to_dict()))) == server
-
-
-def test_parameters_of_a_policy_come_before_the_papers_defaults(monkeypatch):
-    from tests.registering import policy_with_both_defaults
-
-    policy = policy_with_both_defaults(monkeypatch)
-    server = {"policy": "full", "policy_params": {policy: {"kernel": 15}}}
-    for defaults, rows in (("paper", "mean"), ("measured", "max")):
-        config = config_of(Options.parse({**server, "defaults": defaults}), eviction=policy)
-        assert (config.params["kernel"], config.params["rows"]) == (15, rows)
-
-
-def test_brackets_in_brackets_are_a_bad_value_like_others():
-    refused(SERVER, "kernel must be", params="kernel=" + "[" * 100_000)
 
 
 @pytest.mark.parametrize(

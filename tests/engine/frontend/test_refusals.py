@@ -1,7 +1,6 @@
 """Every combination that is refused, is refused before anything starts, in one sentence that says what to do."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,17 +29,15 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm_kvevict.engine  # noqa: F401
-from tests.engine.support import running
 from tests.engine.support.families import SMALL as LLAMA
-from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, QWEN2_AUDIO, WINDOWED, save_config
+from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, WINDOWED, save_config
 from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.connector import EvictionConnector
 from vllm_kvevict.engine.errors import in_one_line
-from vllm_kvevict.engine.frontend import checks, command_line, plugin, requests
+from vllm_kvevict.engine.frontend import checks, plugin, requests
 from vllm_kvevict.engine.parameters import policy_config
-from vllm_kvevict.engine.scheduler.scheduler import EvictionScheduler
-from vllm_kvevict.policies import EvictionConfig, available, take
+from vllm_kvevict.policies import EvictionConfig, available
 
 
 @pytest.fixture(autouse=True)
@@ -79,25 +76,6 @@ def test_take_is_refused_where_its_warmup_layers_reach_beyond_the_first_stage(mo
         EngineArgs(
             model=model, kv_eviction="take", kv_eviction_config={"take_warmup_layers": 5}
         ).create_engine_config()
-
-
-def test_take_is_refused_for_one_request_on_such_stages(model, monkeypatch):
-    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
-    staged = front_end(config.create_engine_config())
-    prompt = {"prompt_token_ids": [1] * 600}
-    monkeypatch.setattr(take, "warmup_layers", lambda config, layers: 3)
-    with pytest.raises(VLLMValidationError, match=r"^kv_eviction take cannot be combined") as error:
-        requests._check_generate(staged, prompt, asking("take"))
-    assert error.value.parameter == "kv_eviction"
-
-
-def test_policies_whose_layers_compete_are_served_by_pipeline_stages(model):
-    config = EngineArgs(model=model, kv_eviction="lava", dtype="bfloat16", pipeline_parallel_size=2)
-    staged = front_end(config.create_engine_config())
-    prompt = {"prompt_token_ids": [1] * 600}
-    for policy in ("cake", "layer-defensivekv"):
-        EngineArgs(model=model, kv_eviction=policy, pipeline_parallel_size=2).create_engine_config()
-        requests._check_generate(staged, prompt, asking(policy))
 
 
 READS_PROJECTIONS = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
@@ -154,6 +132,7 @@ def test_a_plain_model_is_accepted(model):
         scheduling_policy="priority",
     )
     vllm_config = args.create_engine_config()
+    assert vllm_config.cache_config.enable_prefix_caching
     assert (
         vllm_config.scheduler_config.scheduler_cls
         == "vllm_kvevict.engine.scheduler.scheduler.EvictionScheduler"
@@ -250,22 +229,6 @@ def test_a_scheduler_that_is_set_later_is_named_before_an_engine_starts(name, sc
         LLM(model, kv_eviction="snapkv", dtype="float32", skip_tokenizer_init=True)
 
 
-def test_a_server_says_so_in_one_line(model, set_later, monkeypatch, capsys):
-    set_later(VLLMS)
-    monkeypatch.setattr(command_line, "_on_command_line", True)
-    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
-    with pytest.raises(SystemExit):
-        InputProcessor(vllm_config, SimpleNamespace())
-    (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert f"error: --kv-eviction cannot be combined with the scheduler {VLLMS}" in line
-
-
-def test_a_scheduler_that_is_made_of_ours_is_none_of_them(model, set_later):
-    set_later(type("Ours", (EvictionScheduler,), {}))
-    vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
-    checks.check_scheduler(vllm_config)
-
-
 def test_a_scheduler_that_is_set_in_the_engines_process_is_named(model, monkeypatch):
     """Nobody else hears of it."""
     vllm_config = EngineArgs(model, kv_eviction="snapkv", dtype="float32").create_engine_config()
@@ -288,46 +251,11 @@ def test_a_kv_dtype_that_is_not_the_models(model):
     assert "kv-cache-dtype" in sentence and "float16" in sentence and "bfloat16" in sentence
 
 
-@pytest.mark.parametrize("page_size, block_size", [(32, 16), (64, 32), (96, 128), (256, 128)])
+@pytest.mark.parametrize("page_size, block_size", [(32, 16), (96, 128), (256, 128)])
 def test_pages_must_divide_blocks(page_size, block_size, model):
     sentence = refusal(model, block_size=block_size, kv_eviction_config={"page_size": page_size})
     assert f"--kv-eviction-config.page_size {page_size} " in sentence
     assert f"block size {block_size}" in sentence and "--block-size" in sentence
-
-
-@pytest.mark.parametrize("page_size, block_size", [(32, 32), (32, 128), (64, None), (128, None)])
-def test_pages_that_divide_blocks(page_size, block_size, model):
-    args = EngineArgs(
-        model, block_size=block_size, kv_eviction="full", kv_eviction_config={"page_size": page_size}
-    )
-    args.create_engine_config()
-
-
-@pytest.mark.parametrize("page_size", [96, 256])
-def test_pages_that_do_not_divide_the_default_block(page_size, model):
-    """If vLLM has set it by the time of the check, they are refused; else workers choose a block of whole pages."""
-    default = EngineArgs(model, dtype="float32").create_engine_config().cache_config.block_size
-    config = {"page_size": page_size}
-    if default == 128:
-        sentence = refusal(model, kv_eviction_config=config)
-        assert f"page_size {page_size} must divide the block size 128" in sentence
-        return
-    settings = {"kv_eviction": "snapkv", "kv_eviction_config": config, "max_model_len": 512}
-    with running.engine(Path(model), **settings) as llm:
-        assert llm.llm_engine.vllm_config.cache_config.block_size % page_size == 0
-        output = llm.generate([running.Ask(300).request], SamplingParams(max_tokens=4), use_tqdm=False)
-        assert len(output[0].outputs[0].token_ids) > 0
-
-
-@pytest.mark.parametrize("given, is_on", [(None, True), (True, True), (False, False)])
-@pytest.mark.parametrize("scope", ["prompt", "prefix"])
-def test_prefix_caching_is_as_vllm_has_it(given, is_on, scope, model, monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(plugin, "logger", SimpleNamespace(warning=lines.append))
-    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"scope": scope}}
-    args = EngineArgs(model=model, dtype="float32", enable_prefix_caching=given, **settings)
-    assert args.create_engine_config().cache_config.enable_prefix_caching is is_on
-    assert not lines
 
 
 @pytest.mark.parametrize(
@@ -342,42 +270,6 @@ def test_a_policy_that_needs_the_question_is_named_once(policy, scope, is_said, 
     EngineArgs(model=model, dtype="float32", **settings).create_engine_config()
     assert len(lines) == is_said
     assert not is_said or ("scope turns" in lines[0] and policy in lines[0] and "kvzip" in lines[0])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
-def test_a_dtype_that_is_slow_on_this_processor_is_named_once(dtype, fast, model, monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(plugin, "fast_dtype", lambda: fast)
-    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
-    args = EngineArgs(model=model, kv_eviction="snapkv", dtype=dtype, enable_prefix_caching=False)
-    args.create_engine_config()
-    if dtype == "float32" or fast == "bfloat16":
-        assert not lines
-        return
-    (line,) = lines
-    assert line.startswith(f"KV eviction: {dtype} is slow on this processor") and "--dtype float32" in line
-
-
-@pytest.mark.parametrize(
-    "space, asked, is_said",
-    [("1", 1 << 28, True), ("1", 1 << 30, False), ("1", None, False), (None, 1 << 28, False)],
-)
-def test_memory_that_vllms_variable_overrules_is_named_once(space, asked, is_said, model, monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    if space is not None:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
-    lines: list[str] = []
-    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
-    args = EngineArgs(model=model, kv_eviction="snapkv", dtype="float32", kv_cache_memory_bytes=asked)
-    args.create_engine_config()
-    said = "KV eviction: --kv-cache-memory-bytes 268435456 has no effect, since VLLM_CPU_KVCACHE_SPACE comes first"
-    assert [line.startswith(said) for line in lines] == [True] * is_said
-
-
-def test_a_level_that_the_processor_has_not_ends_the_start(model, monkeypatch):
-    monkeypatch.setenv("VLLM_KVEVICT_CPU_LEVEL", "avx1024")
-    assert "VLLM_KVEVICT_CPU_LEVEL must be one of" in refusal(model)
 
 
 # Models.
@@ -405,17 +297,6 @@ def test_what_cannot_be_combined_with_layers_of_several_kinds(settings, sentence
     assert sentence in refusal(windowed, skip_tokenizer_init=True, **settings)
 
 
-def test_such_policies_are_refused_for_one_request_to_layers_of_several_kinds(tmp_path):
-    windowed = save_config(tmp_path / "a-model", **WINDOWED)
-    settings = {"kv_eviction": "snapkv", "kv_eviction_config": {"policies": "all"}, "dtype": "bfloat16"}
-    args = EngineArgs(windowed, skip_tokenizer_init=True, **settings)
-    served, prompt = front_end(args.create_engine_config()), {"prompt_token_ids": [1] * 600}
-    for policy in ("take", "kvzip"):
-        with pytest.raises(VLLMValidationError, match="cannot serve this model") as error:
-            requests._check_generate(served, prompt, asking(policy))
-        assert error.value.parameter == "kv_eviction"
-
-
 @pytest.mark.parametrize("given, is_said", [(None, True), (True, True), (False, False)])
 def test_prefix_caching_is_off_with_layers_of_several_kinds(given, is_said, tmp_path, monkeypatch):
     lines: list[str] = []
@@ -436,11 +317,6 @@ def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_pa
     EngineArgs(
         model, kv_eviction="snapkv", skip_tokenizer_init=True, language_model_only=True
     ).create_engine_config()
-
-
-def test_models_that_hear_are_served(tmp_path):
-    model = save_config(tmp_path / "a-model", *QWEN2_AUDIO)
-    EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.engine
@@ -508,14 +384,6 @@ def test_checkpoints_that_ask_for_fp8_kv(kind, tmp_path):
     assert args.create_engine_config().cache_config.cache_dtype == "bfloat16"
 
 
-def test_fp8_kv_beside_a_model_in_float32(tmp_path):
-    """vLLM has no ``--kv-cache-dtype float32``."""
-    settings = LLAMA | {"quantization_config": FP8_KV["compressed-tensors"]}
-    model = save_config(tmp_path, "llama", "LlamaForCausalLM", settings)
-    sentence = refusal(model, skip_tokenizer_init=True, dtype="float32")
-    assert sentence.endswith("so set --dtype and --kv-cache-dtype to bfloat16")
-
-
 def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
     vllm_config = EngineArgs(model=model, kv_eviction="snapkv").create_engine_config()
     checks.check_model(vllm_config)
@@ -528,52 +396,38 @@ def test_kinds_that_vllm_cannot_configure_here(model, monkeypatch):
     checks.check_model(vllm_config)
 
 
-def test_speculative_decoding_by_other_methods_than_ngram(model):
-    sentence = refusal(model, speculative_config={"model": model, "num_speculative_tokens": 2})
-    assert "speculative decoding by draft_model: " in sentence
-    ngram = {"spec_method": "ngram", "spec_tokens": 2}
-    EngineArgs(model=model, kv_eviction="snapkv", **ngram).create_engine_config()
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5}
+SPECULATION = {
+    "stages": ({"pipeline_parallel_size": 2}, "so set --pipeline-parallel-size to 1"),
+    # vLLM stops when a prompt of one token comes, which it pads with drafts.
+    "too short steps": (
+        {"long_prefill_token_threshold": 5},
+        "5 draft tokens and --long-prefill-token-threshold 5: ",
+    ),
+    "steps": ({"long_prefill_token_threshold": 6}, None),
+    # The shortest answer that a request may ask to be evicted has 4 entries.
+    "too short interval": (
+        {"kv_decode_budget": 64, "kv_eviction_config": {"decode_interval": 1}},
+        "decode_interval 1 is too short for 5 draft tokens: ",
+    ),
+    "interval": ({"kv_decode_budget": 64, "kv_eviction_config": {"decode_interval": 2}}, None),
+}
 
 
-def test_speculative_decoding_on_pipeline_stages(model):
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    sentence = refusal(model, speculative_config=ngram, pipeline_parallel_size=2)
-    assert "so set --pipeline-parallel-size to 1" in sentence
-
-
-@pytest.mark.parametrize(("threshold", "refused"), [(4, True), (5, True), (6, False), (0, False)])
-def test_speculative_decoding_in_steps_with_less_room_than_drafts(model, threshold, refused):
-    """vLLM stops when a prompt of one token comes, which it pads with drafts."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 5}
-    settings = {"speculative_config": ngram, "long_prefill_token_threshold": threshold}
-    if refused:
-        assert f"5 draft tokens and --long-prefill-token-threshold {threshold}: " in refusal(
-            model, **settings
-        )
-    else:
+@pytest.mark.parametrize("given, sentence", SPECULATION.values(), ids=SPECULATION)
+def test_speculative_decoding(given, sentence, model):
+    settings = {"speculative_config": DRAFTS, **given}
+    if sentence is None:
         EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
-
-
-@pytest.mark.parametrize(("drafts", "refused"), [(4, False), (5, False), (6, True), (40, True)])
-def test_draft_tokens_beyond_the_first_eviction_of_an_answer(model, drafts, refused):
-    """Of the shortest one that a request may ask for: 4 entries and an interval of 2 tokens."""
-    settings = {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": drafts},
-        "kv_decode_budget": 64,
-        "kv_eviction_config": {"decode_interval": 2},
-    }
-    if refused:
-        sentence = refusal(model, **settings)
-        assert f"decode_interval 2 is too short for {drafts} draft tokens" in sentence
-        assert f"so set it to at least {drafts - 3}" in sentence
     else:
-        EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
+        assert sentence in refusal(model, **settings)
 
 
-def test_speculative_decoding_on_models_with_states(models):
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    sentence = refusal(str(models("granitemoehybrid")), speculative_config=ngram)
-    assert "on models with states" in sentence
+def test_models_and_methods_without_speculative_decoding(models, model):
+    draft_model = {"model": model, "num_speculative_tokens": 2}
+    assert "speculative decoding by draft_model: " in refusal(model, speculative_config=draft_model)
+    hybrid = str(models("granitemoehybrid"))
+    assert "on models with states" in refusal(hybrid, speculative_config=DRAFTS)
 
 
 @pytest.mark.parametrize(
@@ -651,20 +505,11 @@ def process(vllm_config, fields, length=100, prompt=None, **settings):
     return processor.process_inputs("request", prompt, params, ("generate",), **settings)
 
 
-def test_requests_pass(on):
-    request = process(on, {"kv_eviction": "streaming-llm", "kv_budget": 10, "kv_prefix_len": 100})
-    assert request.sampling_params.extra_args["kv_prefix_len"] == 100
-
-
 @pytest.mark.parametrize(
     "fields, named",
     [
-        ({"kv_eviction": "nope"}, "kv_eviction"),
         ({"kv_budget": 2.5}, "kv_budget"),
-        ({"kv_prefix_len": 101}, "kv_prefix_len"),
-        ({"kv_evictions": "snapkv"}, "kv_evictions"),
         ({"kv_transfer_params": "x"}, "kv_transfer_params"),
-        ({"kv_transfer_params": [1]}, "kv_transfer_params"),
     ],
 )
 def test_bad_fields_are_the_callers_fault(fields, named, on, off):

@@ -1,22 +1,11 @@
 """What the model is asked when it repeats a prefix: in many templates, in plain text, and for whom it is noted."""
 
-import asyncio
-import shutil
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
-import mistral_common
 import pytest
-import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs.engine import embeds_input
-from vllm.renderers import ChatParams
-from vllm.renderers.mistral import MistralRenderer
 from vllm.renderers.registry import renderer_from_config
-from vllm.tokenizers.mistral import MistralTokenizer
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.support.chats import (
@@ -35,10 +24,9 @@ from tests.engine.support.chats import (
     decoded,
     render,
 )
-from vllm_kvevict.engine import config
 from vllm_kvevict.engine.config import REPEAT_ROWS, Options
-from vllm_kvevict.engine.frontend import repeats, requests
-from vllm_kvevict.engine.frontend.chat import CHAT, PREFIX_LEN
+from vllm_kvevict.engine.frontend import requests
+from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
@@ -85,12 +73,6 @@ def test_the_assistant_repeats_at_once(switch, tail, thinking, renderer):
     assert check_chat(renderer, TURN, template, **thinking).endswith(ANSWER + tail)
 
 
-def test_thinking_templates_that_are_not_told_are_noticed(renderer, monkeypatch):
-    monkeypatch.setattr(repeats, "NOT_THINKING", {})
-    with pytest.raises(AssertionError):
-        test_the_assistant_repeats_at_once(THINKS, "<think>\n\n</think>\n\n", {}, renderer)
-
-
 def test_a_switch_that_changes_the_prefix_is_left_as_it_is(renderer):
     """Some templates say in the instructions whether to think."""
     template = "{% if enable_thinking is defined %}/no_think\n{% endif %}" + CHATML
@@ -120,14 +102,6 @@ def test_tools_and_parts_belong_to_the_prefix(renderer):
     check_chat(renderer, parts, CHATML)
 
 
-@pytest.mark.parametrize(
-    "question", ["", "  Why?", "Repeat", REPEAT_ALL, "\ue000", "\ue000\ue001?", "<|im_end|>\n"]
-)
-def test_no_question_changes_them(question, renderer):
-    expected = repeat_prompts(renderer, render(renderer, [*TURN, ask()])[0])
-    assert repeat_prompts(renderer, render(renderer, [*TURN, ask(question)])[0]) == expected
-
-
 @pytest.mark.parametrize("template", [CHATML, PLAIN])
 def test_templates_that_give_tokens(template, renderer):
     prompt, _ = render(renderer, [*TURN, ask()], template, tokenize=True)
@@ -139,34 +113,6 @@ def test_templates_that_give_tokens(template, renderer):
     # Spaces at the end may belong to the hint's first token.
     assert part["prompt"].endswith(text) or part["prompt"].replace(" hint", "hint").endswith(text)
     assert "exactly, starting with" in text and found != plain_text(renderer)
-
-
-DATA = Path(mistral_common.__file__).parent / "data"
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_241114.model.v7", "tekken_240911.json"]
-)
-def test_mistrals_own_tokenizers(name, renderer, tmp_path):
-    shutil.copy(DATA / name, tmp_path / ("tekken.json" if name.endswith("json") else name))
-    tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
-    mistral = MistralRenderer(renderer.config, tokenizer)
-    params = ChatParams(chat_template_kwargs={"tokenize": True})
-    chats = [[*TURN, ask(question)] for question in (QUESTION, REPEAT_ALL)]
-    _, (prompt, whole) = mistral.render_chat(chats, params)
-    found = repeat_prompts(mistral, prompt)
-    assert found.first == tuple(whole["prompt_token_ids"][prompt[PREFIX_LEN] :])
-
-    def text(ids):
-        return tokenizer.decode(list(ids), skip_special_tokens=False).replace("▁", " ")
-
-    assert text(found.before).rstrip().endswith("exactly, starting with")
-    assert text(found.after).strip() == "[/INST]"
-    assert found.before[0] == found.first[0] and found.after == found.first[-len(found.after) :]
-    goes_on = repeat_prompts(mistral, prompt, with_question=True)
-    assert text(goes_on.first).replace(" ", "") == f"</s>[INST] {REPEAT_ALL}[/INST]".replace(" ", "")
-    assert goes_on.after == found.after
-    mistral.shutdown()
 
 
 # Behind a chat that is repeated with its question.
@@ -224,16 +170,6 @@ def test_where_a_chat_cannot_go_on_it_is_plain_text(renderer):
     for template in (REVERSED, BLIND, PICKY):
         prompt, _ = render(renderer, [*SYSTEM, ask()], template)
         assert repeat_prompts(renderer, prompt, with_question=True) == plain_text(renderer)
-
-
-def test_templates_that_give_tokens_go_on_as_well(renderer):
-    prompt, _ = render(renderer, [*TURN, ask()], tokenize=True)
-    found = repeat_prompts(renderer, prompt, with_question=True)
-    assert decoded(renderer, found.first) == (
-        f"<|im_end|>\n<|im_start|>user\n{REPEAT_ALL}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert decoded(renderer, found.before).startswith(f"<|im_end|>\n<|im_start|>user\n{REPEAT_PART}".rstrip())
-    assert decoded(renderer, found.after) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 # In plain text.
@@ -357,13 +293,6 @@ def test_others_have_none(renderers):
     assert REPEAT_ROWS in process(renderer, short, kv_prefix_len=length)
 
 
-def test_only_who_evicts_keeps_chats(renderers):
-    count = len(render(renderers(), [*TURN, ask()])[0]["prompt_token_ids"])
-    assert CHAT in render(renderers(min_prompt=count), [*TURN, ask()])[0]
-    for options in ({}, {"min_prompt": count + 1}):
-        assert CHAT not in render(renderers(**options), [*TURN, ask()])[0]
-
-
 WRITTEN = r"^kv_repeat_rows must be what a render route wrote, three lists of token ids below \d+ that add at most 128"
 
 
@@ -400,31 +329,6 @@ def test_a_rendered_chat_is_evicted_as_the_chat_is(policy, scope, renderers):
         assert process(renderer, tokens, **fields) == process(renderer, prompt)
 
 
-def test_what_the_chat_is_refused_for_its_rendering_is_refused_for(renderers):
-    renderer = renderers(policy="kvzip", scope="prefix")
-    prompt, _ = render(renderer, [*TURN, ask()], BLIND)
-    for fields in ({}, {"kv_budget": 2.5}, {"kv_repeats": 1}):
-        sentences = []
-        for check in (
-            lambda params: passed_on_fields(renderer.config, renderer, prompt, params),
-            lambda params: process(renderer, prompt, **(params.extra_args or {})),
-        ):
-            with pytest.raises(VLLMValidationError) as error:
-                check(SamplingParams(extra_args=fields))
-            sentences.append(str(error.value))
-        assert sentences[0] == sentences[1]
-
-
-def test_embeddings_cannot_be_repeated(renderers):
-    renderer = renderers(policy="snapkv", policies="all")
-    prompt = embeds_input(torch.zeros(100, 128))
-    sentence = r"^kv_eviction kvzip needs a text-only prompt, without embeddings"
-    with pytest.raises(VLLMValidationError, match=sentence) as error:
-        process(renderer, prompt, kv_eviction="kvzip")
-    assert error.value.parameter == "prompt"
-    assert process(renderer, prompt, kv_eviction="snapkv") == {"kv_eviction": "snapkv"}
-
-
 def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
     """At least 64 tokens, what is before them and one more must fit behind what is evicted."""
     renderer = renderers(policy="kvzip")
@@ -439,53 +343,3 @@ def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
         process(renderer, prompt)
     assert error.value.parameter == "prompt"
     assert process(renderer, prompt, kv_prefix_len=most)
-
-
-def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
-    """It checks requests in its event loop."""
-    threads, make = [], repeat_prompts
-
-    def watched(*args, **kwargs):
-        threads.append(threading.current_thread())
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(requests, "repeat_prompts", watched)
-    processor = InputProcessor(renderer.config, renderer)
-
-    class Arrived(Exception):
-        """The request has passed the input processor."""
-
-    def arrive(request):
-        raise Arrived(request.sampling_params.extra_args)
-
-    async def tasks():
-        return ("generate",)
-
-    engine = SimpleNamespace(
-        vllm_config=renderer.config, model_config=renderer.config.model_config, renderer=renderer, errored=False,
-        input_processor=SimpleNamespace(process_inputs=processor.process_inputs, assign_request_id=arrive),
-        get_supported_tasks=tasks,
-    )  # fmt: skip
-    prompt, _ = render(renderer, [*TURN, ask()])
-    expected = repeat_prompts(renderer, prompt).to_lists()
-    for fields, times in ({}, 1), ({"kv_eviction": "snapkv"}, 0), ({"kv_budget": 0}, 0):
-        threads.clear()
-        arriving = AsyncLLM.add_request(engine, "r", dict(prompt), SamplingParams(extra_args=fields))
-        with pytest.raises((Arrived, VLLMValidationError)) as end:
-            asyncio.run(arriving)
-        assert len(threads) == times and threading.current_thread() not in threads
-        assert times == 0 or end.value.args[0][REPEAT_ROWS] == expected
-
-
-def test_a_chat_request_parses_options_once(renderers, monkeypatch):
-    renderer, parse, parsed = renderers(policy="kvzip", scope="prefix"), Options.parse, []
-
-    def counting(raw):
-        parsed.append(raw)
-        return parse(raw)
-
-    monkeypatch.setattr(Options, "parse", counting)
-    config._parse.cache_clear()
-    for _ in range(2):
-        assert REPEAT_ROWS in process(renderer, render(renderer, [*TURN, ask()])[0])
-    assert len(parsed) == 1

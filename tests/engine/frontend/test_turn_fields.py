@@ -4,7 +4,6 @@ import pytest
 
 from tests.engine.frontend.test_config import one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.frontend.bodies import fault_of
 
 SERVER = Options.parse(
     {"policy": "kvzip", "budget": 0.25, "min_prompt": 20, "decode_budget": 40, "policies": "all"}
@@ -16,18 +15,14 @@ SERVER = Options.parse(
     [
         ({"kv_turns": 40}, ["a list of token counts", "40"]),
         ({"kv_turns": []}, ["a list of token counts", "[]"]),
-        ({"kv_turns": "40"}, ["a list of token counts", "'40'"]),
-        ({"kv_turns": {"1": 2}}, ["a list of token counts"]),
         ({"kv_turns": [0, 40]}, ["at least 1", "0"]),
         ({"kv_turns": [40, 1.5]}, ["1.5"]),
         ({"kv_turns": [True]}, ["True"]),
         ({"kv_turns": [40, 40]}, ["strictly ascending", "[40, 40]"]),
         ({"kv_turns": list(range(1, 8194))}, ["at most 8192 entries", "got 8193"]),
-        ({"kv_turns": [60, 40]}, ["strictly ascending"]),
         ({"kv_turns": [40, 101]}, ["length of the prompt", "100", "101"]),
         ({"kv_turns": [40], "kv_prefix_len": 50}, ["together with kv_prefix_len"]),
         ({"kv_turns": [40], "kv_eviction": "take"}, ["take", "choose from", "kvzip"]),
-        ({"kv_turns": [40], "kv_eviction": "dropkv"}, ["dropkv", "choose from"]),
         ({"kv_turns": [40], "kv_budget": 30}, ["a share of the tokens", "30"]),
     ],
     ids=str,
@@ -38,13 +33,6 @@ def test_bad_fields(fields, words) -> None:
     sentence = one_sentence(error)
     assert error.value.field_name == "kv_turns" and sentence.startswith("kv_turns ")
     assert all(word in sentence for word in words), sentence
-
-
-def test_true_is_no_number_in_a_list_either() -> None:
-    assert fault_of({"vllm_xargs": {"kv_turns": [40, True]}}) == (
-        "kv_turns must not be true or false, got [40, true]"
-    )
-    assert fault_of({"vllm_xargs": {"kv_turns": [40, 1]}}) is None
 
 
 def test_an_answer_begins_behind_the_last_turn() -> None:

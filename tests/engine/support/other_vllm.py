@@ -57,18 +57,3 @@ def environment(*first: Path) -> dict[str, str]:
     path = [*map(str, first), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Compiled files lie beside the originals, where nothing that was changed may be put.
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def renamed(old: str, new: str) -> dict[str, str | None]:
-    """Changes of all files of vLLM that have a name, which is another one now."""
-    origin = installed()
-    texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in origin.rglob("*.py")}
-    return {
-        str(path.relative_to(origin)): text.replace(old, new) for path, text in texts.items() if old in text
-    }
-
-
-def moved(old: str, new: str) -> dict[str, str | None]:
-    """Changes that move a module of vLLM, given by its full name."""
-    before, after = (f"{name.removeprefix('vllm.').replace('.', '/')}.py" for name in (old, new))
-    return {after: (installed() / before).read_text(), **renamed(old, new), before: None}

@@ -50,15 +50,6 @@ MODELS = {
 WINDOWED = {"model_type": "gemma2", "architecture": "Gemma2ForCausalLM", "settings": LLAMA}
 """A layer with a window, then one without."""
 
-QWEN2_AUDIO = (
-    "qwen2_audio",
-    "Qwen2AudioForConditionalGeneration",
-    {
-        "text_config": LLAMA | {"model_type": "qwen2"},
-        "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2},
-    },
-)
-
 GEMMA3 = (
     "gemma3",
     "Gemma3ForConditionalGeneration",
