@@ -51,7 +51,7 @@ PAGES_AND_QUALITY = {
     "engine/served/test_quality_turns.py": ".",
     "engine/served/test_real_model.py": ".",
     "engine/served/test_startup_memory.py": "test_what_inspect_takes_by_itself",
-    "inspection/test_browser.py": "test_a_prompt_of_32k|test_print_shows|test_a_page_that_stalls",
+    "inspection/test_browser.py": "test_a_prompt_of_32k|test_a_page_that_stalls",
     "quality/test_quality_run.py": "test_killed_runs",
 }
 FAULTS_AND_SURROUNDINGS = {

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from vllm_kvevict import __main__ as command_line
-from vllm_kvevict import __version__
-from vllm_kvevict.policies.__main__ import parameter_table, policy_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -76,31 +74,12 @@ def test_vllm_says_nothing_of_its_own(words, tmp_path):
     assert ended.stdout.startswith({"sizing": "KV of one token", "doctor": "python "}[words[0]])
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as end:
-        command_line.main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"{__version__}\n"
-
-
 @pytest.mark.parametrize("words", [[], ["nothing"], ["quality"], ["policies", "--nothing"]])
 def test_wrong_words_are_an_error(words, capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("vllm-kvevict")
-
-
-@pytest.mark.parametrize("way", [["vllm_kvevict", "policies"], ["vllm_kvevict.policies"]])
-def test_the_tables_come_either_way(way):
-    ended = subprocess.run([sys.executable, "-m", *way], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout == f"{policy_table()}\n\n{parameter_table()}\n"
-
-
-@pytest.mark.parametrize("way", ["vllm_kvevict.sizing", "vllm_kvevict.quality", "benchmarks.quality"])
-def test_modules_are_commands_too(way):
-    run = [sys.executable, "-m", way, "--help"]
-    ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith(f"usage: python -m {way}")
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
@@ -145,19 +124,3 @@ def test_a_reader_that_goes_ends_a_command_without_a_word(words, unbuffered):
     # argparse itself does not mind, and vLLM may have something else to say.
     assert ended.returncode in (0, command_line.NOBODY_READS)
     assert "Broken" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
-
-
-def test_a_reader_that_goes_is_no_error_of_quality(monkeypatch):
-    def print_path(arguments):
-        raise BrokenPipeError
-
-    quality = importlib.import_module("vllm_kvevict.quality.__main__")
-    monkeypatch.setitem(quality.COMMANDS, "report", print_path)
-    with pytest.raises(BrokenPipeError):
-        quality.main(["report", "folder"])
-
-
-def test_without_an_output_there_is_no_error():
-    command = f'exec "{sys.executable}" -m vllm_kvevict policies >&-'
-    ended = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -362,67 +361,3 @@ def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert lengths["vllm_kvevict/engine/config.py"] > 300
     hold([name for name, lines in lengths.items() if lines > 400], LONG_FILES)
-
-
-FORMER = {"evict_at"}
-"""A request may be evicted several times: which time is the last is a question about its plan, and no field."""
-
-
-def speaks_of_one_eviction(module: str, tree: ast.Module) -> Iterator[str]:
-    """Names of former fields; and ``last`` as a field of a report, or read of something called so."""
-    for node in ast.walk(tree):
-        names = (getattr(node, kind, None) for kind in ("attr", "id", "arg", "value"))
-        if any(isinstance(name, str) and name in FORMER for name in names):
-            yield ast.unparse(node)
-        elif isinstance(node, ast.Attribute) and node.attr == "last":
-            yield from [ast.unparse(node)] if "report" in ast.unparse(node.value).lower() else []
-        elif isinstance(node, ast.ClassDef) and node.name.endswith("Report"):
-            fields = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
-            yield from (f"{node.name}.last" for field in fields if ast.unparse(field) == "last")
-
-
-def test_no_eviction_counts_as_the_only_one() -> None:
-    """Answers of the quality suite have a field of that name: what the budget refers to."""
-    check = speaks_of_one_eviction
-    assert finds(check, "x", "plan.evict_at; evict_at = 1; f(evict_at=n); x['evict_at']")
-    assert finds(check, "x", "def f(evict_at): pass") == ["evict_at"]
-    assert finds(check, "x", "class Report:\n    pages: int\n    last: bool") == ["Report.last"]
-    assert finds(check, "x", "if self.report.last: pass") == ["self.report.last"]
-    assert not finds(check, "x", "method.last; class_of.evictions")
-    hold(found for found in offenders(check) if not found.startswith("quality."))
-    benchmarks = [path for path in (ROOT / "benchmarks").rglob("*.py") if "results" not in path.parts]
-    assert benchmarks
-    hold(f"{path.stem}: {found}" for path in benchmarks for found in check(path.stem, tree_of(path)))
-
-
-COMMANDS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
-
-
-def imported_commands(tree: ast.Module) -> set[str]:
-    """Commands of `benchmarks` that a file imports."""
-    names = [name.split(".") for name in imports("x", tree)]
-    return {name[1] for name in names if name[0] == "benchmarks" and len(name) > 1} & COMMANDS
-
-
-def test_no_benchmark_imports_another() -> None:
-    """What several of them need is in `benchmarks/harness`, or in a package of its own."""
-    for line in ("from benchmarks import soak", "import benchmarks.soak", "from benchmarks.soak import x"):
-        assert imported_commands(ast.parse(line)) == {"soak"}
-    found = {name: imported_commands(tree_of(ROOT / f"benchmarks/{name}.py")) for name in COMMANDS}
-    hold(f"{name}: {other}" for name, others in found.items() for other in others)
-
-
-def doubled(paths: list[Path]) -> list[str]:
-    """pytest takes two files of one name for one module, unless their folders are packages."""
-    names: dict[str, list[str]] = {}
-    for path in paths:
-        in_package = (path.parent / "__init__.py").exists()
-        names.setdefault(f"{path.parent.name}.{path.name}" if in_package else path.name, []).append(str(path))
-    return [" and ".join(same) for same in names.values() if len(same) > 1]
-
-
-def test_modules_of_tests_have_names_of_their_own() -> None:
-    tests = ROOT / "tests"
-    assert doubled([tests / "engine/test_x.py", tests / "docker/test_x.py"])
-    assert not doubled([tests / "cache/test_x.py", tests / "policies/test_x.py"])
-    hold(doubled(sorted(tests.rglob("test_*.py"))))

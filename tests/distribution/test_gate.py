@@ -32,22 +32,6 @@ def test_the_workflow_ends_with_the_gate():
     assert "push" in WORKFLOW[True] and "pull_request" in WORKFLOW[True]  # YAML takes `on` for a boolean
 
 
-def test_its_make_targets_exist():
-    targets = [words[1] for words in map(shlex.split, steps()) if words[0] == "make"]
-    assert targets == ["install"]
-    assert all(re.search(rf"^{target}:", MAKEFILE, re.M) for target in targets)
-
-
-def test_its_python_is_supported():
-    (version,) = (
-        step["with"]["python-version"]
-        for job in WORKFLOW["jobs"].values()
-        for step in job["steps"]
-        if "setup-python" in step.get("uses", "")
-    )
-    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
-
-
 def test_what_is_checked_after_each_edit_is_there_and_starts_no_engine():
     make = ["make", "-n", "-o", ".venv/.installed", "check"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -72,9 +56,3 @@ def test_hooks_are_linters_of_the_environment(hook):
     else:
         tests = (ROOT / "tests/docker/test_files.py").read_text()
         assert ", ".join([f'run(BY / "{name}"', *(f'"{flag}"' for flag in flags)]) in tests
-
-
-def test_no_linter_of_the_makefile_is_left_out():
-    linters = re.findall(r"^\t\$\(BIN\)/((?:ruff|mypy).*?)(?: \.)?$", MAKEFILE, re.M)
-    checks = {line for line in linters if "--fix" not in line and line != "ruff format"}
-    assert checks <= {hook["entry"].removeprefix(".venv/bin/") for hook in HOOKS}

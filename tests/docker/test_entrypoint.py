@@ -59,15 +59,12 @@ def called(process: subprocess.Popen[str]) -> dict:
     "environment, arguments, flags",
     [
         ({}, [], ADDRESS),
-        ({"PORT": "9000"}, [], ["--host", "0.0.0.0", "--port", "9000"]),
         (
             {"KV_EVICTION": "ada-snapkv", "KV_BUDGET": "0.2"},
             [],
             [*ADDRESS, "--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"],
         ),
         ({"KV_EVICTION": "", "KV_BUDGET": "", "KV_EVICTION_CONFIG": "", "PORT": ""}, [], ADDRESS),
-        # The server, not the entrypoint, says that a budget alone means nothing.
-        ({"KV_BUDGET": "64"}, [], [*ADDRESS, "--kv-budget", "64"]),
         (
             {"KV_EVICTION": "take", "KV_EVICTION_CONFIG": '{"window": 16, "x": "a \'b\' $HOME *"}'},
             ["--max-model-len", "2048"],

@@ -36,33 +36,15 @@ vllm:wait_seconds_sum{engine="0"} 0.5
     "expression, lacks",
     [
         ("rate(vllm:kv_eviction_freed_pages_total[5m]) > 0", []),
-        ('sum by (instance) (vllm:kv_eviction_freed_pages_total{job="vllm"})', []),
         ("histogram_quantile(0.9, sum by (le) (rate(vllm:wait_seconds_bucket[5m])))", []),
-        ("rate(vllm:wait_seconds_sum[5m]) / rate(vllm:wait_seconds_count[5m])", []),
         ('up{job="vllm"} == 0', []),
         ("rate(vllm:kv_eviction_freed_pages[5m])", ["vllm:kv_eviction_freed_pages does not exist"]),
-        ("up == 1 and max_over_time(a:b[1h:5m])", ["a:b does not exist"]),
-        ("-(1 - vllm:wait_seconds)", ["vllm:wait_seconds does not exist"]),
-        ("sum by (rank) (vllm:wait_seconds_sum)", ["vllm:wait_seconds_sum has no label rank"]),
         ("sum by (le) (vllm:wait_seconds_sum)", ["vllm:wait_seconds_sum has no label le"]),
         ('up{engine="0"}', ["up has no label engine"]),
     ],
 )
 def test_what_a_page_lacks(expression, lacks):
     assert missing(uses(expression), offered(PAGE)) == lacks
-
-
-@pytest.mark.parametrize(
-    "broken", ["sum by (x) (rate(a[5m])", "rate(a)", "a >", "histogram_quantile(a)", '{x="1"}']
-)
-def test_what_is_not_promql_is_refused(broken):
-    with pytest.raises(ValueError):
-        uses(broken)
-
-
-@pytest.mark.parametrize("place", expressions())
-def test_expressions_parse(place):
-    assert uses(expressions()[place])
 
 
 def test_alerts_say_what_is_wrong_and_how_bad():
@@ -92,16 +74,7 @@ def test_the_dashboard_is_whole():
     defined = {variable["name"] for variable in json.loads(text)["templating"]["list"]}
     assert variables(text) == defined
     assert len({panel["id"] for panel in panels()}) == len(panels())
-    taken = set()
     for panel in panels():
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
-        taken |= cells
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
 
 
@@ -123,17 +96,12 @@ def test_everything_named_exists_after_one_evicted_request(evicted):
 
 
 @pytest.mark.engine
-def test_a_renamed_metric_or_label_would_be_noticed(evicted):
+def test_a_renamed_metric_would_be_noticed(evicted):
     wanted = {use for expression in expressions().values() for use in uses(expression) if use.metric != "up"}
     assert len({use.metric for use in wanted}) > 20
-    # What the metric would be called after a change of vLLM's or ours.
     series = offered(re.sub(r"\b(vllm:|http_)", r"\1new_", evicted.page))
     for use in wanted:
         assert missing([use], series) == [f"{use.metric} does not exist"]
-    series = {name: {label + "_new" for label in labels} for name, labels in offered(evicted.page).items()}
-    for use in wanted:
-        gone = use.labels - {"instance", "job"}
-        assert len(missing([use], series)) == len(gone)
 
 
 @pytest.mark.engine

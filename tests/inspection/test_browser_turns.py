@@ -4,7 +4,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from tests.inspection.pages import branching, random_inspection
+from tests.inspection.pages import branching
 from tests.inspection.test_browser import load
 
 INSPECTION = branching()
@@ -46,17 +46,6 @@ def test_what_is_kept_of_each_turn(page):
     assert table(page) == chosen != expected(INSPECTION)
 
 
-def test_where_turns_end(page):
-    page.execute_script("dispatchEvent(new Event('beforeprint'))")
-    edges = page.find_elements(By.CSS_SELECTOR, ".row .cell:first-child .edge")
-    assert [span.get_attribute("data-token") for span in edges] == ["40", "90"]
-    marks = page.find_elements(By.CSS_SELECTOR, "#maps .map:first-child .strip i")
-    lefts = [float(mark.get_attribute("style").removeprefix("left: ").removesuffix("%;")) for mark in marks]
-    assert lefts == pytest.approx([100 * 40 / 130, 100 * 90 / 130], rel=1e-4)
-    assert "after 90 tokens" in page.find_element(By.ID, "about").text
-    page.find_elements(By.CSS_SELECTOR, "#turns button")[1].click()
-
-
 def test_the_branch_is_a_page_of_its_own(page):
     def marked():
         page.execute_script("dispatchEvent(new Event('beforeprint'))")
@@ -79,12 +68,3 @@ def test_the_branch_is_a_page_of_its_own(page):
     )
     go()
     assert table(page) == expected(INSPECTION)
-
-
-def test_a_prompt_without_turns_has_no_table(browser, tmp_path):
-    """A control."""
-    load(browser, tmp_path / "page.html", random_inspection(130, 3, 4))
-    assert not browser.find_element(By.ID, "turns").is_displayed()
-    assert not browser.find_element(By.ID, "branch").text
-    assert not browser.find_elements(By.CSS_SELECTOR, ".strip i")
-    assert browser.get_log("browser") == []

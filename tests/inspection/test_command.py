@@ -42,14 +42,8 @@ def refusal(monkeypatch, capsys):
     ("words", "sentence"),
     [
         (["--prompt", "empty.txt"], "--prompt empty.txt is empty"),
-        (["--prompt", "folder"], "--prompt folder cannot be read: Is a directory"),
         (["--prompt", "picture.png"], "--prompt picture.png is not text in UTF-8"),
-        (["--prompt", "prompt.txt", "--output", "folder"], "--output folder is a folder: name a file"),
         (["--prompt", "prompt.txt", "--json", "no/x.json"], "--json no/x.json: there is no such folder"),
-        (
-            ["--prompt", "prompt.txt", "--output", "folder/../prompt.txt"],
-            "--output folder/../prompt.txt is the file of --prompt: name another one",
-        ),
         (
             ["--prompt", "prompt.txt", "--json", "inspect.html"],
             "--json inspect.html is the file of --output: name another one",
@@ -68,35 +62,10 @@ def test_files(words, sentence, refusal):
             "lava:kernel",
             "--compare: 'lava:kernel' is not POLICY[:NAME=VALUE,...][@NOTE]: 'kernel' is not NAME=VALUE",
         ),
-        ("lava:krnel=3", "--compare: krnel is not a parameter of policy lava (valid parameters: window, "),
-        ("lava:kernel=4", "--compare: kernel must be an odd integer >= 1, not 4"),
-        ("full:kernel=3", "--compare: "),
-        (
-            "lava:kernel=3,kernel=5",
-            "--compare: 'lava:kernel=3,kernel=5' is not POLICY[:NAME=VALUE,...][@NOTE]: it names kernel twice",
-        ),
     ],
 )
 def test_policies_to_compare(entry, sentence, refusal):
     assert refusal("--prompt", "prompt.txt", "--compare", "snapkv", entry).startswith(sentence)
-
-
-def test_a_file_that_may_not_be_written(refusal, tmp_path, monkeypatch):
-    """Who runs tests as root may write everywhere, so another answer of the system's is put in its place."""
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "page.html")
-    (tmp_path / "page.html").touch()
-    sentence = refusal("--prompt", "prompt.txt", "--output", "page.html")
-    assert sentence == "--output page.html cannot be written: choose another place"
-
-
-def test_a_full_disk(monkeypatch, capsys):
-    monkeypatch.setattr(command, "_read", lambda *args: None)
-    monkeypatch.setattr(command, "render", lambda inspection: "x" * 100_000)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["MODEL", "--prompt", "prompt.txt", "--output", "/dev/full"], "inspect")
-    assert ended.value.code == 2
-    sentence = "error: --output /dev/full cannot be written: No space left on device"
-    assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
 
 
 @pytest.mark.parametrize("flag", ["--chat", "--branch"])
@@ -106,33 +75,17 @@ def test_chats(flag, refusal, tmp_path):
     before = ["--chat", "chat.json"] if flag == "--branch" else []
     sentence = "bad.json, message 1: content must be text or a list of parts, not 5"
     assert refusal(*before, flag, "bad.json") == f"{flag} {sentence}"
-    (tmp_path / "bad.json").write_text('[{"role": "user", "content": "Hello."}]\n' * 2)
-    sentence = "bad.json has 2 chats: give a file with one of them"
-    assert refusal(*before, flag, "bad.json") == f"{flag} {sentence}"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--turns", "5"], "--chat cannot be used with --turns: each says where a prompt is evicted"),
-        (
-            ["--prefix-len", "5"],
-            "--chat cannot be used with --prefix-len: each says where a prompt is evicted",
-        ),
-        (["--prompt", "prompt.txt"], "argument --prompt: not allowed with argument --chat"),
         (["--output", "chat.json"], "--output chat.json is the file of --chat: name another one"),
     ],
 )
 def test_what_does_not_go_with_a_chat(words, sentence, refusal):
     assert refusal("--chat", "chat.json", *words) == sentence
-
-
-def test_what_does_not_go_with_a_prompt(refusal):
-    assert refusal() == "one of the arguments --prompt --chat is required"
-    sentence = "--turns cannot be used with --prefix-len: each says where a prompt is evicted"
-    assert refusal("--prompt", "prompt.txt", "--turns", "5", "9", "--prefix-len", "7") == sentence
-    sentence = "--branch is for --chat: it is another chat that begins like it"
-    assert refusal("--prompt", "prompt.txt", "--branch", "chat.json") == sentence
 
 
 HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"

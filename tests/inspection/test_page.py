@@ -5,11 +5,10 @@ import re
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from tests.inspection.pages import branching, random_inspection, read
 from vllm_kvevict.inspect.data import Prompt
-from vllm_kvevict.inspect.page import SCRIPTS, render
+from vllm_kvevict.inspect.page import render
 
 INSPECTION = random_inspection(203, 3, 2)
 
@@ -37,25 +36,6 @@ def test_page_and_json_say_the_same_of_a_branch():
             assert policy["entries_per_turn"] == of_turns
 
 
-def test_a_prompt_without_turns_is_told_as_before():
-    """Who reads the JSON finds what was there, and no branch."""
-    content = INSPECTION.to_json()
-    assert content["turns"] == [] and content["shared_turns"] == 0 and "branch" not in content
-    assert all(policy["entries_per_turn"] == [policy["entries"]["kept"]] for policy in content["policies"])
-
-
-@pytest.mark.parametrize("token", [0, 7, 8, 202])
-def test_a_single_bit_is_noticed(token):
-    expected = INSPECTION.to_json()
-    INSPECTION.kept[1].mask[2, 1, token] ^= True
-    try:
-        content = read(render(INSPECTION))
-    finally:
-        INSPECTION.kept[1].mask[2, 1, token] ^= True
-    assert content["policies"][0] == expected["policies"][0]
-    assert set(content["policies"][1]["kept"][2][1]) ^ set(expected["policies"][1]["kept"][2][1]) == {token}
-
-
 def test_totals_are_those_of_the_sets():
     for policy in read(render(INSPECTION))["policies"]:
         counts = [[len(head) for head in layer] for layer in policy["kept"]]
@@ -78,13 +58,6 @@ def test_the_page_loads_nothing():
     html = render(INSPECTION)
     assert not re.findall(r"(?:src|href)=\"(?!data:,)|url\(|@import|https?:|//[a-z]+\.", html)
     assert "default-src 'none'" in html
-
-
-def test_all_scripts_are_in_the_page():
-    html = render(INSPECTION)
-    for function in ("inflate", "makeMap", "makeHeads", "showTurns", "rowStarts", "open"):
-        assert f"function {function}(" in html
-    assert len(SCRIPTS) == 6
 
 
 def test_the_text_of_a_prompt_leaves_out_what_the_tokenizer_added():

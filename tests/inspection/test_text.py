@@ -92,7 +92,3 @@ def test_special_tokens_that_the_user_wrote_are_text():
     cut = tokenize(tokenizer, "one <s> two")
     assert cut.text == "one <s> two"
     assert cut.special == [0] and cut.ids.count(0) == 2
-
-
-def test_an_empty_prompt():
-    assert tokenize(by_words(), "").ids == []

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.inspection.pages import branching, conversation, random_inspection
+from tests.inspection.pages import conversation
 from vllm_kvevict.inspect.turns import lines_of
 
 
@@ -24,22 +24,6 @@ def test_a_line_for_each_turn():
         ]
     # A control: another end, other shares.
     assert lines_of(replace(inspection, turns=(41, 90)))[1] != lines_of(inspection)[1]
-
-
-def test_a_turn_may_end_with_the_prompt():
-    assert [cells(line)[0] for line in lines_of(conversation(turns=(40, 130)))] == ["turn", "1", "2"]
-
-
-def test_nothing_is_said_where_there_are_no_turns():
-    assert lines_of(random_inspection(130, 3, 4)) == []
-
-
-def test_a_branch_is_told_with_what_it_shares():
-    inspection = branching()
-    assert inspection.shared_turns == 1
-    lines = lines_of(inspection)
-    assert lines[4] == "the branch shares 1 of 2 turns (40 tokens):"
-    assert [cells(line)[:2] for line in lines[6:]] == [["1", "40"], ["2", "60"], ["rest", "50"]]
 
 
 @pytest.mark.parametrize(
