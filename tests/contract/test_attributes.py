@@ -136,37 +136,33 @@ def test_runners_can_be_told_apart() -> None:
         source.broken("the V1 model runner has req_states", "it is taken for V2, and every step fails")
 
 
-def test_attributes_of_engine_arguments_are_in_the_table() -> None:
-    """Refusals read many engine arguments: each must be in the table above."""
-    read = set()
-    for file, function in (
-        ("frontend/checks.py", "check_arguments"),
-        ("frontend/checks.py", "_conflicts"),
-        ("frontend/plugin.py", "_make_room_for_extra_rows"),
-    ):
-        module = ast.parse((source.ENGINE / file).read_text())
-        body = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == function)
-        read |= {
-            x.attr
-            for x in ast.walk(body)
-            if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "args"
-        }
-    known = set(ATTRIBUTES["vllm.engine.arg_utils:EngineArgs"].split())
-    assert read - {"_set_default_max_num_seqs_and_batched_tokens_args"} <= known
+READ = {
+    # Where refusals read attributes, by file: of what, in which functions, by which name.
+    "frontend/checks.py": [
+        ("vllm.engine.arg_utils:EngineArgs", "check_arguments _conflicts", "args"),
+        ("vllm.config:ModelConfig", "check_model _unsupported_kinds", "model"),
+    ],
+    "frontend/plugin.py": [("vllm.engine.arg_utils:EngineArgs", "_make_room_for_extra_rows", "args")],
+}
 
 
-def test_attributes_of_models_are_in_the_table() -> None:
-    """Likewise what refusals of models read."""
-    module = ast.parse((source.ENGINE / "frontend" / "checks.py").read_text())
-    names = ("check_model", "_unsupported_kinds")
-    bodies = [x for x in module.body if isinstance(x, ast.FunctionDef) and x.name in names]
-    read = {
-        x.attr
-        for body in bodies
-        for x in ast.walk(body)
-        if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "model"
+@pytest.mark.parametrize("file", READ)
+def test_attributes_that_refusals_read_are_in_the_table(file: str) -> None:
+    functions = {
+        x.name: x
+        for x in ast.parse((source.ENGINE / file).read_text()).body
+        if isinstance(x, ast.FunctionDef)
     }
-    assert read <= set(ATTRIBUTES["vllm.config:ModelConfig"].split())
+    for place, names, owner in READ[file]:
+        read = {
+            x.attr
+            for name in names.split()
+            for x in ast.walk(functions[name])
+            if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == owner
+        }
+        assert read and read - {"_set_default_max_num_seqs_and_batched_tokens_args"} <= {
+            *ATTRIBUTES[place].split()
+        }
 
 
 def test_spec_can_be_copied_field_by_field() -> None:

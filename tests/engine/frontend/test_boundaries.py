@@ -129,12 +129,6 @@ def test_a_turn_ends_where_an_answer_does(renderer):
     assert "The third?" in third and "Hamburg." in third
 
 
-def test_results_that_are_sorted(renderer):
-    """A turn ends before the first that is shown, not before the first of the chat."""
-    last = ends(renderer, LOOP[:5], SORTS_RESULTS)[-1]
-    assert "I look at 2014." in last and "million" not in last
-
-
 ROLES = {
     "u": [[0]],
     "a": [],
@@ -209,12 +203,6 @@ HIDDEN = {
 def test_a_mark_that_is_hidden_costs_one_end(content, count, renderer):
     messages = [*PLAIN[1:3], result("467 million"), answer("I see."), user("And now?")]
     assert len(ends(renderer, messages, CHATML.replace("{{ m.content }}", content))) == count
-
-
-def test_a_chat_that_is_continued(renderer):
-    messages = [*PLAIN[:4], answer("It is")]
-    texts = ends(renderer, messages, add_generation_prompt=False, continue_final_message=True)
-    assert texts == ends(renderer, messages[:-1])
 
 
 def test_without_a_mark_there_is_no_end(renderer, monkeypatch):

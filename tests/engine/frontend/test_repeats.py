@@ -142,15 +142,6 @@ def test_a_chat_with_its_question_goes_on(template, before, renderer):
     assert prompt["prompt"] + part == going_on(REPEAT_PART + hint)
 
 
-def test_what_follows_a_prefix_would_not_end_the_assistants_turn(renderer):
-    prompt, _ = render(renderer, [*TURN, ask()])
-    behind = [
-        decoded(renderer, repeat_prompts(renderer, prompt, whole).behind(prompt["prompt_token_ids"]).first)
-        for whole in (False, True)
-    ]
-    assert [text.startswith("<|im_end|>") for text in behind] == [False, True]
-
-
 def test_what_a_template_writes_into_the_last_turn_is_written_again(renderer):
     prompt, _ = render(renderer, [*SYSTEM, ask()], SYSTEM_LAST)
     found = repeat_prompts(renderer, prompt, with_question=True).behind(prompt["prompt_token_ids"])
