@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from vllm_kvevict import __main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOADED = """
 import json, sys
 from vllm_kvevict.__main__ import main
@@ -30,10 +28,6 @@ def loaded(*words: str) -> list[str]:
     run = [sys.executable, "-c", LOADED, *words]
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
     return list(json.loads(ended.stdout.splitlines()[-1]))
-
-
-def test_the_script_is_this_command_line():
-    assert PYPROJECT["project"]["scripts"] == {"vllm-kvevict": f"{command_line.__name__}:main"}
 
 
 def test_help_names_every_command_and_loads_nothing(capsys):

