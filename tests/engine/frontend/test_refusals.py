@@ -405,12 +405,6 @@ SPECULATION = {
         "5 draft tokens and --long-prefill-token-threshold 5: ",
     ),
     "steps": ({"long_prefill_token_threshold": 6}, None),
-    # The shortest answer that a request may ask to be evicted has 4 entries.
-    "too short interval": (
-        {"kv_decode_budget": 64, "kv_eviction_config": {"decode_interval": 1}},
-        "decode_interval 1 is too short for 5 draft tokens: ",
-    ),
-    "interval": ({"kv_decode_budget": 64, "kv_eviction_config": {"decode_interval": 2}}, None),
 }
 
 
@@ -421,6 +415,15 @@ def test_speculative_decoding(given, sentence, model):
         EngineArgs(model=model, kv_eviction="snapkv", **settings).create_engine_config()
     else:
         assert sentence in refusal(model, **settings)
+
+
+def test_draft_tokens_beyond_the_first_eviction_of_an_answer(model):
+    """Of the shortest one that a request may ask for, which has 4 entries."""
+    settings = {"speculative_config": DRAFTS, "kv_decode_budget": 64}
+    sentence = refusal(model, **settings, kv_eviction_config={"decode_interval": 1})
+    assert "decode_interval 1 is too short for 5 draft tokens: " in sentence
+    fits = EngineArgs(model, kv_eviction="snapkv", kv_eviction_config={"decode_interval": 2}, **settings)
+    fits.create_engine_config()
 
 
 def test_models_and_methods_without_speculative_decoding(models, model):
