@@ -1,11 +1,14 @@
 """What the model is asked when it repeats a prefix: in many templates, in plain text, and for whom it is noted."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import renderer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.support.chats import (
@@ -334,3 +337,39 @@ def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
         process(renderer, prompt)
     assert error.value.parameter == "prompt"
     assert process(renderer, prompt, kv_prefix_len=most)
+
+
+def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
+    """It checks requests in its event loop."""
+    threads, make = [], repeat_prompts
+
+    def watched(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(requests, "repeat_prompts", watched)
+    processor = InputProcessor(renderer.config, renderer)
+
+    class Arrived(Exception):
+        """The request has passed the input processor."""
+
+    def arrive(request):
+        raise Arrived(request.sampling_params.extra_args)
+
+    async def tasks():
+        return ("generate",)
+
+    engine = SimpleNamespace(
+        vllm_config=renderer.config, model_config=renderer.config.model_config, renderer=renderer, errored=False,
+        input_processor=SimpleNamespace(process_inputs=processor.process_inputs, assign_request_id=arrive),
+        get_supported_tasks=tasks,
+    )  # fmt: skip
+    prompt, _ = render(renderer, [*TURN, ask()])
+    expected = repeat_prompts(renderer, prompt).to_lists()
+    for fields, times in ({}, 1), ({"kv_eviction": "snapkv"}, 0), ({"kv_budget": 0}, 0):
+        threads.clear()
+        arriving = AsyncLLM.add_request(engine, "r", dict(prompt), SamplingParams(extra_args=fields))
+        with pytest.raises((Arrived, VLLMValidationError)) as end:
+            asyncio.run(arriving)
+        assert len(threads) == times and threading.current_thread() not in threads
+        assert times == 0 or end.value.args[0][REPEAT_ROWS] == expected
