@@ -657,16 +657,6 @@ KINDS = {
     "layers": with_layers,
 }
 """What may be added to a hostile load, in this order."""
-ABOUT = {
-    "streams": "with many small requests behind, on one server of four",
-    "drafts": "with speculative decoding",
-    "pauses": "with pauses, and more requests than seats",
-    "resets": "with both prefix caches, which are reset",
-    "salts": "with both prefix caches, which salts divide",
-    "adapters": "with more LoRA adapters than a step may use",
-    "layers": "with windows or states beside the layers that are evicted",
-    "answers": "with answers that are evicted while they are written",
-}
 
 
 def load_of(seed: int, kinds: Sequence[str] = (), crowd: bool = False) -> Load:
@@ -690,25 +680,13 @@ def play_many(
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What became of all servers, and the seeds of those that failed."""
-    steps = sum(outcome.steps for outcome in outcomes)
-    reasons = sum((outcome.reasons for outcome in outcomes), Counter())
-    preemptions = sum((outcome.preemptions for outcome in outcomes), Counter())
-    wait = max(outcomes, key=lambda outcome: outcome.longest_wait)
-    still = max(outcomes, key=lambda outcome: outcome.standstill)
-    behind = max(outcomes, key=lambda outcome: outcome.overtaken)
-    again = max(outcomes, key=lambda outcome: max(outcome.preemptions, default=0))
-    failed = [outcome for outcome in outcomes if outcome.failure]
+    found = figures(outcomes, seconds)
+    failures = found.pop("failures")
     lines = [
-        f"{len(outcomes)} servers, {steps} steps in {seconds:.0f} s ({steps / seconds:.0f} steps/s)",
-        f"{reasons.total()} requests: " + ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()),
-        f"{sum(outcome.shortened for outcome in outcomes)} answers ended before what was asked for",
-        f"preempted so often: {', '.join(f'{n} times {count}' for n, count in sorted(preemptions.items()))}"
-        f" (seed {again.seed})",
-        f"longest wait of a small request: {wait.longest_wait} steps (seed {wait.seed})",
-        f"most steps that admitted others before a request: {behind.overtaken} (seed {behind.seed})",
-        f"longest standstill: {still.standstill} steps (seed {still.seed})",
-        f"{len(failed)} servers failed",
-        *(f"  --only {outcome.seed}: {outcome.failure}" for outcome in failed),
+        f"{found.pop('servers')} servers, {found.pop('steps')} steps in {found.pop('seconds')} s",
+        *(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()),
+        f"{len(failures)} servers failed",
+        *(f"  --only {seed}: {failure}" for seed, failure in failures.items()),
     ]
     return "\n".join(lines)
 
@@ -761,7 +739,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=500, help="or after so many servers")
     parser.add_argument("--seed", type=int, default=0, help="of the first server; the next ones count on")
     for kind in KINDS:
-        parser.add_argument(f"--{kind}", action="store_true", help=ABOUT[kind])
+        parser.add_argument(f"--{kind}", action="store_true", help=KINDS[kind].__doc__)
     parser.add_argument("--crowd", action="store_true", help="long prompts behind long answers, with pauses")
     parser.add_argument(
         "--record", action="store_true", help=f"add the figures to benchmarks/results/{RECORD}.json"

@@ -107,19 +107,6 @@ def test_a_request_that_is_read_layer_by_layer(fewest, serves):
         assert request.prefill.new_tokens.tolist() == [30]
 
 
-def test_decodes_have_calls_of_their_own():
-    cache = _cache()
-    lengths = [1, 40, 1, 7]
-    slots = [cache.open() for _ in lengths]
-    step = cache.extend(slots, lengths)
-    prefill = [40] * 3 + [7] * 3
-    by_op = lay_out(cache, step, most_new_tokens=0)
-    assert [call.seq_lens[0].tolist() for call in by_op.calls] == [[1] * 6, prefill]
-    by_both = lay_out(cache, step, most_new_tokens=1)
-    assert [call.seq_lens[0].tolist() for call in by_both.calls] == [prefill]
-    assert torch.equal(by_op.entry_slots, by_both.entry_slots)
-
-
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 3]])
 def test_a_step_of_decodes_needs_no_index_tensors_with_the_kernel(lengths):
     cache = _cache()

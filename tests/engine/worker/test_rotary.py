@@ -1,6 +1,5 @@
 """Rotary embeddings are undone as the model's own module makes them; what cannot be undone is told from what can."""
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,6 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
-from benchmarks.harness.models import make_model
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.worker.rotary import TURNS_IF, ModelRotary
@@ -120,24 +118,6 @@ def test_layers_that_hold_one_and_do_not_use_it(name: str) -> None:
             assert found(*layers).available
             vars(layers[1]).update(unused)
             assert not found(*layers).available
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name", ["cohere2", "exaone4"])
-def test_models_that_use_it_in_windows_alone(models, name: str) -> None:
-    """Their other layers are evicted, by scores of keys as they are."""
-    refused = evicting_engine(models(name), eviction={"policy": "compactor", "budget": 0.5})
-    with pytest.raises(KVEvictionError, match="compactor needs a rotary embedding"), refused:
-        pass
-
-
-@pytest.mark.engine
-def test_the_same_without_windows(tmp_path: Path) -> None:
-    """The control: it is used in all layers then."""
-    model = make_model(tmp_path, "exaone4", layer_types=["full_attention"] * 4, sliding_window=None)
-    with evicting_engine(model, eviction={"policy": "compactor", "budget": 0.5}) as llm:
-        (answer,) = run(llm, [Ask(300, "compactor", 0.3, max_tokens=2)])
-    assert len(answer.kept) == 1
 
 
 @pytest.mark.engine
