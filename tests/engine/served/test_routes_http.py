@@ -1,6 +1,5 @@
 """Every route of vLLM that lets an engine answer, over HTTP and in every scope: it is served, or refused by name."""
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +7,6 @@ from typing import Any
 import httpx
 import pytest
 from transformers import AutoTokenizer
-from vllm import EngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
-from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-from vllm.entrypoints.scale_out.render.serving import ServingRender
-from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.renderers.registry import renderer_from_config
 
 from benchmarks.harness.models import make_model
 from tests.contract.test_routes import GENERATES, RENDERS
@@ -183,27 +175,6 @@ def test_a_server_that_only_renders(scope, server, model, tmp_path):
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
     assert answer["choices"][0]["text"] == direct
     evictions(server, 1, start)
-
-
-def test_a_server_that_only_renders_and_knows_nothing_of_eviction(scope, server):
-    config = EngineArgs(model=server.model).create_engine_config()
-    renderer = renderer_from_config(config)
-    online = OnlineRenderer(
-        config.model_config, renderer, request_logger=None, chat_template=None, chat_template_content_format="auto"
-    )  # fmt: skip
-    registry = OpenAIModelRegistry(config.model_config, [BaseModelPath(server.model, server.model)])
-    body = {**CHATS["/v1/chat/completions"](chat("no flags")), "temperature": 0}
-    rendered = asyncio.run(
-        ServingRender(registry, online).render_chat_request(ChatCompletionRequest(**body))
-    ).model_dump()
-    renderer.shutdown()
-    assert not rendered["sampling_params"].get("extra_args")
-    start = len(server.evictions)
-    if scope in FIELDS:
-        assert sentence(scope, NOT_RENDERED) in post(server, "/inference/v1/generate", rendered, 400)
-        rendered["sampling_params"]["extra_args"] = {"kv_eviction": "full"}
-    post(server, "/inference/v1/generate", rendered)
-    evictions(server, int(scope == "prompt"), start)
 
 
 @pytest.mark.parametrize("path", PROMPTS)

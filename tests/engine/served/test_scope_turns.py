@@ -5,7 +5,6 @@ import re
 import httpx
 import pytest
 
-from tests.engine.served.test_scope import kept_whole
 from tests.engine.support.clients import complete, evictions, words
 from tests.engine.support.serving import ForkedServer, log_evictions
 from vllm_kvevict.engine.config import REPEAT_ROWS
@@ -73,6 +72,14 @@ def say_as_tokens(server, client, request, salt):
     answer = complete(client, request["token_ids"], fields=fields, extra_body={"cache_salt": salt})
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     return answer.choices[0].text
+
+
+def kept_whole(server):
+    """Chats that the server has kept whole, by reason."""
+    metrics = server.metrics()
+    return {
+        reason: metrics[f'chats_kept_whole_total{{reason="{reason}"}}'] for reason in ("short", "changes")
+    }
 
 
 def test_a_turn_reads_and_evicts_what_is_new(server, client):
