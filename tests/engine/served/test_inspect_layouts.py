@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
+from tests.engine.served.test_inspect_turns import SAID, chat, kept_on_a_server
 from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.support.running import Ask, evicting_engine, run
+from vllm_kvevict.chats import Chat
 from vllm_kvevict.inspect.__main__ import main
 
 pytestmark = pytest.mark.engine
@@ -38,35 +40,20 @@ def test_ranks_together_keep_what_one_does(models, layout):
     assert alone["layers"] == page["layers"]
 
 
-def test_layers_that_are_not_evicted_are_left_out(models):
-    with evicting_engine(models("gemma3_text")) as llm:
-        page = page_of(llm, ["snapkv"])
-    assert page["layers"] == [2, 5]
-    assert page["policies"][0]["entries"] == {"kept": 2 * 2 * 60, "of": 2 * 2 * LENGTH}
-
-
-def test_layers_with_a_state_are_left_out_and_what_is_kept_whole_is_said(models):
-    """This model has no rotary embedding, which one of the policies would undo."""
-    with evicting_engine(models("granitemoehybrid")) as llm:
-        page = page_of(llm, ["snapkv"])
-        with pytest.raises(ValueError, match="expected-attention cannot evict this model"):
-            page_of(llm, ["expected-attention"])
-    assert page["layers"] == [1, 3]
-    assert page["policies"][0]["entries"] == {"kept": 2 * 2 * 60, "of": 2 * 2 * LENGTH}
-
-
-def test_a_layer_that_a_policy_leaves_alone_is_kept(models):
-    options = {"policy": "knorm", "budget": BUDGET, "skip_layers": 1}
-    with evicting_engine(models("llama"), eviction=options) as llm:
-        first, *others = page_of(llm, ["knorm"])["policies"][0]["entries_per_head"]
-    assert first == [LENGTH, LENGTH] and all(len(layer) == 2 and max(layer) < LENGTH for layer in others)
-
-
-def test_a_layer_that_a_policy_leaves_alone_keeps_all_turns(models):
-    options = {"policy": "knorm", "budget": BUDGET, "skip_layers": 1, "min_turn": 32}
-    with evicting_engine(models("llama"), eviction=options) as llm:
-        first, *others = page_of(llm, ["knorm"], turns=(96, 200))["policies"][0]["entries_per_head"]
-    assert first == [LENGTH, LENGTH] and all(max(layer) < LENGTH for layer in others)
+def test_a_first_part_that_stays_whole(models) -> None:
+    options = {"min_turn": 32, "scope": "turns", "keep_first": True}
+    with evicting_engine(models("llama"), eviction=options, max_num_batched_tokens=128) as llm:
+        for policy in ("ada-snapkv", "kvzip"):
+            page = page_of(llm, [policy], chats=[Chat(chat(*SAID[:3]))])
+            kept, _ = kept_on_a_server(llm, chat(*SAID[:3]), policy)
+            first, end = page["turns"][0], page["turns"][-1]
+            shown = page["policies"][0]
+            assert [[[x for x in head if x < end] for head in layer] for layer in shown["kept"]] == kept
+            assert all(head[:first] == list(range(first)) for layer in kept for head in layer)
+            assert shown["entries_per_turn"][1] < 8 * (end - first) // 2
+        # Nothing behind it yet.
+        page = page_of(llm, ["snapkv"], chats=[Chat(chat(SAID[0]))])
+        assert len(page["turns"]) == 1 and page["policies"][0]["entries_per_turn"][0] == 8 * page["turns"][0]
 
 
 def test_what_was_cached_is_seen_all_the_same(models):
@@ -79,39 +66,31 @@ def test_what_was_cached_is_seen_all_the_same(models):
         assert [len(answer.kept) for answer in (*run(llm, [ask]), *run(llm, [ask]))] == [2, 0]
 
 
-def test_a_prompt_without_room_for_an_answer_is_refused(models):
-    with evicting_engine(models("llama"), max_model_len=LENGTH + 1) as llm:
-        shown = page_of(llm, ["snapkv"])["policies"][0]
-        with pytest.raises(ValueError, match="repeats the tokens it evicts after the prompt"):
-            page_of(llm, ["kvzip"])
-    # Layers of several stages compete: a later step decides, and then the request must still be there.
-    short = {"max_model_len": LENGTH + 1, "pipeline_parallel_size": 2}
-    with (
-        evicting_engine(models("llama"), **short) as llm,
-        pytest.raises(ValueError, match="no room for an answer"),
-    ):
-        page_of(llm, ["lava"])
-    assert shown["entries"]["kept"] == 8 * 60
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma3_text", [2, 5]), ("granitemoehybrid", [1, 3])])
+def test_layers_that_are_not_evicted_are_left_out(models, architecture, layers):
+    """Those with a window, and those with a state."""
+    with evicting_engine(models(architecture)) as llm:
+        page = page_of(llm, ["snapkv"])
+    assert page["layers"] == layers
+    assert page["policies"][0]["entries"] == {"kept": 2 * 2 * 60, "of": 2 * 2 * LENGTH}
 
 
 REFUSALS = {
-    "--budget must be a ratio": ["--budget", "0"],
     "--policy snapkv: budget must exceed window": ["--policy", "snapkv", "--budget", "3"],
-    "argument --policy: invalid choice": ["--policy", "nothing"],
     "use --budget": ["--kv-budget", "0.3"],
-    "--prompt nowhere.txt cannot be read": ["--prompt", "nowhere.txt"],
-    "there is no such folder": ["--output", "nowhere/page.html"],
+    "--port is for a server's front end, which is not started here: leave it out": ["--port", "80"],
     "unrecognized arguments: --nonsense": ["--nonsense"],
-    "--model is not an argument of this command: use the first argument": ["--model", "Qwen/Qwen3-0.6B"],
+    "--turns cannot be used with policy take (choose from": ["--turns", "100", "--compare", "take"],
+    "--chat-template is for --chat: a prompt has no template": ["--chat-template", "{{ messages }}"],
     "vLLM does not start": ["--max-model-len", "100000"],
 }
 
 
-@pytest.mark.parametrize("words", REFUSALS)
-def test_refusals(models, words, tmp_path, capsys):
+@pytest.mark.parametrize("sentence", REFUSALS)
+def test_refusals(models, sentence, tmp_path, capsys):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(TEXT)
     with pytest.raises(SystemExit) as ended:
-        main([str(models("llama")), "--prompt", str(prompt), *REFUSALS[words]])
+        main([str(models("llama")), "--prompt", str(prompt), *REFUSALS[sentence]])
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
