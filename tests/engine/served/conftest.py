@@ -1,12 +1,19 @@
 """What tests of servers share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 
 collect_ignore = [] if torch.cuda.is_available() else ["test_cuda_graphs.py"]
+
+
+@pytest.fixture(scope="module")
+def model(models) -> Path:
+    """A model whose heads and layers two ranks or stages can share."""
+    return models("llama", heads=8, kv_heads=4, layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -48,28 +48,3 @@ def test_preempted_around_a_position(models, policy: str) -> None:
             assert num_preemptions(llm) == times
             assert expected in (None, answer.tokens)
             expected = answer.tokens
-
-
-@pytest.mark.engine
-def test_what_needs_no_eviction_is_as_without_it(models) -> None:
-    model = models("llama")
-    asks = [Ask(70, max_tokens=BUDGET + INTERVAL), Ask(300, "ada-snapkv", 0.2, max_tokens=50, seed=1)]
-    answers = []
-    for options in (OPTIONS, {"check": True}):
-        with evicting_engine(model, eviction=options) as llm:
-            answers.append([answer.tokens for answer in run(llm, asks)])
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.engine
-def test_an_answer_of_any_length_fits_a_small_pool(models) -> None:
-    """Three blocks hold 384 tokens of each row; the answer alone has 504."""
-    pool = {"num_gpu_blocks_override": 3, "max_model_len": 704, "max_num_batched_tokens": 704}
-    ask = Ask(200, max_tokens=504)
-    # Prompts of the greatest length fit only if they are evicted.
-    options = {**OPTIONS, "policy": "snapkv", "budget": 0.1}
-    with evicting_engine(models("llama"), eviction=options, **pool) as llm:
-        (answer,) = run(llm, [ask], recorded=False)
-        assert len(answer.tokens) == 504 and num_preemptions(llm) == 0
-        (kept,) = run(llm, [Ask(200, max_tokens=504, decode_budget=0)], recorded=False)
-    assert len(kept.tokens) < 384 - 200 + 2

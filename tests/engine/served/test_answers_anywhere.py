@@ -7,11 +7,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.served.test_speculation import NGRAM
 from tests.engine.support.answers import CLOSE, Rules, assert_same
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.masked import masked_logits
 from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
-from tests.engine.support.v2_runner import NewProcess
 from vllm_kvevict.schedules.reports import read_evictions
 
 RULES = Rules(20, 12, 8)
@@ -33,11 +33,6 @@ ASKS = [
 ]
 PROMPT_POSITIONS = {6: (64, 128, 160), 8: (50, 90, 150), 9: (60, 140), 10: (40, 90, 135)}
 """Of requests whose prompts are evicted more than once."""
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +80,6 @@ def score(llm, ask: Ask, answer: Answer) -> None:
     fields = {**ask.sampling(False).extra_args, "kv_answer_from": ask.length}
     prompt = {"prompt_token_ids": [*ask.prompt, *answer.tokens[:-1]]}
     llm.generate([prompt], SamplingParams(max_tokens=1, extra_args=fields), use_tqdm=False)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("policy", ["streaming-llm", "keydiff"])
-def test_policies_on_ranks(model, policy: str) -> None:
-    """Of uniform policies, on ranks of both kinds."""
-    asks, kept = ASKS[:3], []
-    for sizes in ({}, {"tensor_parallel_size": 2}):
-        with evicting_engine(model, eviction=RULES.options(policy), **SMALL, **sizes) as llm:
-            kept.append(run(llm, asks))
-    assert_same(asks, *kept)
-    for ask, answer in zip(asks, kept[0], strict=True):
-        RULES.check_totals(ask, answer)
 
 
 @pytest.mark.engine
@@ -150,9 +132,6 @@ def test_an_interval_of_one(model) -> None:
             rules.check_logits(model, ask, answer)
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-
-
 @pytest.mark.engine
 def test_drafts(model, expected) -> None:
     with evicting_engine(model, eviction=OPTIONS, **SMALL, speculative_config=NGRAM) as llm:
@@ -173,34 +152,3 @@ def test_models_of_which_some_layers_are_evicted(models, architecture: str) -> N
     for ask, answer in zip(asks, answers, strict=True):
         RULES.check_totals(ask, answer)
         RULES.check_logits(model, ask, answer)
-
-
-@pytest.fixture(scope="module")
-def second(model, tmp_path_factory):
-    """By vLLM's V2 model runner, scheduled ahead, in the background."""
-    case = {"model": model, "eviction": OPTIONS, **SMALL, "ahead": True}
-    short = [dataclasses.replace(ask, max_tokens=46) for ask in ASKS[:1]]
-    process = NewProcess(
-        tmp_path_factory.mktemp("v2"),
-        [
-            {**case, "batches": [ASKS]},
-            {**case, "batches": [ASKS], "pipeline_parallel_size": 2, "max_num_batched_tokens": 64},
-            {**case, "batches": [short], "gpu": True, "max_num_batched_tokens": 64},
-        ],
-    )
-    yield process
-    process.stop()
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("case", [0, 1], ids=["ahead", "PP 2, ahead"])
-def test_the_other_runner_ahead(second, expected, case: int) -> None:
-    (answers,), preemptions, _, _ = second.result()[case]
-    assert preemptions == 0
-    assert_same(ASKS, expected, answers)
-
-
-@pytest.mark.engine
-def test_pages_of_a_gpu_ahead(second, expected) -> None:
-    ((answer,),), *_ = second.result()[2]
-    assert answer.tokens == expected[0].tokens[:46] and answer.kept == expected[0].kept[:2]

@@ -10,8 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.served.test_lora import LORA, adapters  # noqa: F401
 from tests.engine.support.answers import CLOSE, Rules, assert_same
@@ -120,18 +118,6 @@ def test_answers_behind_uncompressed_prefixes(model) -> None:
 
 
 @pytest.mark.engine
-def test_adapters(model, adapters) -> None:  # noqa: F811
-    """Each answer as a model gives and evicts it into whose weights the adapter was merged."""
-    choices = [None, *(adapter for adapter, _ in adapters)]
-    asks = [Ask(80 + 10 * i, max_tokens=50, adapter=adapter) for i, adapter in enumerate(choices)]
-    with evicting_engine(model, eviction=OPTIONS, **SMALL, **LORA) as llm:
-        answers = run(llm, asks, logits=True)
-    for ask, answer, merged in zip(asks, answers, (model, *(path for _, path in adapters)), strict=True):
-        RULES.check_totals(ask, answer)
-        RULES.check_logits(merged, ask, answer)
-
-
-@pytest.mark.engine
 def test_what_is_never_evicted_has_the_logits_of_a_server_without_the_flag(model) -> None:
     """To the last bit, beside answers that are evicted."""
     asks = [Ask(70, max_tokens=32), Ask(150, "ada-snapkv", 0.3, max_tokens=32, seed=1)]
@@ -154,7 +140,8 @@ GPU = Rules(12, 6, 4)
 
 @pytest.mark.engine
 def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> None:
-    """Decoding steps have what a graph captured; each writes its queries through the places that it looks up."""
+    """What a graph captured for a number of requests holds good for any step with as many decodes, though prompts of
+    several lengths come and go; each writes its queries through the places that it looks up."""
     model = models("llama", layers=2)
     asks = [Ask(40, max_tokens=30), Ask(45, "ada-snapkv", 0.8, max_tokens=28, seed=1), Ask(33, max_tokens=19)]
     captured: dict[int, Any] = {}
@@ -176,7 +163,13 @@ def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> N
             replayed.append(batch.num_tokens)
             state = captured[batch.num_tokens]
             assert state.ring is not None and state.ring.rows is None
-            places.add(get_runtime().rank.evictor.ring.places_of_graphs.data_ptr())
+            rank = get_runtime().rank
+            of_graphs = (
+                rank.cache.tables.row_starts,
+                rank.cache.tables.kv_len,
+                rank.evictor.ring.places_of_graphs,
+            )
+            places.add(tuple(x.data_ptr() for x in of_graphs))
         return forward(self, layer, query, key, value, kv_cache, state, output, *rest, **options)
 
     monkeypatch.setattr(Runtime, "build", building)
@@ -197,20 +190,3 @@ def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> N
         assert_same(asks, run(llm, asks), answers)
     blind = masked_logits(model, asks[0].prompt, answers[0].tokens, {}, asks[0].length)
     assert not torch.allclose(answers[0].logits, blind, **CLOSE)
-
-
-@pytest.mark.engine
-def test_a_chats_prefix_may_end_behind_the_answers_beginning(model) -> None:
-    """Where the server finds the prefix itself, too, the sentence comes before the engine."""
-    options = RULES.options("ada-snapkv", policy="snapkv", budget=0.3, scope="prefix")
-    chat = [{"role": "system", "content": "w9 " * 60}, {"role": "user", "content": "w10 w11"}]
-    with evicting_engine(model, eviction=options, **SMALL) as llm:
-        for first, words in ((10, "kv_prefix_len"), (None, None)):
-            fields = {} if first is None else {"kv_answer_from": first}
-            sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args=fields)
-            if words is None:
-                (output,) = llm.chat([chat], sampling, use_tqdm=False)
-                assert len(output.outputs[0].token_ids) == 4
-                continue
-            with pytest.raises(VLLMValidationError, match=words):
-                llm.chat([chat], sampling, use_tqdm=False)

@@ -10,28 +10,16 @@ from vllm import SamplingParams
 from tests.engine.support.hits_and_misses import (
     BASE,
     POLICIES,
-    TIGHT,
-    Outcome,
     Question,
-    aborted_after,
     metric,
-    name_of,
     questions,
-    servers,
 )
-from tests.engine.support.running import Answer, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Answer, evicting_engine, run
 from vllm_kvevict.schedules.base import RankCapacity
 
 ASKED = [ask for seed, policy in enumerate(POLICIES) for ask in questions(policy, seed, 200 - seed, 5)]
-OF_EACH_KIND = ("ada-snapkv", "lava", "take")
 OF_EACH_SCHEDULE = ("ada-snapkv", "lava", "layer-defensivekv", "kvzip", "keydiff", "take", "h2o")
 """Policies that several ranks are asked about; one rank is asked about all."""
-LONG = [ask for seed, policy in enumerate(OF_EACH_KIND) for ask in questions(policy, seed, 300, 110)]
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -79,40 +67,6 @@ def test_hits_say_what_misses_say(name: str, model, read) -> None:
         assert metric(llm, "kv_eviction_evictions") == 2 * documents
 
 
-@pytest.fixture(scope="module")
-def alone(model) -> list[list[int]]:
-    """What each long request says that reads its whole prompt, alone."""
-    with evicting_engine(model, **BASE, eviction=TIGHT["eviction"]) as llm:
-        return [run(llm, [ask], recorded=False)[0].tokens for ask in LONG]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_preempted_borrowers_and_donors(size: str, model, alone) -> None:
-    """The pool holds one request as long as can be, and answers are far longer than admission expects."""
-    settings = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
-    with evicting_engine(model, **settings, **{size: 2}, enable_prefix_caching=True) as llm:
-        answers = run(llm, LONG, recorded=False)
-        assert [answer.tokens for answer in answers] == alone
-        assert num_preemptions(llm) > 0
-        assert metric(llm, "prefix_cache_hits") > 0
-        assert metric(llm, "kv_eviction_cache_drops") > 0
-
-
-@pytest.mark.engine
-def test_a_producer_that_is_aborted_at_every_step(model) -> None:
-    """Whoever waits gets its answer, and nothing is left but what is cached."""
-    asks = [questions(policy, 0)[:2] for policy in ("ada-snapkv", "lava", "take")]
-    settings = {**BASE, "max_num_batched_tokens": 64}
-    with evicting_engine(model, **settings) as llm:
-        expected = [run(llm, [second], recorded=False)[0].tokens for _, second in asks]
-    with evicting_engine(model, **settings, enable_prefix_caching=True) as llm:
-        for (first, second), tokens in zip(asks, expected, strict=True):
-            for steps in range(1, 9):
-                assert aborted_after(llm, first, second, steps)[0] == tokens, (first.policy, steps)
-                assert llm.reset_prefix_cache()
-
-
 @pytest.mark.engine
 def test_salts_and_prompt_logprobs(model, read) -> None:
     """Another salt reads for itself; who asks for the prompt's logprobs reads it all."""
@@ -129,15 +83,6 @@ def test_salts_and_prompt_logprobs(model, read) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, extra_args=fields)
         (output,) = llm.generate([prompts[0]], sampling, use_tqdm=False)
         assert output.num_cached_tokens == 0 and len(output.prompt_logprobs) == ask.length
-
-
-def test_every_combination_is_played_and_a_wrong_answer_named() -> None:
-    """`python -m tests.engine.support.hits_and_misses` plays them all."""
-    assert len(set(servers("V1"))) == 4 * 3 + 4 and len(set(servers("V2"))) == 4 * 2 + 2
-    outcome, ask = Outcome(), questions("lava", 0)[0]
-    outcome.compare(ask, [1, 2], {name_of(ask): [1, 2]})
-    outcome.compare(ask, [1, 3], {name_of(ask): [1, 2]})
-    assert (outcome.answers, outcome.wrong) == (2, ["lava, question 0, 12 tokens"])
 
 
 def test_there_is_a_request_slot_for_each_cached_prefix() -> None:

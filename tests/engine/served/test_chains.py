@@ -1,4 +1,7 @@
-"""A conversation goes on from what earlier turns have left of it, and says what it would say had it read all of it."""
+"""A conversation goes on from what earlier turns have left of it, and says what it would say had it read all of it.
+
+In some conversations the first part stays whole, and what follows is evicted beside it.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ import torch
 
 from tests.engine.served.test_cached_prefixes import SERVERS
 from tests.engine.support.answers import CLOSE
-from tests.engine.support.conversations import conversation, found_by
+from tests.engine.support.conversations import SPOKEN, Turn, conversation, found_by, turn
 from tests.engine.support.hits_and_misses import aborted_after, metric
 from tests.engine.support.running import (
     Answer,
@@ -16,7 +19,7 @@ from tests.engine.support.running import (
     run,
     run_preempted,
 )
-from tests.engine.support.v2_runner import NewProcess
+from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.policies.registry import policies_for_parts
 
@@ -31,19 +34,23 @@ BASE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
+WHOLE = SPOKEN[0][1]
+"""Tokens of a first part that stays whole."""
+CHAINS = [(policy, 0) for policy in ABLE] + [
+    (policy, WHOLE) for policy in ("ada-snapkv", "kvzip", "lava", "h2o")
+]
+"""Policies, and what stays whole."""
+
+
+def asked(policy: str, whole: int = 0) -> list[Turn]:
+    return conversation(policy, ABLE.index(policy), whole=whole)
 
 
 @pytest.fixture(scope="module")
 def read(model):
-    """What each request says that reads its whole prompt, by policy."""
+    """What each request says that reads its whole prompt."""
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, "enable_prefix_caching": False}) as llm:
-        return {
-            policy: run(llm, conversation(policy, seed), logits=True, recorded=False)
-            for seed, policy in enumerate(ABLE)
-        }
+        return {chain: run(llm, asked(*chain), logits=True, recorded=False) for chain in CHAINS}
 
 
 def check(answers: list[Answer], expected: list[Answer]) -> None:
@@ -53,39 +60,43 @@ def check(answers: list[Answer], expected: list[Answer]) -> None:
             torch.testing.assert_close(answer.logits, one.logits, **CLOSE)
 
 
+def without_tails(monkeypatch) -> None:
+    monkeypatch.setattr(Tails, "part_from", lambda tails, request, account, untold: None)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVERS)
 def test_hits_say_what_misses_say(name: str, model, read, monkeypatch) -> None:
     """Turn by turn, then all at once again, and all at once after a reset, when some wait for others; without tails."""
-    monkeypatch.setattr(Tails, "part_from", lambda tails, request, account, untold: None)
+    without_tails(monkeypatch)
     is_whole = name == "whole"
     policies = ABLE if is_whole else OF_EACH_SCHEDULE if name == "chunks" else ("ada-snapkv", "lava", "kvzip")
+    chains = [chain for chain in CHAINS if chain[0] in policies]
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, **SERVERS[name]}) as llm:
-        for policy in policies:
-            asks, before = conversation(policy, ABLE.index(policy)), metric(llm, "prefix_cache_hits")
-            check([run(llm, [ask], logits=is_whole, recorded=False)[0] for ask in asks], read[policy])
+        for chain in chains:
+            asks, before = asked(*chain), metric(llm, "prefix_cache_hits")
+            check([run(llm, [ask], logits=is_whole, recorded=False)[0] for ask in asks], read[chain])
             assert metric(llm, "prefix_cache_hits") - before == found_by(asks)
             before = metric(llm, "prefix_cache_hits")
-            check(run(llm, asks, logits=is_whole, recorded=False), read[policy])
+            check(run(llm, asks, logits=is_whole, recorded=False), read[chain])
             assert metric(llm, "prefix_cache_hits") - before == sum(ask.turns[-1] for ask in asks)
-        for policy in policies[:3]:
+        for chain in (*chains[:3], *chains[-3:]):
             assert llm.reset_prefix_cache()
-            check(
-                run(llm, conversation(policy, ABLE.index(policy)), logits=is_whole, recorded=False),
-                read[policy],
-            )
+            check(run(llm, asked(*chain), logits=is_whole, recorded=False), read[chain])
         assert num_preemptions(llm) == 0
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip", "h2o"])
-def test_preempted(model, read, policy: str) -> None:
+@pytest.mark.parametrize(
+    "policy, whole", [("ada-snapkv", 0), ("kvzip", 0), ("h2o", 0), ("lava", WHOLE), ("kvzip", WHOLE)]
+)
+def test_preempted(model, read, policy: str, whole: int) -> None:
     """All at once in small steps, thrown out and begun anew with nothing cached; then again, when all is."""
-    asks = conversation(policy, ABLE.index(policy))
+    asks = asked(policy, whole)
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, "max_num_batched_tokens": 96}) as llm:
         for at in (1, 3, 6, 9, 13):
-            check(run_preempted(llm, asks, at), read[policy])
-            check(run(llm, asks, recorded=False), read[policy])
+            check(run_preempted(llm, asks, at), read[policy, whole])
+            check(run(llm, asks, recorded=False), read[policy, whole])
             assert llm.reset_prefix_cache()
         assert num_preemptions(llm) >= 5
 
@@ -94,15 +105,49 @@ def test_preempted(model, read, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
 def test_a_reader_that_goes(model, read, policy: str) -> None:
     """The second of two requests that share three parts, whatever the first has left of them by then."""
-    first, second = conversation(policy, ABLE.index(policy))[4:6]
+    first, second = asked(policy)[4:6]
     aborts = 0
     with evicting_engine(model, eviction=OPTIONS, **{**BASE, "max_num_batched_tokens": 64}) as llm:
         for steps in range(16):
             tokens, was_aborted = aborted_after(llm, first, second, steps)
-            assert tokens == read[policy][5].tokens, steps
+            assert tokens == read[policy, 0][5].tokens, steps
             aborts += was_aborted
             assert llm.reset_prefix_cache()
     assert aborts >= 10
+
+
+def another(policy: str, **fields: Any) -> Turn:
+    """What the first conversation says, by another policy."""
+    return turn(policy, SPOKEN[:3], ABLE.index("ada-snapkv"), **fields)
+
+
+@pytest.mark.engine
+def test_who_begins_with_a_first_part(model, read, monkeypatch) -> None:
+    """Whoever keeps the same first part whole, with any policy; nobody else."""
+    without_tails(monkeypatch)
+    with evicting_engine(model, eviction=OPTIONS, **BASE) as llm:
+        run(llm, asked("ada-snapkv", WHOLE)[:1], recorded=False)
+        for ask, found in (
+            (another("keydiff", whole=WHOLE), WHOLE),
+            (another("kvzip", whole=WHOLE), WHOLE),
+            (another("ada-snapkv"), 0),
+            (another("ada-snapkv", whole=SPOKEN[0][1] + SPOKEN[1][1]), 0),
+            (another("ada-snapkv", whole=WHOLE), WHOLE),
+        ):
+            before = metric(llm, "prefix_cache_hits")
+            answer = run(llm, [ask], recorded=False)[0]
+            assert metric(llm, "prefix_cache_hits") - before == found, ask
+        assert answer.tokens == read["ada-snapkv", WHOLE][1].tokens
+
+
+@pytest.mark.engine
+def test_a_compressed_part_in_its_place_is_noticed(model, read, monkeypatch) -> None:
+    """The control: were it found by its tokens alone, what another request has compressed would be taken for it."""
+    monkeypatch.setattr(prefixes, "_how", lambda part: (part.begins, part.end))
+    with evicting_engine(model, eviction=OPTIONS, **BASE) as llm:
+        run(llm, [another("ada-snapkv")], recorded=False)
+        answer = run(llm, [another("ada-snapkv", whole=WHOLE)], recorded=False)[0]
+        assert answer.tokens != read["ada-snapkv", WHOLE][1].tokens
 
 
 @pytest.mark.engine
@@ -111,53 +156,8 @@ def test_a_pool_for_one_conversation(model, read) -> None:
     settings = {**BASE, "max_model_len": 700, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 7}
     with evicting_engine(model, eviction={**OPTIONS, "decode_reserve": 1}, **settings) as llm:
         for policy in OF_EACH_SCHEDULE:
-            asks = conversation(policy, ABLE.index(policy))
-            check([run(llm, [ask], recorded=False)[0] for ask in asks], read[policy])
-            check(run(llm, asks, recorded=False), read[policy])
+            asks = asked(policy)
+            check([run(llm, [ask], recorded=False)[0] for ask in asks], read[policy, 0])
+            check(run(llm, asks, recorded=False), read[policy, 0])
         assert metric(llm, "kv_eviction_cache_drops") > 10
         assert metric(llm, "prefix_cache_hits") > 3000
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-
-
-@pytest.mark.engine
-def test_drafts(model, read) -> None:
-    with evicting_engine(model, eviction=OPTIONS, **BASE, speculative_config=NGRAM) as llm:
-        for policy in OF_EACH_SCHEDULE:
-            asks = conversation(policy, ABLE.index(policy))
-            answers = [run(llm, [ask], recorded=False)[0] for ask in asks]
-            assert [answer.tokens for answer in answers] == [one.tokens for one in read[policy]]
-        assert metric(llm, "spec_decode_num_accepted_tokens") > 20
-
-
-@pytest.fixture(scope="module")
-def second(model, tmp_path_factory):
-    """By vLLM's V2 model runner, scheduled ahead, in the background."""
-    case = {"model": model, "eviction": OPTIONS, **BASE, "ahead": True}
-    policies = ("ada-snapkv", "kvzip")
-    batches = [[ask] for policy in policies for ask in conversation(policy, ABLE.index(policy))]
-    process = NewProcess(
-        tmp_path_factory.mktemp("v2"),
-        [
-            {**case, "batches": batches},
-            {
-                **case,
-                "batches": [conversation("lava", ABLE.index("lava"))] * 2,
-                "pipeline_parallel_size": 2,
-                "max_num_batched_tokens": 96,
-            },
-        ],
-    )
-    yield process
-    process.stop()
-
-
-@pytest.mark.engine
-def test_the_other_runner_ahead(second, read) -> None:
-    (one_by_one, *_, found, _), (at_once, *_) = second.result()
-    expected = [*read["ada-snapkv"], *read["kvzip"]]
-    assert [answers[0].tokens for answers in one_by_one] == [one.tokens for one in expected]
-    assert found > found_by(conversation("ada-snapkv")) + found_by(conversation("kvzip"))
-    for answers in at_once:
-        assert [answer.tokens for answer in answers] == [one.tokens for one in read["lava"]]

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.served import test_chains
 from tests.engine.served.test_cached_prefixes import SERVERS
-from tests.engine.served.test_chains import ABLE, BASE, NGRAM, OF_EACH_SCHEDULE, OPTIONS, check
+from tests.engine.served.test_chains import ABLE, BASE, OF_EACH_SCHEDULE, OPTIONS, check
+from tests.engine.served.test_speculation import NGRAM
 from tests.engine.support.conversations import Turn, turn
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.running import Answer, evicting_engine, run, run_preempted
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 
-model = test_chains.model
 PAGE = Options.parse({"policy": "ada-snapkv"}).page_size
 SYSTEM, QUESTIONS, ANSWER = (1, 90), ((2, 65), (3, 40), (4, 77), (5, 50)), 24
 
@@ -106,17 +105,6 @@ def test_a_turn_goes_on_from_the_one_before(name: str, model, read) -> None:
             question = len(asks[-1].prompt) - asks[-1].turns[-1]
             again = Counter(turns=asks[-1].turns[-1], tail=(question - 1) // PAGE * PAGE)
             assert found_so_far(llm) - before == again
-
-
-@pytest.mark.engine
-def test_whichever_earlier_turns_are_cached(model, read) -> None:
-    with evicting_engine(model, eviction=OPTIONS, **BASE) as llm:
-        for policy in OF_EACH_SCHEDULE:
-            asks, expected = read[policy]
-            for earlier in asks[:-1]:
-                run(llm, [earlier], recorded=False)
-                check(run(llm, asks[-1:], logits=True, recorded=False), expected[-1:])
-                assert llm.reset_prefix_cache()
 
 
 @pytest.mark.engine

@@ -16,7 +16,7 @@ from vllm_kvevict.engine.worker.attention import RaggedImpl
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.cuda import CUDAPages
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
-from vllm_kvevict.engine.worker.runtime import Runtime, get_runtime
+from vllm_kvevict.engine.worker.runtime import get_runtime
 
 # One policy of each kind: counts known before or not, one layer or all decide, scored by the mean of the window or not.
 POLICIES = ("snapkv", "ada-snapkv", "lava", "cake", "ada-criticalkv", "streaming-llm", "h2o")
@@ -74,55 +74,6 @@ def test_layers_with_windows_beside_ours(models, architecture):
 
 def _has_decode_kernel(worker):
     return get_runtime().rank.decode_attention is not None
-
-
-@pytest.mark.engine
-def test_ranks(models):
-    model = models("llama", layers=2)
-    asks = [Ask(70, policy, 0.5, max_tokens=2) for policy in ("ada-snapkv", "lava")]
-    with emulated_gpu(), evicting_engine(model, tensor_parallel_size=2) as llm:
-        assert llm.collective_rpc(_pages) == ["EmulatedPages"] * 2
-        answers = run(llm, asks, logits=True)
-    _check_all(model, asks, answers)
-
-
-def _pages(worker):
-    """Name of the class that a worker stores and attends with."""
-    return type(get_runtime().rank.pages).__name__
-
-
-@pytest.mark.engine
-def test_decodes_as_a_cuda_graph_replays_them(models, monkeypatch):
-    """What a graph captured for a number of requests must hold good for any step with as many decodes."""
-    model = models("llama", layers=2)
-    captured, replayed, addresses = {}, [], set()
-    build, forward = Runtime.build, RaggedImpl.forward
-
-    def building(runtime, common):
-        batch = common.num_reqs
-        if batch not in captured:
-            captured[batch] = runtime.build_dummy(
-                SimpleNamespace(num_reqs=batch, num_actual_tokens=batch, max_query_len=1)
-            )
-        return build(runtime, common)
-
-    def replaying(self, layer, query, key, value, kv_cache, state, output, *rest, **options):
-        batch = state.batch
-        if batch.decodes and batch.entry_slots is None and not batch.by_layer and not state.evictions:
-            tables = get_runtime().rank.cache.tables
-            addresses.add((tables.row_starts.data_ptr(), tables.kv_len.data_ptr()))
-            replayed.append(batch.num_tokens)
-            state = captured[batch.num_tokens]
-        return forward(self, layer, query, key, value, kv_cache, state, output, *rest, **options)
-
-    monkeypatch.setattr(Runtime, "build", building)
-    monkeypatch.setattr(RaggedImpl, "forward", replaying)
-    # Prompts of several lengths come and go, so that page tables move and slots are used again.
-    asks = [Ask(45 + 9 * i, "ada-snapkv", 0.8, max_tokens=2 + 3 * i, seed=i) for i in range(3)]
-    with emulated_gpu(), evicting_engine(model, max_num_seqs=2) as llm:
-        answers = run(llm, asks, logits=True)
-    assert {1, 2} <= set(replayed) and len(addresses) == 1
-    _check_all(model, asks, answers)
 
 
 def test_padding_and_profiling():

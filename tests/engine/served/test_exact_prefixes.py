@@ -8,8 +8,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.support.hits_and_misses import BASE, TIGHT, metric
-from tests.engine.support.running import VOCAB, Answer, Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.served.test_cached_prefixes import SERVERS
+from tests.engine.support.hits_and_misses import BASE, metric
+from tests.engine.support.running import VOCAB, Answer, Ask, engine, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.schedules.plan import Plan
 
@@ -60,11 +61,6 @@ def most_found(ask: Question) -> int:
 
 
 @pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
-
-
-@pytest.fixture(scope="module")
 def alone(model) -> dict[int, Answer]:
     """What each request says and keeps that reads its whole prompt, alone."""
     with evicting_engine(model, **BASE) as llm:
@@ -79,13 +75,6 @@ def check(ask: Question, answer: Answer, expected: Answer) -> None:
 
 OF_EACH_KIND = ("full", "ada-snapkv", "lava", "layer-defensivekv", "kvzip", "keydiff", "take", "h2o")
 """A policy of every schedule; on one rank and in whole steps all are asked."""
-
-SERVERS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "chunks": {"max_num_batched_tokens": 64},
-    "TP 2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 256},
-    "PP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 256},
-}
 
 
 @pytest.mark.engine
@@ -186,44 +175,3 @@ def test_samples_of_one_prompt_read_it_once(model) -> None:
             said[caching] = [list(sample.token_ids) for sample in output.outputs]
             assert metric(llm, "prefix_cache_hits") == 3 * 512 * caching
     assert said[True] == said[False] and len({tuple(sample) for sample in said[True]}) > 1
-
-
-PREEMPTED = {**BASE, **TIGHT, "max_num_batched_tokens": 128}
-LONG = [
-    Question(length, policy, None if policy == "full" else 0.4, None, 100, seed, length)
-    for seed, policy in enumerate(("full", "ada-snapkv", "lava", "keydiff"))
-    for length in (430, 460)
-]
-
-
-@pytest.fixture(scope="module")
-def long_alone(model) -> list[list[int]]:
-    """What each long request says alone."""
-    with evicting_engine(model, **{**PREEMPTED, "num_gpu_blocks_override": None}) as llm:
-        return [run(llm, [ask], recorded=False)[0].tokens for ask in LONG]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_preempted_requests_find_what_they_have_read(size: str, model, long_alone) -> None:
-    """The pool holds one request as long as can be, and answers are far longer than admission expects."""
-    with evicting_engine(model, **PREEMPTED, **{size: 2}, enable_prefix_caching=True) as llm:
-        answers = run(llm, LONG, recorded=False)
-        assert [answer.tokens for answer in answers] == long_alone
-        assert num_preemptions(llm) > 0 and metric(llm, "prefix_cache_hits") > 0
-
-
-@pytest.mark.engine
-def test_a_compressed_prefix_is_read_from_what_is_there(model) -> None:
-    """It is found uncompressed the first time, and compressed from then on."""
-    text = tokens("text", 420)
-    with evicting_engine(model, **BASE, enable_prefix_caching=True) as llm:
-        found = []
-        for question, fields in enumerate(({}, {"kv_prefix_len": 420}, {"kv_prefix_len": 420})):
-            extra = {"kv_eviction": "keydiff", "kv_budget": 0.3, **fields}
-            sampling = SamplingParams(max_tokens=4, temperature=0, extra_args=extra)
-            prompt = {"prompt_token_ids": text + tokens(question, 30)}
-            (output,) = llm.generate([prompt], sampling, use_tqdm=False)
-            found.append(output.num_cached_tokens)
-        assert found == [0, 384, 420]
-        assert metric(llm, "kv_eviction_cached_entries") == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
 from vllm_kvevict.policies import available
 
@@ -14,11 +15,6 @@ ASKS = [Ask(300, policy, 0.2, seed=i) for i, policy in enumerate(EVICTING)] + [
     Ask(260, "full"),
 ]
 SMALL = {"max_num_seqs": 16, "max_model_len": 1024}
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama", heads=8, kv_heads=4, layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +65,16 @@ def test_workers(model, baseline, size):
         _same(ask, expected, answer)
 
 
-def num_evicted(llm) -> int:
-    """Entries evicted since the engine started."""
-    name = "vllm:kv_eviction_evicted_tokens"
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
-
-
 @pytest.mark.engine
 def test_replicated_heads(models):
     """More tensor-parallel ranks than KV heads: both ranks of a head choose the same, and it counts once."""
     model = models("llama", heads=4, kv_heads=1)
     asks = [*ASKS[:3], *(ask for ask in ASKS if ask.policy in ("compactor", "expected-attention"))]
     with evicting_engine(model, **SMALL) as llm:
-        expected, evicted = run(llm, asks), num_evicted(llm)
+        expected, evicted = run(llm, asks), metric(llm, "kv_eviction_evicted_tokens")
     with evicting_engine(model, **SMALL, tensor_parallel_size=2) as llm:
         answers = run(llm, asks)
-        assert num_evicted(llm) == evicted > 0
+        assert metric(llm, "kv_eviction_evicted_tokens") == evicted > 0
     for ask, one, other in zip(asks, expected, answers, strict=True):
         _same(ask, one, other)
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MediaConnector
 
 from tests.engine.support.clients import words
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.masked import masked_logits
-from tests.engine.support.multimodal import AskWithImages, make_multimodal_model, picture, picture_url
-from tests.engine.support.running import Ask, decided, engine, evicting_engine, num_preemptions, run
+from tests.engine.support.multimodal import AskWithImages, make_multimodal_model, picture
+from tests.engine.support.running import Ask, decided, engine, evicting_engine, run
 
 KINDS = ("llava", "qwen2_vl")
 SETTINGS = {
@@ -84,31 +83,6 @@ def test_logits_equal_those_of_a_masked_model(model, kind):
 
 
 @pytest.mark.engine
-def test_preempted(model, kind, stock):
-    """Images are encoded anew for a request that starts over."""
-    load = asks(kind) * 3
-    small = {**CHUNKED, "num_gpu_blocks_override": 8, "block_size": 64, "max_model_len": 448}
-    with evicting_engine(model, **small, eviction={"decode_reserve": 1}) as llm:
-        answers = run(llm, load, logits=True)
-        assert num_preemptions(llm)
-    assert max(differences(answers, stock * 3)) < 1e-4
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module", indirect=True)
-def test_workers(model, kind, size):
-    evicted = [*asks(kind, "ada-snapkv", 0.3), *asks(kind, "lava", 0.3)]
-    settings = {**CHUNKED, "kv_cache_memory_bytes": 1 << 24}
-    with evicting_engine(model, **settings) as llm:
-        expected = run(llm, evicted, logits=True)
-    with evicting_engine(model, **settings, **{size: 2}) as llm:
-        answers = run(llm, evicted, logits=True)
-    assert [answer.kept for answer in answers] == [answer.kept for answer in expected]
-    assert max(differences(answers, expected)) < 1e-4
-
-
-@pytest.mark.engine
 def test_cached_prefixes(model, kind):
     """Prompts that begin alike share what was kept, if their images are the same, too."""
     first = AskWithImages(250, "knorm", 0.4, 300, sizes=SIZES, kind=kind, max_tokens=12)
@@ -176,34 +150,3 @@ def test_the_prefix_of_a_chat_ends_before_its_question(model, kind, scope):
                 assert {heads[0][-1] for heads in answer.kept[-1].values()} == {before - 1}
                 assert len(answer.kept) == (1 if any(pictures) or scope["scope"] == "prefix" else 2)
             assert answers[0].kept == answers[1].kept and answers[0].prompt != answers[1].prompt
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", ["llava"], scope="module", indirect=True)
-def test_chats_load_their_images_once(model, monkeypatch):
-    """Also where they are rendered again to find the question."""
-    loaded = []
-    fetch = MediaConnector.fetch_image
-    monkeypatch.setattr(
-        MediaConnector, "fetch_image", lambda self, url: loaded.append(url) or fetch(self, url)
-    )
-    image = {"type": "image_url", "image_url": {"url": picture_url(3)}}
-    chat = conversation(0, 0)
-    chat[1]["content"].append(image)
-    scope = {"scope": "prefix", "policy": "knorm", "budget": 0.5}
-    with evicting_engine(model, eviction=scope, **SETTINGS) as llm:
-        (answer,) = decided(llm, llm.chat([chat], SamplingParams(max_tokens=2), use_tqdm=False))
-    assert answer.kept and loaded == [picture_url(3)]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", ["llava"], scope="module", indirect=True)
-def test_prompts_that_fit_in_one_step_only(model, kind):
-    """Text is read so; images are refused, since their encoder may need several steps."""
-    policy = {"policy": "snapkv", "budget": 0.1}
-    small = {**SETTINGS, "num_gpu_blocks_override": 5, "block_size": 128, "enable_prefix_caching": False}
-    with evicting_engine(model, eviction=policy, **small) as llm:
-        run(llm, [Ask(640, "snapkv", 0.1)])
-        with pytest.raises(VLLMValidationError, match="tokens do not fit the KV cache: the longest"):
-            run(llm, [AskWithImages(600, "snapkv", 0.1, sizes=SIZES)])
-        run(llm, [AskWithImages(400, "snapkv", 0.1, sizes=SIZES)])

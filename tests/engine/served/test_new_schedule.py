@@ -1,7 +1,8 @@
 """A new way of evicting takes one class and its registration: here, after every 64 tokens of the prompt."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -49,33 +50,35 @@ class Every64(Schedule):
         return rank.rows * pages_for(BUDGET + EVERY, page_size)
 
 
-@pytest.fixture
-def toy() -> Iterator[str]:
-    schedules.register("every 64", Every64())
-    policies.register(dataclasses.replace(policies.lookup("streaming-llm"), name="toy", schedule="every 64"))
-    yield "toy"
-    del schedules._schedules["every 64"], policies._policies["toy"]
+@contextlib.contextmanager
+def registered(schedule: Schedule) -> Iterator[None]:
+    """A policy, `toy`, that is evicted by a schedule."""
+    schedules.register("toy", schedule)
+    policies.register(dataclasses.replace(policies.lookup("streaming-llm"), name="toy", schedule="toy"))
+    yield
+    del schedules._schedules["toy"], policies._policies["toy"]
+    schedules.plan_of.cache_clear()
 
 
-def seen(prompt: int, tokens: int) -> Tensor:
-    """What each token may see, if evictions follow every 64 of the prompt, and its last."""
+def seen(positions: Sequence[int], tokens: int) -> Tensor:
+    """What each token may see if evictions follow so many tokens."""
     mask, stored = torch.zeros(tokens, tokens, dtype=torch.bool), []
     for token in range(tokens):
         stored.append(token)
         mask[token, stored] = True
-        if token + 1 == prompt or (token + 1 < prompt and (token + 1) % EVERY == 0):
+        if token + 1 in positions:
             stored = survivors(stored)
     return mask
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("length", [64, 200, 257])
-def test_logits_equal_a_masked_model(models, toy: str, length: int) -> None:
-    model, ask = models("llama"), Ask(length, toy, BUDGET, max_tokens=6)
-    with evicting_engine(model, max_num_batched_tokens=128, max_model_len=512) as llm:
+def test_logits_equal_a_masked_model(models, length: int) -> None:
+    model, ask = models("llama"), Ask(length, "toy", BUDGET, max_tokens=6)
+    with registered(Every64()), evicting_engine(model, max_num_batched_tokens=128, max_model_len=512) as llm:
         (answer,) = run(llm, [ask], logits=True)
-    tokens = length + len(answer.tokens)
-    expected = masked_logits(model, ask.prompt, answer.tokens, {}, length, seen=seen(length, tokens))
+    mask = seen([*range(EVERY, length, EVERY), length], length + len(answer.tokens))
+    expected = masked_logits(model, ask.prompt, answer.tokens, {}, length, seen=mask)
     assert torch.allclose(answer.logits, expected, atol=1e-4)
     unlike = masked_logits(model, ask.prompt, answer.tokens, {}, length)
     assert not torch.allclose(answer.logits, unlike, atol=1e-2)

@@ -21,9 +21,8 @@ SETTINGS = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 2
 
 @pytest.mark.engine
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
-def test_two_nodes(models):
+def test_two_nodes(model):
     """Stages, because they say more to the scheduler than tensor-parallel ranks, which only add collectives."""
-    model = models("llama", heads=8, kv_heads=4, layers=4)
     settings = {**SETTINGS, "pipeline_parallel_size": 2}
     with evicting_engine(model, **settings, distributed_executor_backend="mp") as llm:
         expected = run(llm, ASKS)

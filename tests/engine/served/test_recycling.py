@@ -76,19 +76,6 @@ def test_the_same_choice_with_a_fraction_of_the_pages(model, monkeypatch) -> Non
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_on_several_ranks(model, size) -> None:
-    asks = [Ask(600, policy, 0.2, seed=i) for i, policy in enumerate(("ada-snapkv", "snapkv", "lava", "h2o"))]
-    with evicting_engine(model, max_num_batched_tokens=128, max_model_len=1200) as llm:
-        expected = run(llm, asks)
-    with evicting_engine(model, max_num_batched_tokens=4096, max_model_len=1200, **{size: 2}) as llm:
-        answers = run(llm, asks)
-    for ask, one, other in zip(asks, expected, answers, strict=True):
-        assert one.kept == other.kept, ask
-        assert one.tokens == other.tokens, ask
-
-
-@pytest.mark.engine
 def test_a_prompt_fits_a_pool_that_could_not_hold_it_whole(model) -> None:
     """1024 tokens in the memory of 512, since they are read in one step."""
     options = {"policy": "ada-snapkv", "budget": BUDGET}

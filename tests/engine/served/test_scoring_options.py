@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine.served.test_decisions import check_kept
-from tests.engine.support.emulated import emulated_gpu
+from tests.engine.served.test_kvzip import LAYOUTS, SERVER
 from tests.engine.support.masked import layer_inputs, masked_logits
 from tests.engine.support.running import Ask, evicting_engine, run
 from tests.registering import policy_with_both_defaults
@@ -12,12 +12,6 @@ from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEST = {"rows": "max", "gqa": "max", "pooling": "decay"}
-SERVER = {"max_model_len": 1024, "max_num_batched_tokens": 100}
-LAYOUTS = {
-    "alone": {},
-    "two tensor ranks": {"tensor_parallel_size": 2},
-    "two stages": {"pipeline_parallel_size": 2},
-}
 
 
 def check(model, ask, answer, **params) -> None:
@@ -31,9 +25,8 @@ def check(model, ask, answer, **params) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_maxima_that_fade(models, layout):
+def test_maxima_that_fade(model, layout):
     """The window straddles steps; with the question in view, and without."""
-    model = models("llama", heads=8, kv_heads=4, layers=4)
     asks = [Ask(310, "ada-snapkv", 0.2), Ask(300, "ada-snapkv", 0.2, prefix_len=280, seed=1)]
     with evicting_engine(
         model, eviction={"policy": "ada-snapkv", **BEST}, **SERVER, **LAYOUTS[layout]
@@ -47,39 +40,6 @@ def test_maxima_that_fade(models, layout):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("policy", "params"),
-    [
-        ("snapkv", {"rows": "max"}),
-        ("ada-pyramid", {"rows": "max", "pooling": "decay"}),
-        ("vatp-snapkv", {"rows": "max", "pooling": "avg"}),
-        ("ada-criticalkv", {"rows": "max", "gqa": "max"}),
-        ("lava", {"pooling": "max"}),
-        ("cake", {"pooling": "avg"}),
-    ],
-)
-def test_policies(models, policy, params):
-    model = models("llama", layers=3)
-    ask = Ask(300, policy, 0.2)
-    with evicting_engine(model, eviction={"policy": policy, **params}, **SERVER) as llm:
-        (answer,) = run(llm, [ask], logits=True)
-    check(model, ask, answer, **params)
-    with pytest.raises(AssertionError):
-        check(model, ask, answer)
-
-
-@pytest.mark.engine
-def test_ranks_that_share_a_kv_head(models):
-    """The maximum over a group's query heads is taken over ranks."""
-    model = models("llama", heads=4, kv_heads=1)
-    ask = Ask(300, "ada-snapkv", 0.2)
-    server = {"policy": "ada-snapkv", **BEST}
-    with evicting_engine(model, eviction=server, **SERVER, tensor_parallel_size=2) as llm:
-        (answer,) = run(llm, [ask], logits=True)
-    check(model, ask, answer, **BEST)
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("defaults", ["measured", "paper"])
 def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
     """For a request that names the policy, which is not the server's."""
@@ -90,16 +50,3 @@ def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
     check(model, ask, answer, defaults=defaults)
     with pytest.raises(AssertionError):
         check(model, ask, answer, defaults={"paper": "measured", "measured": "paper"}[defaults])
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("rows", ["mean", "max", "recent"])
-def test_on_a_gpu(models, rows):
-    """The kernel that reads pages computes what the parameter says."""
-    model = models("llama", layers=2)
-    ask = Ask(80, "ada-snapkv", 0.5, max_tokens=2)
-    with emulated_gpu(), evicting_engine(model, eviction={"policy": "ada-snapkv", "rows": rows}) as llm:
-        (answer,) = run(llm, [ask], logits=True)
-    check(model, ask, answer, rows=rows)
-    with pytest.raises(AssertionError):
-        check(model, ask, answer, rows={"mean": "max", "max": "recent", "recent": "mean"}[rows])

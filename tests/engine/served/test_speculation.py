@@ -1,8 +1,6 @@
 """Drafts by ngram change no answer: they are verified, and what was stored of rejected ones is dropped again."""
 
-import os
 import random
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.support.forks import FORKS
 from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.running import VOCAB, Ask, engine, evicting_engine, num_preemptions, run
 from tests.engine.support.servers import Setup, make_request
@@ -89,22 +86,6 @@ def test_without_eviction_answers_are_vllms(model):
         assert drafts(llm)[0]
     with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
         assert [answer.tokens for answer in run(llm, asks)] == [answer.tokens for answer in stock]
-
-
-def answers_of_two_ranks(model, environment):
-    """Of some of the requests, and the drafts."""
-    os.environ.update(environment)  # which the tests' engines need
-    with evicting_engine(model, speculative_config=NGRAM, tensor_parallel_size=2, **SMALL_STEPS) as llm:
-        return run(llm, ASKS[:4], logits=True), drafts(llm)
-
-
-@pytest.mark.engine
-def test_tensor_parallelism(model, expected):
-    """In another process: Numba ends those that draft after they were forked from one that has drafted."""
-    with ProcessPoolExecutor(1, FORKS) as process:
-        answers, found = process.submit(answers_of_two_ranks, model, dict(os.environ)).result(timeout=300)
-    assert_equal(expected[:4], answers, ASKS[:4])
-    assert all(found)
 
 
 @pytest.mark.engine
@@ -194,34 +175,6 @@ def test_each_draft_has_the_values_of_its_request():
     assert found.tolist() == [5, 5, 6, 8, 8, 8] and found.dtype == torch.int32
 
 
-@pytest.mark.engine
-def test_vllm_alone_cannot_sample_beside_drafts(model, monkeypatch):
-    """Why the workers replace a part of its sampler."""
-    monkeypatch.setattr("vllm_kvevict.engine.worker.worker.repair_sampling", lambda runner: None)
-    top_k = SamplingParams(temperature=1, top_k=1, max_tokens=4)
-    with (
-        evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm,
-        pytest.raises(RuntimeError, match="max"),
-    ):
-        llm.generate([{"prompt_token_ids": ASKS[0].prompt}], top_k, use_tqdm=False)
-
-
-@pytest.mark.engine
-def test_an_abort_leaves_nothing(model, expected):
-    """Requests end with drafts in their pages that were never judged."""
-    with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
-        engine_ = llm.llm_engine
-        ledger = engine_.engine_core.engine_core.scheduler.kv_cache_manager
-        for index, ask in enumerate(ASKS[:4]):
-            engine_.add_request(str(index), {"prompt_token_ids": ask.prompt}, ask.sampling(False))
-        while drafts(llm)[0] < 20:
-            engine_.step()
-        assert any(ledger.books.used)
-        engine_.abort_request(list(map(str, range(4))))
-        assert_equal(expected[:2], run(llm, ASKS[:2], logits=True, recorded=False), ASKS[:2])
-        assert not any(ledger.books.used)
-
-
 CACHING: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 32}
 NO_WINDOW = {"eviction": {"policy": "knorm", "budget": 0.4, "window": 0}}
 ONE_LEFT = [
@@ -242,33 +195,6 @@ def test_cached_prefixes_with_one_token_left(model):
         # The last one finds its prompt uncompressed, up to the window of its policy.
         assert metric(llm, "prefix_cache_hits") == 96 + 64 + 128
         assert all(drafts(llm))
-
-
-@pytest.mark.engine
-def test_placeholders_behind_an_eviction_are_no_drafts(model):
-    """Why one token is never left: vLLM's scheduler then asserts that placeholders follow it."""
-    with evicting_engine(model, speculative_config=NGRAM, **NO_WINDOW, **CACHING, **SMALL_STEPS) as llm:
-        llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.requests.fewest_read = 1
-        run(llm, ONE_LEFT[1:2])
-        with pytest.raises(AssertionError):
-            run(llm, ONE_LEFT[1:2])
-
-
-@pytest.mark.engine
-def test_a_chat_goes_on_behind_an_answer_with_drafts(model):
-    """What stays of an answer has no entries of drafts that were rejected."""
-    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
-    with evicting_engine(model, speculative_config=NGRAM, **CACHING, **SMALL_STEPS) as llm:
-        chat = Ask(100).prompt
-        for turn in range(3):
-            (output,) = llm.generate([{"prompt_token_ids": chat}], sampling, use_tqdm=False)
-            chat = [*chat, *output.outputs[0].token_ids, *Ask(20, seed=turn).prompt]
-        answer = list(output.outputs[0].token_ids)
-        assert output.num_cached_tokens > 200 and all(drafts(llm))
-    with evicting_engine(model, **SMALL_STEPS) as llm:
-        prompt = {"prompt_token_ids": output.prompt_token_ids}
-        (plain,) = llm.generate([prompt], sampling, use_tqdm=False)
-    assert list(plain.outputs[0].token_ids) == answer
 
 
 # Memory, with simulated workers.

@@ -5,16 +5,11 @@ import re
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.documents import ROOT
-from tests.engine.support.inspecting import BUDGET, TEXT
-from tests.engine.support.inspecting import LENGTH as PROMPT
 from tests.engine.support.running import Ask, evicting_engine, run
-from tests.real_model import real_model
-from vllm_kvevict.engine import inspection, sizing
+from vllm_kvevict.engine import sizing
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.groups import layer_groups
 from vllm_kvevict.engine.memory import bytes_for, stages_of
-from vllm_kvevict.policy_list import Entry
 from vllm_kvevict.server import Server
 
 pytestmark = pytest.mark.engine
@@ -72,20 +67,3 @@ def test_sizing_names_the_longest_model_len_that_vllm_starts_with(models):
     assert longest(needed - block) == named == LENGTH - 128
     with evicting_engine(model, kv_cache_memory_bytes=needed - block, **SETTINGS | {"max_model_len": named}):
         pass
-
-
-@pytest.mark.parametrize("model", ["needle", "real", "nemotron_h", "gemma3_text"])
-def test_what_inspect_takes_by_itself_is_enough(model, models, monkeypatch):
-    """Also where blocks have to be as large as states, and where others look at windows."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    named = {"needle": lambda: ROOT / "benchmarks/quality/needle", "real": real_model}
-    folder = named.get(model, lambda: models(model))()
-    policies = [Entry("ada-snapkv"), Entry("lava")]
-    found = inspection.inspect(
-        inspection.Wanted(str(folder), TEXT, policies, BUDGET, arguments={"dtype": "float32"})
-    )
-    full = len(found.prompt.ids)
-    assert full >= PROMPT
-    for kept in found.kept:
-        heads = kept.mask.shape[0] * kept.mask.shape[1]
-        assert kept.mask.sum() == heads * int(BUDGET * full)

@@ -1,13 +1,7 @@
 """Nothing evicted: greedy tokens equal those of vLLM without the flag."""
 
-import json
-
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from benchmarks.harness.models import make_variant
-from tests.engine.support.masked import masked_logits
 from tests.engine.support.running import Ask, engine, evicting_engine, num_preemptions, run
 
 LENGTHS = (300, 31, 500, 700, 33, 64)
@@ -49,59 +43,6 @@ def test_an_engine_without_the_flag_in_the_same_process(model, stock):
         run(llm, _asks("snapkv", 0.2))
     with engine(model) as plain:
         assert _tokens(run(plain, _asks(), recorded=False)) == stock
-
-
-@pytest.mark.engine
-def test_a_checkpoint_that_asks_for_fp8_kv_with_its_own_dtype_in_the_flag(models):
-    """As the refusal of such checkpoints advises: then vLLM leaves its scheme alone."""
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    asks = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "config_groups": {},
-        "kv_cache_scheme": scheme,
-    }
-    plain = models("llama", dtype=torch.bfloat16)
-    quantized = models("llama", dtype=torch.bfloat16, quantization_config=asks)
-    # Which kernel is faster is timed at each start, and in bfloat16 they round otherwise.
-    kernels = {"kernels": False}
-    with evicting_engine(plain, dtype="bfloat16", eviction=kernels) as llm:
-        expected = _tokens(run(llm, _asks("snapkv", 0.2)))
-    with evicting_engine(quantized, dtype="bfloat16", kv_cache_dtype="bfloat16", eviction=kernels) as llm:
-        assert _tokens(run(llm, _asks("snapkv", 0.2))) == expected
-
-
-@pytest.mark.engine
-def test_the_text_of_a_multimodal_model(models, tmp_path):
-    text = models("qwen2")
-    audio = {
-        "model_type": "qwen2_audio_encoder",
-        "d_model": 32,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 2,
-    }
-    weights = load_file(text / "model.safetensors")
-    model = make_variant(
-        tmp_path,
-        text,
-        {f"language_model.{name}": weight for name, weight in weights.items()},
-        architectures=["Qwen2AudioForConditionalGeneration"],
-        model_type="qwen2_audio",
-        text_config=json.loads((text / "config.json").read_text()),
-        audio_config=audio,
-    )
-    settings = {"language_model_only": True, "skip_tokenizer_init": True}
-    with engine(model, **settings) as llm:
-        stock = _tokens(run(llm, _asks(), recorded=False))
-    evicted = Ask(300, "ada-snapkv", 0.3)
-    with evicting_engine(model, **settings) as llm:
-        assert _tokens(run(llm, _asks())) == stock
-        assert _tokens(run(llm, _asks("ada-snapkv", 1.0))) == stock
-        (answer,) = run(llm, [evicted], logits=True)
-    expected = masked_logits(text, evicted.prompt, answer.tokens, answer.kept[0], evicted.length)
-    torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=1e-4)
-    unmasked = masked_logits(text, evicted.prompt, answer.tokens, {}, evicted.length)
-    assert not torch.allclose(answer.logits, unmasked, atol=1e-2)
 
 
 @pytest.mark.engine

@@ -83,39 +83,10 @@ def test_equals_the_plain_model(models, params) -> None:
         torch.testing.assert_close(answer.logits, logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def split(models):
-    model = models("llama", heads=8, kv_heads=4, layers=LAYERS)
-    asks = [Ask(length, "take", seed=i) for i, length in enumerate((64, 65, 140, 200, 333))]
-    asks += [Ask(300, "take", prefix_len=220, seed=7), Ask(150, "lava", 0.3), Ask(100, "full")]
-    with evicting_engine(model, eviction=server(), **SMALL, max_num_batched_tokens=512) as llm:
-        return model, asks, run(llm, asks)
-
-
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"max_num_batched_tokens": 33},
-        {"max_num_seqs": 1},
-    ],
-    ids=["TP 2", "PP 2", "chunks in several steps", "one at a time"],
-)
-def test_the_same_however_it_is_computed(split, settings) -> None:
-    model, asks, expected = split
-    with evicting_engine(model, eviction=server(), **{**SMALL, **settings}) as llm:
-        answers = run(llm, asks)
-    for ask, one, other in zip(asks, expected, answers, strict=True):
-        assert one.kept == other.kept, ask
-        assert one.tokens == other.tokens, ask
-
-
-@pytest.mark.engine
-def test_preempted_in_the_middle_of_a_prompt(split) -> None:
+def test_preempted_in_the_middle_of_a_prompt(models) -> None:
     """Prompts that are thrown out between two chunks begin again, and end as they would have."""
-    model, _, _ = split
+    model = models("llama", heads=8, kv_heads=4, layers=LAYERS)
     asks = [Ask(330, "take", seed=i, max_tokens=120) for i in range(6)]
     options = {**server(), "decode_reserve": 8}
     settings = {**SMALL, "max_num_batched_tokens": 64, "eviction": options, "max_model_len": 512}

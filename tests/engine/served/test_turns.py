@@ -13,10 +13,8 @@ from tests.engine.support.running import (
     Answer,
     Ask,
     evicting_engine,
-    num_preemptions,
     plain_prompts,
     run,
-    run_preempted,
 )
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 from vllm_kvevict.policies.registry import policies_for_parts
@@ -167,25 +165,3 @@ def test_repeats_of_later_parts_hold_what_was_counted(models) -> None:
         (answer,) = run(llm, [ask])
     stored = [sum(len(row) for heads in kept.values() for row in heads) for kept in answer.kept]
     assert stored == [8 * 360, 8 * 450, 8 * 540]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip", "lava", "h2o"])
-def test_steps_and_preemptions_change_nothing(models, policy: str) -> None:
-    """Parts that several steps read, other requests beside them, and a preemption before any of six steps."""
-    model, ask = (
-        models("llama", heads=4, kv_heads=2),
-        Ask(330, policy, RATIO, turns=(96, 200, 290), max_tokens=6),
-    )
-    others = [Ask(150, policy, RATIO, turns=(140,), seed=3), Ask(90, seed=4)]
-    with evicting_engine(model, eviction=OPTIONS, max_num_batched_tokens=512, max_model_len=512) as llm:
-        (expected,) = run(llm, [ask])
-        alone = run(llm, others)
-    with evicting_engine(model, eviction=OPTIONS, max_num_batched_tokens=40, max_model_len=512) as llm:
-        found, *beside = run(llm, [ask, *others])
-        assert found.tokens == expected.tokens and found.kept == expected.kept
-        assert [other.tokens for other in beside] == [other.tokens for other in alone]
-        for times, preempt_at in enumerate((1, 3, 5, 8, 10, 13), 1):
-            (answer,) = run_preempted(llm, [ask], preempt_at)
-            assert num_preemptions(llm) == times
-            assert answer.tokens == expected.tokens

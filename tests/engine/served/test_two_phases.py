@@ -1,52 +1,29 @@
 """Phases carry evictions of an answer: here once more after 64 of its tokens, as a schedule that only this test has."""
 
-import contextlib
-import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.engine.served.test_new_schedule import BUDGET, EvictionEvery64, registered, seen
 from tests.engine.support.masked import masked_logits
 from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run_preempted
 from vllm_kvevict.policies import EvictionConfig
-from vllm_kvevict.policies import registry as policies
-from vllm_kvevict.schedules import registry as schedules
 from vllm_kvevict.schedules.base import Schedule
-from vllm_kvevict.schedules.eviction import Eviction
-from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
-from vllm_kvevict.schedules.step_rows import QueryRows
 
-AFTER, SINKS, BUDGET = 64, 4, 40
+AFTER = 64
 PROMPT, ANSWER = 100, 400
 POOL = {"num_gpu_blocks_override": 3, "max_model_len": 512, "max_num_batched_tokens": 512}
 ROOM = 3 * 128
 """Tokens of each row that the pool holds: enough for ``BUDGET`` and the answer only if that is evicted as well."""
 
 
-def survivors(stored: list[int]) -> list[int]:
-    """Of entries in stored order, the first ones and the last ones (streaming-llm)."""
-    return stored[:SINKS] + stored[SINKS - BUDGET :]
-
-
-class TwiceEviction(Eviction):
-    """The same in both phases."""
-
-    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        if rows.evicts:
-            cache = self.evictor.cache
-            stored = cache.lengths.shortest(self.resident.request_slot, step.layer)
-            self.compact(step.layer, [torch.tensor(survivors(list(range(stored))))] * cache.num_kv_heads)
-
-
 class Twice(Schedule):
     """Once at the end of the prompt, layer by layer if one step reads it, and once in the answer."""
 
-    eviction = TwiceEviction
+    eviction = EvictionEvery64
 
     def phases(self, config: EvictionConfig, name: str, n: int) -> tuple[Phase, ...]:
         return (*super().phases(config, name, n), Phase(config, name, (n + AFTER,), begins=n))
@@ -60,26 +37,6 @@ class Once(Twice):
 
     def phases(self, config: EvictionConfig, name: str, n: int) -> tuple[Phase, ...]:
         return super().phases(config, name, n)[:1]
-
-
-@contextlib.contextmanager
-def registered(schedule: Schedule) -> Iterator[None]:
-    schedules.register("toy", schedule)
-    policies.register(dataclasses.replace(policies.lookup("streaming-llm"), name="toy", schedule="toy"))
-    yield
-    del schedules._schedules["toy"], policies._policies["toy"]
-    schedules.plan_of.cache_clear()
-
-
-def seen(positions: list[int], tokens: int) -> Tensor:
-    """What each token may see if it is evicted after so many tokens."""
-    mask, stored = torch.zeros(tokens, tokens, dtype=torch.bool), []
-    for token in range(tokens):
-        stored.append(token)
-        mask[token, stored] = True
-        if token + 1 in positions:
-            stored = survivors(stored)
-    return mask
 
 
 def answer_of(model: Path, log: Path, preempt_at: int = -1) -> tuple[Answer, list[int], int]:

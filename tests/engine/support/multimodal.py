@@ -1,7 +1,5 @@
 """Small random models that read images, and prompts with images, all made here."""
 
-import base64
-import io
 import json
 import random
 from dataclasses import dataclass, field
@@ -185,13 +183,6 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
     """An image of random colours."""
     colours = random.Random(seed).randbytes(3 * width * height)
     return Image.frombytes("RGB", (width, height), colours)
-
-
-def picture_url(seed: int) -> str:
-    """The same, as clients send it."""
-    file = io.BytesIO()
-    picture(seed).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 @dataclass
