@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support.multimodal import AskWithImages, make_multimodal_model
+from tests.engine.served import test_answers_anywhere as anywhere
+from tests.engine.served import test_chains as chains
+from tests.engine.support.conversations import conversation
 from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
 from tests.engine.support.v2_runner import NewProcess
 
-TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
-BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "eviction": {**TAKE, "decode_reserve": 1}}
+BASE: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_model_len": 1024,
+    "eviction": {**anywhere.TAKE, "decode_reserve": 1},
+}
 ASKS = [
     Ask(300, "full", max_tokens=8),
     Ask(60, "full", max_tokens=12),
@@ -38,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixed": {**BASE, "max_num_batched_tokens": 256},
     "tight": {**BASE, "max_num_batched_tokens": 192, "max_model_len": 512, "num_gpu_blocks_override": 7},
     "small": {**BASE, "max_num_batched_tokens": 64},
+    "answers": {**anywhere.SMALL, "eviction": anywhere.OPTIONS},
+    "turns": {**chains.BASE, "eviction": chains.OPTIONS, "enable_prefix_caching": False},
 }
 SMALL = [
     Ask(70, "ada-snapkv", 0.6, max_tokens=4),
@@ -47,19 +54,10 @@ SMALL = [
 WINDOWED = [ask for ask in ASKS if ask.policy != "take"]
 """What a model can be asked of which some layers see a window only."""
 WINDOWED_BASE = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128}
-WITH_IMAGES = [
-    AskWithImages(250, "ada-snapkv", 0.3, sizes=((56, 56), (112, 56)), kind="qwen2_vl"),
-    AskWithImages(90, "lava", 0.4, sizes=((84, 168),), kind="qwen2_vl", max_tokens=24),
-    Ask(180, "full"),
-]
-WITH_IMAGES_BASE = {
-    "max_num_seqs": 16,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 128,
-    "limit_mm_per_prompt": {"image": 2, "video": 0},
-}
 CACHING = {"enable_prefix_caching": True, "block_size": 32}
-LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL}
+TURNS = [*conversation("kvzip"), *conversation("lava", 1)]
+LOADS = {"mixed": ASKS, "tight": TIGHT, "small": SMALL, "answers": anywhere.ASKS, "turns": TURNS}
+STAGES = {"ahead": True, "pipeline_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +71,15 @@ def windowed(models):
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    return make_multimodal_model(tmp_path_factory.mktemp("multimodal"), "qwen2_vl")
-
-
-@pytest.fixture(scope="module")
-def second(model, windowed, seeing, tmp_path_factory):
+def second(model, windowed, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
-    mixed, tight, small = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
+    mixed, tight, small, answers, turns = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
     process = NewProcess(
         tmp_path_factory.mktemp("v2"),
         [
             {**mixed, "batches": [ASKS, ASKS[:4]], "logits": True},
             {**tight, "batches": [TIGHT], "ahead": True, "aborting": (ASKS, ABORTED_AFTER)},
-            {**mixed, "batches": [ASKS], "ahead": True, "pipeline_parallel_size": 2},
+            {**mixed, "batches": [ASKS], **STAGES},
             {**small, "batches": [SMALL, SMALL], "ahead": True, "gpu": True, **CACHING},
             {**mixed, "batches": [ASKS, ASKS], "logits": True, "ahead": True, **CACHING},
             {
@@ -96,7 +89,14 @@ def second(model, windowed, seeing, tmp_path_factory):
                 "batches": [WINDOWED, WINDOWED[::-1]],
                 "ahead": True,
             },
-            {"model": seeing, **WITH_IMAGES_BASE, "batches": [WITH_IMAGES], "logits": True, "ahead": True},
+            {**answers, "batches": [anywhere.ASKS], "ahead": True},
+            {
+                **turns,
+                "batches": [TURNS[:1], TURNS[:2], TURNS, TURNS],
+                **STAGES,
+                "max_num_batched_tokens": 96,
+                "enable_prefix_caching": True,
+            },
         ],
     )
     yield process
@@ -117,19 +117,20 @@ def first(model, second):
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("case", "name"),
-    [(0, "mixed"), (1, "tight"), (2, "mixed"), (3, "small")],
-    ids=["mixed", "preempted, scheduled ahead", "PP 2, scheduled ahead", "pages of a GPU, scheduled ahead"],
+    [(0, "mixed"), (1, "tight"), (2, "mixed"), (3, "small"), (6, "answers"), (7, "turns")],
+    ids=["mixed", "preempted", "PP 2", "pages of a GPU", "answers that are evicted", "PP 2, conversations"],
 )
 def test_equals_v1(first, second, case, name) -> None:
     batches, preemptions, found, _ = second.result()[case]
     assert (preemptions > 0) == (name == "tight")
-    assert (found > 0) == (name == "small")
+    assert (found > 0) == (name in ("small", "turns"))
     for batch in batches:
         assert batch
         for ask, one, other in zip(LOADS[name], first[name], batch, strict=False):
             assert one.tokens == other.tokens, ask
             # Preempted requests are evicted again; when they are preempted depends on what was scheduled ahead.
-            assert one.kept[-1:] == other.kept[-1:], ask
+            # What is found in the cache is not evicted again.
+            assert name == "turns" or one.kept[-1:] == other.kept[-1:], ask
             if other.logits.numel():
                 torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
 
@@ -165,13 +166,3 @@ def test_layers_with_windows(windowed, second) -> None:
         for ask, one, other in zip(WINDOWED, expected, answers, strict=True):
             assert one.tokens == other.tokens, ask
             assert one.kept[-1:] == other.kept[-1:], ask
-
-
-@pytest.mark.engine
-def test_images(seeing, second) -> None:
-    (batch,), *_ = second.result()[6]
-    with evicting_engine(seeing, **WITH_IMAGES_BASE) as llm:
-        expected = run(llm, WITH_IMAGES, logits=True)
-    for ask, one, other in zip(WITH_IMAGES, expected, batch, strict=True):
-        assert one.kept == other.kept, ask
-        torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
