@@ -150,3 +150,16 @@ def test_the_prefix_of_a_chat_ends_before_its_question(model, kind, scope):
                 assert {heads[0][-1] for heads in answer.kept[-1].values()} == {before - 1}
                 assert len(answer.kept) == (1 if any(pictures) or scope["scope"] == "prefix" else 2)
             assert answers[0].kept == answers[1].kept and answers[0].prompt != answers[1].prompt
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["llava"], scope="module", indirect=True)
+def test_prompts_that_fit_in_one_step_only(model, kind):
+    """Text is read so; images are refused, since their encoder may need several steps."""
+    policy = {"policy": "snapkv", "budget": 0.1}
+    small = {**SETTINGS, "num_gpu_blocks_override": 5, "block_size": 128, "enable_prefix_caching": False}
+    with evicting_engine(model, eviction=policy, **small) as llm:
+        run(llm, [Ask(640, "snapkv", 0.1)])
+        with pytest.raises(VLLMValidationError, match="tokens do not fit the KV cache: the longest"):
+            run(llm, [AskWithImages(600, "snapkv", 0.1, sizes=SIZES)])
+        run(llm, [AskWithImages(400, "snapkv", 0.1, sizes=SIZES)])

@@ -1,9 +1,10 @@
 """One engine with eviction in a process at a time: a second is refused, but for one that is gone or never came up."""
 
+import gc
 import os
 
 import pytest
-from vllm import EngineArgs
+from vllm import LLM, EngineArgs
 
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.engine import process
@@ -33,6 +34,23 @@ def test_a_second_engine_is_refused_and_the_first_goes_on(model):
     assert (again[0].tokens, again[0].kept) == (expected[0].tokens, expected[0].kept)
     with evicting_engine(model, **SMALL) as second:
         assert run(second, ASKS)[0].tokens == expected[0].tokens
+
+
+@pytest.mark.engine
+def test_an_engine_that_was_dropped_does_not_count(model):
+    """Without being shut down, and before the collector has come round to it."""
+    settings = {**SMALL, "dtype": "float32", "enforce_eager": True}
+    options = {"kv_eviction": {"policy": "full", "min_prompt": 0}}
+    gc.disable()
+    try:
+        first = LLM(str(model), additional_config=options, max_logprobs=-1, **settings)
+        expected = run(first, ASKS, recorded=False)
+        first.myself = first
+        del first
+        with evicting_engine(model, **SMALL) as second:
+            assert run(second, ASKS)[0].tokens == expected[0].tokens
+    finally:
+        gc.enable()
 
 
 @pytest.mark.engine

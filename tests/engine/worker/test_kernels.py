@@ -165,6 +165,20 @@ def test_the_faster_one_is_used_and_the_log_says_by_how_much(monkeypatch, log, m
     assert (float(times) < 1) == is_ours
 
 
+def test_the_next_start_chooses_the_same_kernel(monkeypatch, log, tmp_path):
+    """Though it would find another one faster."""
+    monkeypatch.setattr(cpu, "times_file", lambda kernel, shape: tmp_path / f"{kernel}.json")
+    with monkeypatch.context() as first_start:
+        _slowed(first_start, "op_step")
+        assert isinstance(_prefill_kernel(), PrefillAttention)
+    _slowed(monkeypatch, "prefill_step")
+    assert isinstance(_prefill_kernel(), PrefillAttention)
+    assert len({message for _, message in log}) == 1
+    (tmp_path / "prefill_attention.json").unlink()
+    assert _prefill_kernel() is None
+    assert str(tmp_path / "prefill_attention.json") in log[-1][1]
+
+
 def test_drafts_are_timed_apart(monkeypatch, log):
     """Reading counts less and arithmetic more then, so that the op may be faster at that alone."""
     make_step, slow = calibration.kernel_step, [1]
