@@ -38,7 +38,7 @@ def server(models, tmp_path_factory):
 def gauges_of_one_request(server, client):
     """What the gauges show while one long answer is read, or None if nobody looked before it ended: machines may be so
     busy that a client sees an answer of seconds at once."""
-    assert eventually(lambda: idle(server))
+    assert eventually(lambda: 'cached_pages{rank="0"}' in server.metrics() and idle(server))
     fields = {"kv_eviction": "streaming-llm", "kv_budget": 60}
     with complete(client, words(300), fields=fields, max_tokens=1500, stream=True) as stream:
         for _ in itertools.islice(stream, 5):
@@ -50,6 +50,7 @@ def gauges_of_one_request(server, client):
 
 
 def test_gauges_show_what_a_running_request_holds(server, client):
+    complete(client, words(40))  # before the first request a server has no gauges
     numbers = eventually(lambda: gauges_of_one_request(server, client), patience=120.0)
     names = ("logical_kv_tokens", "physical_pages", "cached_pages", "cached_uncompressed_pages")
     entries, pages, *cached = (numbers[f'{name}{{rank="0"}}'] for name in names)
