@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import product
+from itertools import count, product
 
 import pytest
 
@@ -24,7 +24,7 @@ from vllm_kvevict.quality.decoding import (
 )
 from vllm_kvevict.quality.decoding_tasks import recall, writing
 from vllm_kvevict.quality.measures import gather
-from vllm_kvevict.quality.results import FULL, Column, read
+from vllm_kvevict.quality.results import FULL, Column, Store, read
 from vllm_kvevict.quality.scores import of_task
 
 FAST = ["--backoff", "0.01", "--tries", "2"]
@@ -214,6 +214,23 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path, capsys):
     assert "answer_tokens: 160, now 200" in capsys.readouterr().err
 
 
+def test_a_run_that_ends_between_an_answer_and_its_lists_can_be_continued(tmp_path, monkeypatch):
+    number, add = count(1), Store.add
+
+    def full_disk(store, record):
+        if next(number) == 2:
+            raise OSError("no space left")
+        add(store, record)
+
+    with FakeDecoder() as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "add", full_disk)
+            assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 2
+        for _ in range(2):  # the second one reads all that the first one stored
+            assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 0
+    assert len(list(read(tmp_path / DECODING, Decoded))) == 6
+
+
 def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):
     with FakeDecoder(repeats=(0,)) as server:
         assert answers(server, tmp_path / "some", "snapkv", "--tasks", "writing") == 0
@@ -222,7 +239,8 @@ def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):
     assert {one.left_out for one in read(tmp_path / "some" / WRITTEN, Written)} == {1}
     with FakeDecoder(repeats=range(TRIES)) as server:
         assert answers(server, tmp_path / "all", "snapkv", "--tasks", "writing") == 2
-    assert "says 16 tokens 3 times in each of 64 answers" in capsys.readouterr().err
+    expected = "says 16 tokens 3 times in each of 64 answers to writing, 160 tokens, sample"
+    assert expected in capsys.readouterr().err
 
 
 def test_own_prompts(tmp_path):

@@ -81,7 +81,7 @@ class Case(Sampled):
         return next(probe for probe in PROBES if not start or probe[0] != start)
 
     def __str__(self) -> str:
-        unit = "tokens" if self.task.startswith(TEXT) else "words"
+        unit = "words" if self.task in tasks.TASKS else "tokens"
         length = "" if self.length is None else f", {self.length} {unit}"
         depth = "" if self.depth is None else f", depth {self.depth:g}"
         return f"{self.task}{length}{depth}, sample {self.index}"
@@ -152,8 +152,8 @@ class Generated:
     def _case(self, sample: tasks.Sample, length: int, depth: float | None, index: int) -> Case:
         context = f"{tasks.INSTRUCTION}\n\n{sample.context}" if self.instruct else sample.context
         tokens = TOKENS_PER_WORD * len(sample.answer.split()) + self.slack
-        named, asked = (sample.task, length, depth, index), (context, sample.question, sample.expected)
-        return Case(*named, *asked, tokens, partial(tasks.score, sample))
+        named, score = (sample.task, length, depth, index), partial(tasks.score, sample)
+        return Case(*named, context, sample.question, sample.expected, tokens, score)
 
 
 def fingerprint(cases: Sequence[Case]) -> str:

@@ -34,6 +34,8 @@ ADVICE = (
     "start its server with --kv-eviction full --kv-decode-budget D --kv-eviction-config.decode_policy POLICY"
 )
 Rows = Sequence[Choices]
+Lists = list[dict[str, float]]
+"""The same as it is stored, by id as text."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Written(Record):
 class Reference(Record):
     """The most likely tokens at each place of an answer with the full cache, by id as text."""
 
-    choices: list[dict[str, float]]
+    choices: Lists
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,11 @@ class Decoding(Task[Asked, Decoded]):
         prompt = await self.endpoint.tokenize(case.prompt())
         answer = self.written.done.get(case.sample)
         if answer is None:
-            answer = await (self.made if case.answer else self.write)(case, prompt)
+            answer, lists = await (self.made if case.answer else self.write)(case, prompt)
+            # The answer first: a run that is killed in between asks for the lists again, and stores none twice.
             self.written.add(answer)
+            if lists:
+                self.references.add(Reference(*case.sample, lists))
         fidelity.check_prompt(answer, prompt, case)
         full = self.references.done.get(case.sample)
         if full is None:
@@ -210,8 +215,8 @@ class Decoding(Task[Asked, Decoded]):
             self.references.add(full)
         return Asked(prompt, answer, fidelity.by_id(full.choices))
 
-    async def made(self, case: Case, prompt: Tokens) -> Written:
-        """An answer that the case brings: its tokens, and the places of the values that it repeats."""
+    async def made(self, case: Case, prompt: Tokens) -> tuple[Written, Lists]:
+        """An answer that the case brings, in which the values that it repeats count; without the cache's choices."""
         tokens: list[int] = []
         counted: list[int] = []
         for number, piece in enumerate(case.answer):
@@ -219,11 +224,11 @@ class Decoding(Task[Asked, Decoded]):
             if number % 2:
                 counted += range(len(tokens), len(tokens) + len(ids))
             tokens += ids
-        read = digest(prompt), len(prompt), tuple(tokens), tuple(counted)
-        return Written(*case.sample, *read, seed=0, left_out=0, text="".join(case.answer))
+        named, text = (*case.sample, digest(prompt), len(prompt)), "".join(case.answer)
+        return Written(*named, tuple(tokens), tuple(counted), seed=0, left_out=0, text=text), []
 
-    async def write(self, case: Case, prompt: Tokens) -> Written:
-        """An answer that the full cache writes, and that does not repeat itself; its choices are stored, too.
+    async def write(self, case: Case, prompt: Tokens) -> tuple[Written, Lists]:
+        """An answer that the full cache writes, and that does not repeat itself, with the cache's choices.
 
         Raises:
             EndpointError: all of them do.
@@ -232,20 +237,17 @@ class Decoding(Task[Asked, Decoded]):
             seed = (self.options.seed * 1000 + case.index) * TRIES + left_out
             if found := await self.attempt(prompt, seed):
                 tokens, rows, text = found
-                self.references.add(Reference(*case.sample, rows))
-                read = digest(prompt), len(prompt), tuple(tokens), ()
-                return Written(*case.sample, *read, seed=seed, left_out=left_out, text=text)
+                named = *case.sample, digest(prompt), len(prompt)
+                return Written(*named, tuple(tokens), (), seed=seed, left_out=left_out, text=text), rows
         raise EndpointError(
             f"{self.endpoint.model} says {ROW} tokens {TIMES} times in each of {TRIES} answers to {case}: give it "
             "fewer --answer-tokens, a higher --temperature or other prompts"
         )
 
-    async def attempt(
-        self, prompt: Tokens, seed: int
-    ) -> tuple[list[int], list[dict[str, float]], str] | None:
+    async def attempt(self, prompt: Tokens, seed: int) -> tuple[list[int], Lists, str] | None:
         """One answer as `listed`, each piece with a seed of its own; None as soon as it repeats itself."""
         tokens: list[int] = []
-        rows: list[dict[str, float]] = []
+        rows: Lists = []
         text, length = "", self.options.answer_tokens
         while len(tokens) < length:
             piece = min(PIECE, length - len(tokens))
@@ -269,7 +271,8 @@ class Decoding(Task[Asked, Decoded]):
         counted = places(answer, column, interval)
         if not counted or (answer.counted and len(counted) < len(answer.counted)):
             raise ValueError(
-                f"{column} does not evict answers of {len(answer.tokens)} tokens before what counts"
+                f"{column} evicts nothing before what counts in {case}, which has {len(answer.tokens)} tokens: lower "
+                "--budgets, or raise --answer-tokens"
             )
         started = time.perf_counter()
         rows = await scored(self.endpoint, prompt, answer.tokens, fields, self.options.top)

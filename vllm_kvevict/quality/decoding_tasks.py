@@ -33,13 +33,12 @@ def answers(tasks: Sequence[str], samples: int, seed: int, tokens: int) -> list[
     Args:
         tokens: of an answer.
     """
-    asked = writing(seed, samples)
+    subjects = writing(seed, samples)
 
     def case(task: str, index: int) -> Case:
-        written = asked[index], ()
-        question, answer = written if task == WRITING else recall(seed, index, 3 * tokens // 8)
-        named, nothing = (task, tokens, None, index), ((), 0, lambda reply: 0.0)
-        return Case(*named, "", question, *nothing, form="message", answer=answer)
+        question, answer = (subjects[index], ()) if task == WRITING else recall(seed, index, 3 * tokens // 8)
+        named, not_scored = (task, tokens, None, index), ((), 0, lambda reply: 0.0)
+        return Case(*named, "", question, *not_scored, form="message", answer=answer)
 
     return [case(task, index) for index in range(samples) for task in tasks]
 
