@@ -13,7 +13,7 @@ from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity, divergence, score
 from vllm_kvevict.quality.measures import Measures, _lost, fidelity_section, gather
 from vllm_kvevict.quality.prompts import SHAPES, read_prompts
-from vllm_kvevict.quality.results import Column, Settings, Store, read
+from vllm_kvevict.quality.results import RESULTS, Column, Settings, Store, read
 
 VOCABULARY, TOP = 60, 20
 FAST = ["--backoff", "0.01", "--tries", "2"]
@@ -113,7 +113,7 @@ class FakeScorer(FakeServer):
             fields = body["vllm_xargs"]
             if fields["kv_eviction"] not in ("full", "snapkv", "ada-snapkv"):
                 return 400, {"error": {"message": f"unknown policy {fields['kv_eviction']!r}"}}
-            if body.get("prompt_logprobs", 0) > TOP:
+            if body.get("prompt_logprobs", body.get("logprobs")) > TOP:
                 return 400, {"error": {"message": "the server's max_logprobs is 20"}}
             with self._lock:
                 self.asked.append(body)
@@ -204,6 +204,12 @@ def test_it_goes_on_where_it_was_interrupted(prompts, tmp_path, capsys):
         assert "the texts of task prompts, which have changed" in capsys.readouterr().err
 
 
+def test_settings_of_a_run_that_stored_nothing_do_not_count(prompts, tmp_path):
+    with FakeScorer() as server:
+        assert fidelity(server, tmp_path / "out", "--prompts", prompts, "--top", "40") == 2
+        assert fidelity(server, tmp_path / "out", "--prompts", prompts) == 0
+
+
 def test_a_full_cache_that_disagrees_with_itself_is_an_error(prompts, tmp_path, capsys):
     folder = tmp_path / "out"
     with FakeScorer(noise=0.6) as server:
@@ -211,6 +217,7 @@ def test_a_full_cache_that_disagrees_with_itself_is_an_error(prompts, tmp_path, 
     err = capsys.readouterr().err
     assert "the full cache agrees with itself on 0.000 of the tokens only" in err and "--dtype float32" in err
     assert gather(folder, Fidelity).floor.mean == 0.0
+    (folder / RESULTS).touch()  # of a run that was killed before it had an answer
     assert quality.main(["report", str(folder)]) == 0
     assert "the measures of the others mean little" in (folder / "report.md").read_text()
 
@@ -230,7 +237,7 @@ def test_real_text_is_scored_too(tmp_path):
     [
         (["--policies", "take"], "take cannot be scored this way, since it evicts while it reads the prompt"),
         (["--policies", "lava"], "unknown policy 'lava'"),
-        (["--top", "40"], "--top 40 needs a server with at least as many --max-logprobs"),
+        (["--top", "40"], "--top 40 needs a server with --max-logprobs of at least that"),
         (["--prompts", "{plain}", "--scopes", "prefix"], "no prompt has anything before its question"),
     ],
 )

@@ -31,10 +31,20 @@ class Asking(Task[int, Result]):
         started = time.perf_counter()
         reply = await self.endpoint.ask(case.prompt(), case.max_tokens, fields)
         seconds = time.perf_counter() - started
-        seen = column.scope == "prompt"
-        evict_at = None if column.budget is None else reply.prompt_tokens if seen else asked
-        answered = case.score(reply.text), reply.text, case.expected
-        counted = reply.prompt_tokens, reply.output_tokens, reply.finish_reason
-        whole = evict_at is not None and evict_at < self.options.min_prompt
-        named = (*case.sample, *column.key)
-        return Result(*named, *answered, *counted, evict_at, whole, reply.request, round(seconds, 3))
+        evict_at = reply.prompt_tokens if column.scope == "prompt" else asked
+        if column.budget is None:
+            evict_at = None
+        return Result(
+            *case.sample,
+            *column.key,
+            score=case.score(reply.text),
+            reply=reply.text,
+            expected=case.expected,
+            prompt_tokens=reply.prompt_tokens,
+            output_tokens=reply.output_tokens,
+            finish_reason=reply.finish_reason,
+            evict_at=evict_at,
+            whole=evict_at is not None and evict_at < self.options.min_prompt,
+            request=reply.request,
+            seconds=round(seconds, 3),
+        )

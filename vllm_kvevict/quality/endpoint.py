@@ -185,19 +185,20 @@ class Endpoint:
         )
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The only choice of a completion, as the API answers it; greedy."""
+        """The only choice of a completion, as the API answers it; greedy, unless the body has a temperature."""
         return (await self._choice(body))[1]
 
     async def _choice(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The API's answer, and its only choice."""
-        path, part = ("chat/completions", "message") if "messages" in body else ("completions", "text")
-        answer = await self._call(
-            "POST", f"{self.url}/{path}", {"model": self.model, "temperature": 0, **body}
-        )
+        is_chat = "messages" in body
+        url = f"{self.url}/chat/completions" if is_chat else f"{self.url}/completions"
+        answer = await self._call("POST", url, {"model": self.model, "temperature": 0, **body})
         match answer:
-            case {"choices": [dict(choice), *_]} if part in choice:
+            case {"choices": [{"message": dict()} as choice, *_]} if is_chat:
                 return answer, choice
-        raise EndpointError(f"{self.url}/{path} answered with no completion: {str(answer)[:BODY_WIDTH]}")
+            case {"choices": [{"text": _} as choice, *_]} if not is_chat:
+                return answer, choice
+        raise EndpointError(f"{url} answered with no completion: {str(answer)[:BODY_WIDTH]}")
 
     async def render(
         self, chat: Mapping[str, Any], fields: Mapping[str, Any]

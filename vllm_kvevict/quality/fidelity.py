@@ -5,6 +5,7 @@ prompt that is evicted where the original prompt (or the document in it) ends, a
 tokens at each place of the answer.
 """
 
+import argparse
 import hashlib
 import math
 import time
@@ -15,7 +16,7 @@ from typing import Any
 from vllm_kvevict.quality.cases import Case
 from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
 from vllm_kvevict.quality.results import FULL, TURNS, Cell, Column, Measure, Record
-from vllm_kvevict.quality.run import Task, asked_fields, prefix_len
+from vllm_kvevict.quality.run import Questions, Task, asked_fields, prefix_len
 
 ANSWERS, FIDELITY = "answers.jsonl", "fidelity.jsonl"
 FLOOR = 0.99
@@ -163,7 +164,7 @@ def check_prompt(answer: Any, prompt: Tokens, case: Case) -> None:
         EndpointError: it is not.
     """
     if answer.prompt != digest(prompt):
-        raise EndpointError(f"{case} has other tokens than before: choose another --output")
+        raise EndpointError(f"{case} has a prompt of other tokens than before: choose another --output")
 
 
 async def listed(
@@ -182,19 +183,6 @@ async def listed(
     return tuple(int(token.removeprefix(TOKEN)) for token in lists["tokens"]), rows, choice["text"]
 
 
-async def forced(
-    endpoint: Endpoint, prompt: Tokens, answer: Tokens, column: Column, evict_at: int | None, top: int
-) -> list[Choices]:
-    """The most likely tokens at each place of an answer, when it is read behind a cache that was evicted before.
-
-    Args:
-        evict_at: tokens of the prompt that are evicted; None for the full cache.
-        top: tokens of each list, to which the answer's own one is added.
-    """
-    fields = {"kv_eviction": FULL} if evict_at is None else asked_fields(column) | {"kv_prefix_len": evict_at}
-    return await scored(endpoint, prompt, answer, fields, top)
-
-
 async def scored(
     endpoint: Endpoint,
     prompt: Tokens,
@@ -206,6 +194,8 @@ async def scored(
     """The most likely tokens at each place of an answer, when a request with these fields reads it.
 
     Args:
+        fields: of ours.
+        top: tokens of each list, to which the answer's own one is added.
         rendered: whether the fields are those of a rendered chat, of which completions do not take all.
 
     Raises:
@@ -244,8 +234,8 @@ class Scoring(Task[Asked, Fidelity]):
 
     KIND = Fidelity
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, options: argparse.Namespace, cases: Questions, columns: Sequence[Column]):
+        super().__init__(options, cases, columns)
         self.answers = self.store(ANSWERS, Answer)
         self.stores.append(self.answers)
 
@@ -290,7 +280,10 @@ class Scoring(Task[Asked, Fidelity]):
         if column.scope == TURNS:
             rows, evict_at = await self.in_turns(case, prompt, answer, column)
         else:
-            rows = await forced(self.endpoint, prompt, answer.tokens, column, evict_at, self.options.top)
+            fields = asked_fields(column)
+            if evict_at is not None:
+                fields["kv_prefix_len"] = evict_at
+            rows = await scored(self.endpoint, prompt, answer.tokens, fields, self.options.top)
         whole = evict_at is not None and evict_at < max(1, self.options.min_prompt)
         return score(answer, column, rows, evict_at, whole, time.perf_counter() - started)
 

@@ -7,18 +7,9 @@ from typing import Any
 
 from vllm_kvevict.quality.cases import TEXT
 from vllm_kvevict.quality.decoding import Decoded
-from vllm_kvevict.quality.fidelity import Fidelity
+from vllm_kvevict.quality.fidelity import Fidelity, is_full
 from vllm_kvevict.quality.measures import Measures, gather
-from vllm_kvevict.quality.results import (
-    FULL,
-    RESULTS,
-    Column,
-    Result,
-    ResultsError,
-    Settings,
-    read,
-    read_settings,
-)
+from vllm_kvevict.quality.results import RESULTS, Column, Result, ResultsError, Settings, read, read_settings
 from vllm_kvevict.quality.scores import Mean, Scores
 
 CAN_DO = 0.8
@@ -31,7 +22,7 @@ def full_scores(results: Iterable[Result]) -> dict[str, float]:
     """The full cache's mean score by task; without the tasks for which it was not measured."""
     by_task: dict[str, list[float]] = {}
     for result in results:
-        if result.policy == FULL:
+        if is_full(result):
             by_task.setdefault(result.task, []).append(result.score)
     return {task: sum(scores) / len(scores) for task, scores in by_task.items()}
 
@@ -119,11 +110,12 @@ def read_folder(folder: Path, title: str, budget: float) -> Report:
     Raises:
         ResultsError: it holds nothing.
     """
-    measured = fidelity, decoding = gather(folder, Fidelity), gather(folder, Decoded)
-    others = [one for one in measured if one]
+    fidelity, decoding = gather(folder, Fidelity), gather(folder, Decoded)
+    others = [one for one in (fidelity, decoding) if one]
     runs = [run for one in others for run in one.runs]
-    results = list(read(folder / RESULTS, Result)) if (folder / RESULTS).exists() else []
-    if others and not (folder / RESULTS).exists():
+    path = folder / RESULTS
+    results = list(read(path, Result)) if path.exists() else []
+    if others and not results:
         settings = others[0].settings
     else:
         settings, more = read_settings(folder)

@@ -299,19 +299,23 @@ class Settings:
         return replace(self, texts={**before.texts, **self.texts})
 
 
-def write_settings(folder: Path, settings: Settings, run: dict[str, Any], kind: type[Cell] = Result) -> None:
+def write_settings(
+    folder: Path, settings: Settings, run: dict[str, Any], kind: type[Cell] = Result, begun: bool = False
+) -> None:
     """Note the settings, and the run that is about to begin, beside those before it.
+
+    Args:
+        kind: of the records that the run writes.
+        begun: whether earlier runs stored anything; otherwise they are forgotten, with their settings.
 
     Raises:
         ResultsError: if earlier runs had other settings.
     """
-    path, records = folder / kind.SETTINGS, folder / kind.FILE
+    path = folder / kind.SETTINGS
     runs: list[dict[str, Any]] = []
-    if path.exists():
+    if begun:
         before, runs = read_settings(folder, kind)
         settings = settings.merge(before, folder)
-    elif records.exists() and records.stat().st_size:
-        raise ResultsError(f"{folder} has results, but no {path.name} that says how they were measured")
     content = {**asdict(settings), "runs": [*runs, run]}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")

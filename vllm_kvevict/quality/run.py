@@ -20,7 +20,8 @@ from vllm_kvevict.quality.prompts import TASK as PROMPTS
 from vllm_kvevict.quality.results import FULL, TURNS, Cell, Column, Settings, Store, write_settings
 
 Questions = Generated | TextQuestions | list[Case]
-NO_LIST = "max-logprobs"
+MAX_LOGPROBS = "max-logprobs"
+"""The flag of a server that limits lists of log-probabilities, as its refusals name it, but for hyphens."""
 A = TypeVar("A")
 M = TypeVar("M", bound=Cell)
 T = TypeVar("T")
@@ -35,9 +36,10 @@ class Task(ABC, Generic[A, M]):
         columns: what everything is asked with.
 
     Attributes:
-        endpoint: that answers.
-        measures: takes what is scored.
-        stores: all that take something.
+        KIND: of the measures.
+        endpoint: the server that is asked.
+        measures: where they are stored.
+        stores: all files that the command writes, that of the measures first.
     """
 
     KIND: ClassVar[type[Cell]]
@@ -100,7 +102,8 @@ async def run(task: Task[Any, Any], console: Console) -> int:
         with ExitStack() as files:
             for store in task.stores:
                 files.enter_context(store)
-            write_settings(options.output, task.settings(), await describe(task), task.KIND)
+            begun = any(store.done for store in task.stores)
+            write_settings(options.output, task.settings(), await describe(task), task.KIND, begun)
             before = len(measures.done)
             asked = await fitted(task, console)
             with progress(console) as bar:
@@ -156,8 +159,9 @@ def naming(what: object, options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except RefusedError as error:
-        short = NO_LIST in str(error).replace("_", "-")
-        advice = f" (--top {options.top} needs a server with at least as many --{NO_LIST})" if short else ""
+        advice = ""
+        if MAX_LOGPROBS in str(error).replace("_", "-"):
+            advice = f" (--top {options.top} needs a server with --{MAX_LOGPROBS} of at least that)"
         raise EndpointError(f"{error} (asked: {what}){advice}") from None
 
 
@@ -179,8 +183,8 @@ def asked_fields(column: Column) -> dict[str, Any]:
     """What a request says of a column, but for the scope."""
     if column.budget is None:
         return {"kv_eviction": FULL}
-    fields = {"kv_eviction": column.asked, "kv_budget": column.budget}
-    return fields | ({PARAMETERS: column.parameters} if column.parameters else {})
+    evicting = {"kv_eviction": column.asked, "kv_budget": column.budget}
+    return evicting | ({PARAMETERS: column.parameters} if column.parameters else {})
 
 
 async def require_eviction(endpoint: Endpoint, columns: Sequence[Column], min_prompt: int) -> None:
