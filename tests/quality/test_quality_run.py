@@ -141,6 +141,14 @@ def test_a_list_of_models_that_is_none(content, tmp_path, capsys):
     assert f"{server.url}/models did not answer with a list of models" in line
 
 
+@pytest.mark.parametrize("content", [{}, {"choices": []}, {"choices": [{"message": None}]}])
+def test_an_answer_without_a_message(content, tmp_path, capsys):
+    with FakeServer() as server:
+        server._complete = lambda path, body: (200, content)
+        assert run(*arguments(server, tmp_path, "--policies", "full")) == 2
+    assert f"{server.url}/chat/completions answered with no completion" in capsys.readouterr().err
+
+
 def test_a_refused_request_names_itself_and_the_reason(tmp_path, capsys):
     with FakeServer(fail=lambda number, body: (400, "too long for me")) as server:
         assert run(*arguments(server, tmp_path, "--policies", "snapkv", "--budgets", "0.1")) == 2
@@ -277,8 +285,8 @@ def test_wrong_arguments(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "--output", "x", "--data", "x", "--suite", "ruler"], "lm-eval asks public suites"),
-        (["fidelity", "--output", "x", "--dry-run"], "the bar of progress says how long it takes"),
+        (["run", "--output", "x", "--data", "x", "--suite", "ruler"], "--suite was removed: use lm-eval"),
+        (["fidelity", "--output", "x", "--dry-run"], "--dry-run was removed: start the run"),
         (["report", "x", "--eviction-log", "x"], "vllm-kvevict inspect shows what a policy keeps"),
     ],
 )

@@ -60,7 +60,7 @@ def decoding(options: argparse.Namespace) -> Decoding:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure what is missing, and make sure that the full cache agrees with itself."""
-    task = TASKS[options.command](options)
+    task = MEASURING[options.command](options)
     new = asyncio.run(run(task, console))
     folder = options.output
     _say(f"{new:,} new measures in {folder}; next: vllm-kvevict quality report {folder}")
@@ -90,9 +90,9 @@ def build_checkpoint(options: argparse.Namespace) -> None:
     print(path)
 
 
-TASKS: dict[str, Callable[[argparse.Namespace], Task[Any, Any]]]
-TASKS = {"run": asking, "fidelity": scoring, "answers": decoding}
-COMMANDS = {**dict.fromkeys(TASKS, measure), "report": report, "checkpoint": build_checkpoint}
+MEASURING: dict[str, Callable[[argparse.Namespace], Task[Any, Any]]]
+MEASURING = {"run": asking, "fidelity": scoring, "answers": decoding}
+COMMANDS = {**dict.fromkeys(MEASURING, measure), "report": report, "checkpoint": build_checkpoint}
 
 
 def main(words: Sequence[str] | None = None, program: str = PROGRAM) -> int:

@@ -23,8 +23,8 @@ MEANING = (
     "the answer's tokens that are the compressed cache's first choice, too. KL is the divergence from the full cache's "
     "distribution in nats per token, over the {top} most likely tokens of both and one group for all others: a lower "
     "bound, since a finer division can only raise it. Means over the tasks, with 95 % bootstrap intervals. The last "
-    "column compares with the lowest KL at the same budget, on the same answers: its policy is no better for certain "
-    "where the interval holds 0."
+    "column compares with the lowest KL at the same budget, on the same answers: where its interval includes 0, the "
+    "two policies may be equally good."
 )
 WRITTEN = (
     "The full cache writes each answer at temperature {temperature:g}; then the answer is read again while it is "
@@ -143,22 +143,25 @@ def _scope_lines(found: Measures, scope: str) -> list[str]:
     policies = found.agreement.policies(scope)
     columns = [column for column in found.agreement.columns if column.scope == scope]
     columns.sort(key=lambda column: (column.budget or 0, policies.index(column.policy)))
-    names = [[column.policy, budget_name(column.budget or 0)] for column in columns]
-    means = [_means(found, column, columns) for column in columns]
+
+    def row(column: Column, cells: list[object]) -> list[object]:
+        return [column.policy, budget_name(column.budget or 0), *cells]
+
     places = _places(found.measures)
-    lost = [_lost(found.of(column))[: 2 + len(places)] for column in columns]
+    means = [row(column, _means(found, column, columns)) for column in columns]
+    lost = [row(column, _lost(found.of(column))[: 2 + len(places)]) for column in columns]
     heads = ["agreement", "log-probability less the full cache's", "KL", "KL above the lowest"]
     lost_heads = ["unchanged answers", "median of the first change"]
     lost_heads += [f"tokens {start + 1} to {stop}" for start, stop in places]
     return [
         f"### Fidelity in scope {scope}",
         "",
-        *table(["policy", "budget", *heads], [[*a, *b] for a, b in zip(names, means, strict=True)]),
+        *table(["policy", "budget", *heads], means),
         "",
         "Where agreement is lost: the share of answers that agree throughout, the place of the first token that "
         "differs in the others, and agreement by the place in the answer.",
         "",
-        *table(["policy", "budget", *lost_heads], [[*a, *b] for a, b in zip(names, lost, strict=True)]),
+        *table(["policy", "budget", *lost_heads], lost),
         "",
     ]
 
@@ -205,8 +208,7 @@ def decoding_section(found: Measures) -> list[str]:
 
 def _task_lines(found: Measures, task: str) -> list[str]:
     """One line for each policy and budget."""
-    of_sample = {one.sample: one.answer_tokens for one in found.measures if one.task == task}
-    lengths = sorted(of_sample.values())
+    lengths = sorted({one.sample: one.answer_tokens for one in found.measures if one.task == task}.values())
     header = ["policy", "D", "answers", "tokens", "KL", f"share of {BASELINE}'s KL", "agreement", "recalled"]
     rows = [
         _cells(found, column, task, measures)

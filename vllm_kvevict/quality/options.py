@@ -1,7 +1,7 @@
 """The options of ``vllm-kvevict quality``."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from vllm_kvevict.quality.results import FULL, SCOPES, TURNS
 from vllm_kvevict.quality.tasks import ALONE, TASKS, most_questions
 
 PROGRAM = "python -m vllm_kvevict.quality"
-OF_HEADS = ("ada-snapkv", "ada-pyramid", "lava", "lava-uniform")
-POLICIES = ["full", "streaming-llm", "snapkv", "pyramidkv", *OF_HEADS, "cake"]
-"""By default."""
+BUDGETS_BY_HEAD = ("ada-snapkv", "ada-pyramid", "lava", "lava-uniform")
+POLICIES = ["full", "streaming-llm", "snapkv", "pyramidkv", *BUDGETS_BY_HEAD, "cake"]
+"""Measured by default."""
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
 LENGTH, TOKENS, FORMS = 1024, 1024, ("chat", "plain")
 REAL_TASKS = {"text": questions.TASKS, "chats": chats.TASKS}
@@ -25,16 +25,16 @@ SIZED = {**questions.TASKS, **chats.TASKS}
 FIDELITY_TASKS = [*questions.OPEN_TASKS, *questions.TASKS]
 OF_WORDS, OF_TEXT = ("lengths", "depths", "instruct"), ("tokens", "form", "difficulty")
 """Options that apply to one family of questions only."""
-ONES = ("samples", "questions", "top", "concurrency", "tries", "lengths", "tokens", "interval")
-NOUGHTS = ("slack", "min_prompt", "timeout", "backoff")
-LEAST = {**dict.fromkeys(ONES, 1), **dict.fromkeys(NOUGHTS, 0), "answer_tokens": 2}
+AT_LEAST_ONE = ("samples", "questions", "top", "concurrency", "tries", "lengths", "tokens", "interval")
+AT_LEAST_ZERO = ("slack", "min_prompt", "timeout", "backoff")
+LEAST = {**dict.fromkeys(AT_LEAST_ONE, 1), **dict.fromkeys(AT_LEAST_ZERO, 0), "answer_tokens": 2}
 """The least that an option may be; commands have some of them."""
 
 DESCRIPTION = (
     "Measures how eviction changes the quality of a server's answers: ask it with run, fidelity or answers, then write "
-    "a report. Each of them continues what was interrupted. docs/MEASURING-QUALITY.md has examples."
+    "a report. An interrupted command continues when it is started again. Examples: docs/MEASURING-QUALITY.md."
 )
-COMMANDS = {
+ABOUT = {
     "run": "Asks a running server with an OpenAI-compatible API questions with known answers. Start it with "
     "--kv-eviction full, without --kv-eviction-config.scope prefix, and with --kv-eviction-config.policies all for "
     "h2o, kvzip, compactor or expected-attention; for --scopes turns, with a policy and --kv-eviction-config.scope "
@@ -44,31 +44,31 @@ COMMANDS = {
     "that are to be published, and with --enable-scale-out for --scopes turns.",
     "answers": "Measures how far long answers change that are evicted while they are written. Start the server with "
     "--kv-eviction full, --kv-decode-budget D, --kv-eviction-config.decode_policy POLICY and --dtype float32; run the "
-    "command for servers with other policies, too.",
+    "command again for each server with another policy.",
     "report": "Writes a Markdown report of a folder of results, and its plots.",
-    "checkpoint": f"Fetches {checkpoint.NAME} ({checkpoint.LICENCE}), a small real model to measure with, once, and "
-    "prints its folder, which is in ${XDG_CACHE_HOME:-~/.cache}/vllm-kvevict or in the folder that the environment "
-    f"variable {checkpoint.CACHE} names. Needs the extra `bench`.",
+    "checkpoint": f"Fetches {checkpoint.NAME} ({checkpoint.LICENCE}), a small real model to measure with, and prints "
+    "its folder. It is fetched once, and kept in ${XDG_CACHE_HOME:-~/.cache}/vllm-kvevict or in the folder that the "
+    f"environment variable {checkpoint.CACHE} names. Needs the extra `bench`.",
 }
 
 
-class Gone(argparse.Action):
-    """An option of before, which says what took its place."""
+class Removed(argparse.Action):
+    """An option that was removed; `const` says what took its place."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         """Refuse it."""
-        parser.error(f"{self.option_strings[0]} is no option any more: {self.const}")
+        parser.error(f"{self.option_strings[0]} was removed: {self.const}")
 
 
-def _one(metavar: str, about: str, default: Any = None, kind: Any = str, **more: Any) -> dict[str, Any]:
-    """An option with one value, of the type of its default if it has one."""
-    kind = kind if default is None or kind is not str else type(default)
+def _one(metavar: str, about: str, default: Any = None, kind: Any = None, **more: Any) -> dict[str, Any]:
+    """An option with one value, of the type of its default if no other is given."""
+    kind = kind or (str if default is None else type(default))
     shown = "" if default in (None, "") else " (default: %(default)s)"
     return {"metavar": metavar, "help": about + shown, "default": default, "type": kind, **more}
 
 
 def _several(metavar: str, about: str, kind: Any = str, default: Any = None) -> dict[str, Any]:
-    """An option with values."""
+    """An option with values; ``about`` says the default."""
     return {"metavar": metavar, "help": about, "default": default, "type": kind, "nargs": "+"}
 
 
@@ -76,8 +76,8 @@ def _flag(about: str) -> dict[str, Any]:
     return {"help": about, "action": "store_true"}
 
 
-def _gone(instead: str) -> dict[str, Any]:
-    return {"action": Gone, "nargs": "?", "const": instead, "help": argparse.SUPPRESS}
+def _removed(instead: str) -> dict[str, Any]:
+    return {"action": Removed, "nargs": "?", "const": instead, "help": argparse.SUPPRESS}
 
 
 def parse_budget(text: str) -> float:
@@ -190,7 +190,6 @@ def _known(parser: argparse.ArgumentParser, asked: Sequence[str] | None, known: 
     return found
 
 
-CHECKS: dict[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]
 CHECKS = {"run": _check_run, "fidelity": _check_fidelity, "answers": _check_answers}
 
 
@@ -200,10 +199,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "url": _one("URL", "base URL of the server's API", "http://localhost:8000/v1"),
     "model": _one("NAME", "the served model (default: the server's first)"),
     "output": _one("FOLDER", "where results are written", kind=Path, required=True),
-    "note": _one("TEXT", "for the report: the server's machine and flags", ""),
-    "suite": _gone("lm-eval asks public suites, and servers answer them: docs/MEASURING-QUALITY.md says how"),
+    "note": _one("TEXT", "for the report, such as the server's machine and flags", ""),
+    "suite": _removed("use lm-eval for public suites, as docs/MEASURING-QUALITY.md shows"),
     "plain": _flag("the server is not vllm-kvevict's: send no kv_* fields, and ask each question once"),
-    "label": _one("NAME", "name of a --plain server in the report; full makes it the reference", "plain"),
+    "label": _one("NAME", "what the report calls a --plain server; full makes it the reference", "plain"),
     "family": {
         "choices": FAMILIES,
         "default": "words",
@@ -215,10 +214,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fidelity tasks": _several("TASK", f"kinds of real text: {', '.join(FIDELITY_TASKS)} (default: all)"),
     "answers tasks": _several(
         "TASK",
-        "writing: the model writes; recall: repeats facts of the answer's beginning (default: both)",
+        "writing: stories, essays and letters; recall: repeating facts from the answer's beginning (default: both)",
     ),
-    "samples": _one("N", "of each task, length and depth; with --questions, texts of each length", 50),
-    "seed": _one("N", "of the samples", 0),
+    "samples": _one("N", "of each task and length", 4),
+    "run samples": _one("N", "of each task, length and depth; with --questions, texts of each length", 50),
+    "seed": _one("N", "of the samples: the same seed gives the same ones", 0),
     "instruct": _flag("put an instruction before the text, for models not trained on these texts"),
     "slack": _one("N", "tokens that a reply may have on top of three per word of the answer", 8),
     "lengths": _several("N", f"of texts of random words, in words and full stops (default: {LENGTH})", int),
@@ -229,13 +229,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         float,
     ),
     "questions": _one("N", "about each text of random words, each a request; the tasks take turns", 1),
-    "tokens": _several("N", f"length of prompts on real text at most, as /tokenize counts ({TOKENS})", int),
-    "form": {"choices": FORMS, "help": "of prompts on real text: a chat, or plain text to complete"},
-    "difficulty": _several("TASK=N", f"of questions on real text, in what it counts: {SIZES}", _size),
+    "tokens": _several("N", f"tokens that a prompt on real text has at most (default: {TOKENS})", int),
+    "form": {"choices": FORMS, "help": "of prompts on real text: a chat, or plain text (default: chat)"},
+    "difficulty": _several("TASK=N", f"of tasks on real text, by default {SIZES}", _size),
     "answer-tokens": _one("N", "length of the full cache's answers, at most", 32),
     "temperature": _one("X", "at which answers are written", 0.8),
-    "top": _one("N", "log-probabilities that are compared, of the server's --max-logprobs", 20),
-    "dry-run": _gone("the bar of progress says how long it takes, and what was interrupted goes on"),
+    "top": _one("N", "tokens whose log-probabilities are compared, at most the server's --max-logprobs", 20),
+    "dry-run": _removed("start the run: its progress bar says how long it takes, and it can be interrupted"),
     "policies": _several(
         "POLICY",
         f"each as {GRAMMAR}, such as ada-snapkv:kernel=31; full is measured once, without a budget; a NOTE tells "
@@ -250,7 +250,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         parse_budget,
         list(BUDGETS),
     ),
-    "answers budgets": _several("D", "tokens of the answer that each KV head keeps", int, [256]),
+    "answers budgets": _several("D", "tokens of an answer that a KV head keeps (default: 256)", int, [256]),
     "interval": _one("I", "the server's decode_interval, if it was started with one", kind=int),
     "scopes": {
         "nargs": "+",
@@ -261,20 +261,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "that scope (default: prompt)",
     },
     "min-prompt": _one("N", "the server's min_prompt: shorter prompts are marked as kept whole", 256),
-    "concurrency": _one("N", "requests in flight at once", 8),
+    "concurrency": _one("N", "samples in flight at once, each with one request at a time", 8),
     "timeout": _one("S", "seconds that an answer may take", 600.0),
     "tries": _one("N", "attempts per request, if the server fails or cannot be reached", 5),
     "backoff": _one("S", "seconds before the second attempt, doubled for each further one", 1.0),
     "report output": _one("FILE", "the Markdown file (default: FOLDER/report.md)", kind=Path),
     "title": _one("TITLE", "of the report", "Quality under eviction"),
-    "budget": _one("X", "of the tables by task and the maps, or the nearest measured", 0.2, parse_budget),
-    "eviction-log": _gone("vllm-kvevict inspect shows what a policy keeps in each layer and head"),
+    "budget": _one("X", "of tables by task and of maps, or the nearest that was measured", 0.2, parse_budget),
+    "eviction-log": _removed("vllm-kvevict inspect shows what a policy keeps in each layer and head"),
 }
 """What argparse knows of each option, by name; of those that differ by command, also by command and name."""
 
 ALL = "url model output note concurrency timeout tries backoff tasks samples seed"
 TEXTS = "tokens form difficulty policies budgets scopes min-prompt"
-HAVE = {
+OPTIONS_OF = {
     "run": f"{ALL} {TEXTS} suite plain label family instruct slack lengths depths questions",
     "fidelity": f"{ALL} {TEXTS} prompts answer-tokens top dry-run",
     "answers": f"{ALL} prompts answer-tokens top temperature policy budgets interval",
@@ -282,13 +282,14 @@ HAVE = {
     "checkpoint": "",
 }
 """Options of each command."""
-NOT_ASKED = {"instruct": False, "slack": 0, "form": "chat", "min_prompt": 0}
+FIXED = {"instruct": False, "slack": 0, "form": "chat", "min_prompt": 0}
+"""What `answers` has no options for."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "run": {"prompts": None},
-    "fidelity": {"instruct": False, "slack": 0, "samples": 4, "concurrency": 1},
-    "answers": {**NOT_ASKED, "samples": 20, "answer_tokens": 1024, "concurrency": 4},
+    "fidelity": {"instruct": False, "slack": 0, "concurrency": 1},
+    "answers": {**FIXED, "samples": 20, "answer_tokens": 1024, "concurrency": 4},
 }
-"""Where they differ from the others'."""
+"""Where they differ from the others', and what a command has no option for."""
 
 
 def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Namespace:
@@ -296,14 +297,14 @@ def parse_arguments(words: Sequence[str], program: str = PROGRAM) -> argparse.Na
     parser = argparse.ArgumentParser(program, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     of_command = {}
-    for command, about in COMMANDS.items():
+    for command, about in ABOUT.items():
         one = of_command[command] = commands.add_parser(
             command, description=about, help=about.partition(". ")[0]
         )
-        for name in HAVE[command].split():
+        for name in OPTIONS_OF[command].split():
             one.add_argument(f"--{name}", **(OPTIONS.get(f"{command} {name}") or OPTIONS[name]))
         one.set_defaults(**DEFAULTS.get(command, {}))
-    of_command["report"].add_argument("folder", type=Path, metavar="FOLDER", help="of the results")
+    of_command["report"].add_argument("folder", type=Path, metavar="FOLDER", help="that has the results")
     arguments = parser.parse_args(words)
     arguments.typed = ["vllm-kvevict", "quality", *words]
     if check := CHECKS.get(arguments.command):

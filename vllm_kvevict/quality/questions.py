@@ -268,10 +268,8 @@ def chat_needle(draw: Draw) -> Question:
         cuts = [units * i // (TURNS - 1) for i in range(TURNS)]
         return [message for i in range(TURNS - 1) for message in turn(i, found[cuts[i] : cuts[i + 1]])]
 
-    asked, start = (
-        f"What is the special magic number for {keys[0]}?",
-        f"The special magic number for {keys[0]} is",
-    )
+    asked = f"What is the special magic number for {keys[0]}?"
+    start = f"The special magic number for {keys[0]} is"
     return Question(text, asked, start, (values[0],), 14, numbers(values[:1]))
 
 

@@ -125,7 +125,7 @@ class Scores(Generic[S]):
         for result in self.results:
             column = self._values.setdefault(result.column, np.full(len(rows), np.nan))
             column[rows[result.sample]] = result.score
-        self._means: dict[Any, Mean | None] = {}
+        self._cache: dict[Any, Mean | None] = {}
         texts = None if questions == 1 else [(sample[1], sample[3] // questions) for sample in self.samples]
         self._bootstrap = Bootstrap([sample[0] for sample in self.samples], texts)
 
@@ -200,13 +200,13 @@ class Scores(Generic[S]):
     def _cached(self, what: str, column: Column, other: Column | None, among: Group | None) -> Mean | None:
         """The text asks for the same in several places."""
         key = what, column, other, among
-        if key not in self._means:
+        if key not in self._cache:
             values = [self._among(one, among) for one in (column, other) if one]
             if what == "ratio":
-                self._means[key] = self._bootstrap.ratio(*values)
+                self._cache[key] = self._bootstrap.ratio(*values)
             else:
-                self._means[key] = self._bootstrap.mean(values[0] - values[1] if other else values[0])
-        return self._means[key]
+                self._cache[key] = self._bootstrap.mean(values[0] - values[1] if other else values[0])
+        return self._cache[key]
 
     def _among(self, column: Column, among: Group | None) -> np.ndarray:
         """A column's values, nan where it has none or the sample is of another group."""
