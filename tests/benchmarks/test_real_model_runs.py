@@ -10,8 +10,7 @@ from benchmarks import real_model
 from benchmarks.harness.quality_folders import cost, pack, row, unpack
 from benchmarks.harness.server import ServerError
 from benchmarks.real_model import parse_arguments
-from tests.quality.fake_openai import MODEL
-from tests.quality.test_fidelity import FakeScorer
+from tests.quality.fake_openai import MODEL, FakeServer
 from vllm_kvevict.quality.__main__ import main as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Fidelity
 from vllm_kvevict.quality.results import RESULTS, Column, Result, read
@@ -40,7 +39,7 @@ def run(monkeypatch):
 
         @asynccontextmanager
         async def start(_):
-            with FakeScorer() as server:
+            with FakeServer() as server:
                 yield server.url
                 asked.append(len(server.asked))
 

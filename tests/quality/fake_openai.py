@@ -2,12 +2,25 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from vllm_kvevict.quality.decoding import TRIES
+
+FAST = ("--backoff", "0.01", "--tries", "2")
+"""What a command needs to give such a server up soon."""
 POLICIES = ("full", "snapkv", "ada-snapkv")
 MODEL = "fake"
+TOP = 20
+"""Tokens of a list of log-probabilities at most."""
+LENGTH, INTERVAL = 160, 8
+"""Tokens of an answer with a seed, and from one eviction of an answer to the next."""
+OTHER = 1
+"""The token that is likely where the right one is not."""
+IDS: dict[str, int] = {}
+"""Tokens by their words, the same for all servers."""
 
 
 def words(body: dict[str, Any]) -> list[str]:
@@ -29,29 +42,41 @@ def reply_to(body: dict[str, Any]) -> str:
     return " ".join(tokens[place : place + 3])
 
 
+@dataclass
 class FakeServer:
-    """A context manager.
+    """A context manager. What it scores is the likelier the more is kept; a chat with instructions has a turn.
 
-    Args:
+    Attributes:
         evicts: whether it knows our fields; otherwise it ignores them.
         tokenizes: whether it has ``/tokenize``.
         tunes: whether requests may set parameters of policies.
         finds_turns: whether it evicts chats turn by turn, and so asks others where their turns end.
+        renders: whether it says where the turns of a chat end.
+        decodes: whether it was started with --kv-decode-budget.
+        tells: whether answers come with log-probabilities.
+        noise: of log-probability, what the full cache loses.
+        loss: the same of an answer behind its first eviction.
+        extra: tokens of chats that it renders alone.
+        repeats: tries of an answer that repeat themselves.
         fail: from a chat's number (from 1) and body to a status and message, or None to answer it.
     """
 
-    def __init__(
-        self,
-        evicts: bool = True,
-        tokenizes: bool = True,
-        tunes: bool = True,
-        finds_turns: bool = False,
-        fail: Callable[[int, dict[str, Any]], tuple[int, str] | None] = lambda number, body: None,
-    ):
-        self.evicts, self.tokenizes, self.tunes, self.fail = evicts, tokenizes, tunes, fail
-        self.finds_turns = finds_turns
-        self.asked: list[dict[str, Any]] = []
-        self.tokenized: list[dict[str, Any]] = []
+    evicts: bool = True
+    tokenizes: bool = True
+    tunes: bool = True
+    finds_turns: bool = False
+    renders: bool = True
+    decodes: bool = True
+    tells: bool = True
+    noise: float = 0.0
+    loss: float = 1.0
+    extra: Sequence[int] = ()
+    repeats: Container[int] = ()
+    fail: Callable[[int, dict[str, Any]], tuple[int, str] | None] = lambda number, body: None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -72,38 +97,91 @@ class FakeServer:
             return 200, {"data": [{"id": MODEL}]}
         if path == "/tokenize" and self.tokenizes:
             self.tokenized.append(body)
-            return 200, {"tokens": [hash(word) for word in words(body)]}
+            return 200, {"tokens": self.ids(body)}
+        if path == "/v1/chat/completions/render" and self.renders:
+            return 200, self.render(body)
+        if path == "/inference/v1/generate":
+            self.remember(body)
+            rows = self.read(body["token_ids"], body["sampling_params"]["extra_args"])
+            return 200, {"choices": [], "prompt_logprobs": rows}
         if path in ("/v1/chat/completions", "/v1/completions"):
-            return self._complete(path, body)
+            fault = self.fault_of(body)
+            return self.complete(body) if fault is None else (400, {"error": {"message": fault}})
         return 404, {"detail": "Not Found"}
 
-    def _complete(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        policy = body.get("vllm_xargs", {}).get("kv_eviction")
-        if self.evicts and policy is not None and policy not in POLICIES:
-            return 400, {"error": {"message": f"kv_eviction: unknown policy {policy!r}"}}
-        parameters = body.get("vllm_xargs", {}).get("kv_params")
-        if parameters is not None and not self.tunes:
-            return 400, {"error": {"message": "kv_params is unknown (valid: kv_eviction, kv_budget)"}}
-        if parameters is not None and not parameters.startswith("kernel="):
-            name = parameters.partition("=")[0]
-            valid = f"requests may set for policy {policy}: kernel"
-            return 400, {
-                "error": {"message": f"kv_params: {name} is not a parameter of policy {policy} ({valid})"}
-            }
-        if self.finds_turns and "prompt" in body and policy in POLICIES:
-            return 400, {"error": {"message": "kv_turns is required with --kv-eviction-config.scope turns"}}
-        if policy == "no-such-policy":
-            return 200, {"choices": [{"text": ""}]}
+    def ids(self, body: dict[str, Any]) -> list[int]:
+        with self._lock:
+            return [IDS.setdefault(word, 10_000 + len(IDS)) for word in words(body)]
+
+    def remember(self, body: dict[str, Any]) -> int:
+        """The number of a request, from 1."""
         with self._lock:
             self.asked.append(body)
-            number = len(self.asked)
-        failure = self.fail(number, body)
-        if failure:
+            return len(self.asked)
+
+    def render(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = body["vllm_xargs"] | {"kv_eviction": "full"}
+        if body["messages"][0]["role"] == "system":
+            fields = body["vllm_xargs"] | {"kv_turns": [41], "kv_repeat_rows": [[1]]}
+        return {"token_ids": [*self.ids(body), *self.extra], "sampling_params": {"extra_args": fields}}
+
+    def fault_of(self, body: dict[str, Any]) -> str | None:
+        """What it refuses a request with."""
+        fields = body.get("vllm_xargs", {})
+        policy, parameters = fields.get("kv_eviction"), fields.get("kv_params")
+        if self.evicts and policy is not None and policy not in POLICIES:
+            return f"kv_eviction: unknown policy {policy!r}"
+        if parameters is not None and not self.tunes:
+            return "kv_params is unknown (valid: kv_eviction, kv_budget)"
+        if parameters is not None and not parameters.startswith("kernel="):
+            name, valid = parameters.partition("=")[0], f"requests may set for policy {policy}: kernel"
+            return f"kv_params: {name} is not a parameter of policy {policy} ({valid})"
+        if self.finds_turns and isinstance(body.get("prompt"), str) and policy in POLICIES:
+            return "kv_turns is required with --kv-eviction-config.scope turns"
+        if fields.get("kv_decode_budget") and not self.decodes:
+            return "kv_decode_budget needs a server with --kv-decode-budget"
+        if body.get("prompt_logprobs", body.get("logprobs", 0)) > TOP:
+            return f"the server's max_logprobs is {TOP}"
+        return None
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        fields = body.get("vllm_xargs", {})
+        scores = "logprobs" in body or "prompt_logprobs" in body
+        if fields.get("kv_eviction") == "no-such-policy" or (fields.get("kv_decode_budget") and not scores):
+            return 200, {"choices": [{"text": ""}]}  # it is asked what it can do
+        number = self.remember(body)
+        if failure := self.fail(number, body):
             return failure[0], {"error": {"message": failure[1]}}
+        if "logprobs" in body:
+            return 200, {"choices": [{"text": "a b c", **(self.write(body) if self.tells else {})}]}
+        if "prompt_logprobs" in body:
+            return 200, {"choices": [{"text": "", "prompt_logprobs": self.read(body["prompt"], fields)}]}
         text = reply_to(body)
         choice = {"finish_reason": "stop", "text": text, "message": {"role": "assistant", "content": text}}
         usage = {"prompt_tokens": len(words(body)), "completion_tokens": len(text.split())}
         return 200, {"id": f"chatcmpl-{number}", "choices": [choice], "usage": usage}
+
+    def write(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An answer's tokens, three or what a seed gives, and the likely ones at each place."""
+        tokens = [1001, 1002, 1003]
+        if (seed := body.get("seed")) is not None:
+            again = seed // LENGTH % TRIES in self.repeats
+            tokens = [2000 + (i % 4 if again else i * (seed + 1) % 997) for i in range(body["max_tokens"])]
+        names = [f"token_id:{token}" for token in tokens]
+        rows = [{name: -0.1, f"token_id:{OTHER}": -3.0} for name in names]
+        return {"logprobs": {"tokens": names, "top_logprobs": rows}}
+
+    def read(self, tokens: Sequence[int], fields: dict[str, Any]) -> list[Any]:
+        """The likely tokens at each place of a prompt."""
+        start, loss = 0, 1 - fields["kv_budget"] if "kv_budget" in fields else self.noise
+        if budget := fields.get("kv_decode_budget"):
+            start, loss = fields["kv_answer_from"] + budget + INTERVAL + 1, self.loss
+        rows: list[Any] = [None]
+        for place, token in enumerate(tokens[1:], 1):
+            lost = loss if place >= start else 0.0
+            other = -3.0 if lost < 0.5 else -0.05
+            rows.append({str(token): {"logprob": -0.1 - lost}, str(OTHER): {"logprob": other}})
+        return rows
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         fake = self

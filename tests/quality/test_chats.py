@@ -106,14 +106,6 @@ def test_a_tool_of_the_instructions_is_called_behind_another_turn():
         assert score("") == score(answer[:-1]) == score(f"({names[1]}, {names[0]})") == 0.0
 
 
-def test_chats_depend_on_seed_and_size_only():
-    for task in TASKS:
-        same = messages(task, 1)
-        assert messages(task, 1, samples=9, names=[task], tokens=[99]) == same
-        assert messages(task, 1, seed=4) != same != messages(task, 2)
-        assert messages(task, 1, sizes={task: 5}) != same
-
-
 class Counting:
     """An endpoint that counts the tokens of the real model."""
 

@@ -127,31 +127,24 @@ def test_other_content_is_not_used(name, what, registry, monkeypatch):
     assert checkpoint.find() is None and left() == []
 
 
-def test_a_build_that_was_killed_leaves_no_model_and_the_next_one_succeeds(registry):
-    (registry / "wait").touch()
-    process = building(registry)
-    wait_for_call(registry)
-    os.killpg(process.pid, signal.SIGKILL)  # with the pip that it waits for
-    process.wait()
-    (registry / "wait").unlink()
-    assert checkpoint.find() is None and len(left()) == 1 and left()[0].startswith(".")
-    (checkpoint.cache() / left()[0] / "model").mkdir()  # it had begun to write
-    assert checkpoint.build() == checkpoint.folder()
-    assert left() == [checkpoint.folder().name]
-
-
-def test_two_at_once_fetch_once(registry):
+def test_where_three_build_at_once_and_one_is_killed_one_fetches(registry):
+    """What was killed leaves no model; who waited for it begins anew, and the third finds what that has built."""
     (registry / "wait").touch()
     first = building(registry)
     wait_for_call(registry)
-    second = building(registry)
+    (unfinished,) = left()
+    (checkpoint.cache() / unfinished / "model").mkdir()  # it has begun to write
+    others = [building(registry) for _ in range(2)]
     time.sleep(1)
+    os.killpg(first.pid, signal.SIGKILL)  # with the pip that it waits for
+    first.wait()
+    assert checkpoint.find() is None and unfinished.startswith(".")
     (registry / "wait").unlink()
-    for process in (first, second):
+    for process in others:
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0 and out == f"{checkpoint.folder()}\n"
-    assert (registry / "calls").read_text() == "x"
-    assert (checkpoint.folder() / "model").read_bytes() == WEIGHTS
+    assert (registry / "calls").read_text() == "xx"
+    assert left() == [checkpoint.folder().name] and (checkpoint.folder() / "model").read_bytes() == WEIGHTS
 
 
 def test_what_converting_needs_is_named(registry, monkeypatch):
@@ -180,11 +173,7 @@ def test_the_real_checkpoint_answers():
     """By its chat template, greedily, in fp32."""
     folder = real_model.real_model()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    config = model.config
-    assert model.dtype == torch.float32 and config.tie_word_embeddings
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    assert heads == (9, 3, 64) and config.num_hidden_layers == 30 and config.max_position_embeddings == 8192
-    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert model.dtype == torch.float32 and model.config.max_position_embeddings == 8192
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,

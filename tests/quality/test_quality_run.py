@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quality.fake_openai import FakeServer, words
+from tests.quality.fake_openai import FAST, FakeServer, words
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality import endpoint
 from vllm_kvevict.quality.cases import Case, Generated
@@ -20,7 +20,6 @@ from vllm_kvevict.quality.options import PROGRAM, parse_arguments
 from vllm_kvevict.quality.results import RESULTS, SETTINGS, Column, Result, read
 
 ROOT = Path(__file__).parents[2]
-FAST = ["--backoff", "0.01", "--tries", "2"]
 
 
 def arguments(server: FakeServer, folder: Path, *more: str) -> list[str]:
@@ -124,14 +123,6 @@ def test_a_server_that_says_nothing_is_not_waited_for_as_long_as_for_an_answer(t
     assert capsys.readouterr().err == expected
 
 
-def test_an_address_that_is_no_api(tmp_path, capsys):
-    with FakeServer() as server:
-        server.url += "/other"
-        assert run(*arguments(server, tmp_path)) == 2
-    assert f"{server.url}/models answered HTTP 404" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("content", [{}, {"data": None}, {"data": ["fake"]}, {"data": [{}]}])
 def test_a_list_of_models_that_is_none(content, tmp_path, capsys):
     with FakeServer() as server:
@@ -144,7 +135,7 @@ def test_a_list_of_models_that_is_none(content, tmp_path, capsys):
 @pytest.mark.parametrize("content", [{}, {"choices": []}, {"choices": [{"message": None}]}])
 def test_an_answer_without_a_message(content, tmp_path, capsys):
     with FakeServer() as server:
-        server._complete = lambda path, body: (200, content)
+        server.complete = lambda body: (200, content)
         assert run(*arguments(server, tmp_path, "--policies", "full")) == 2
     assert f"{server.url}/chat/completions answered with no completion" in capsys.readouterr().err
 
@@ -206,17 +197,28 @@ def test_every_kind_of_damage_is_named(old, new, tmp_path, capsys):
 
 
 def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
+    """So is one that somebody ends with Ctrl-C."""
     more = ["--samples", "1050", "--lengths", "12", "--policies", "full", "snapkv", "--budgets", "0.2"]
     with FakeServer() as server:
         command = [sys.executable, "-m", "vllm_kvevict", "quality", *arguments(server, tmp_path, *more)]
-        for _ in range(2):
+        for ended_by, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
             before = len(server.asked)
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+            # Shells start background jobs, which may be this test's own parents, with SIGINT switched off.
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
             while len(server.asked) < before + 500:
                 assert process.poll() is None
                 time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.send_signal(ended_by)
+            out, _ = process.communicate(timeout=20)
+            assert process.returncode == code
+        assert "interrupted" in out and "Traceback" not in out
         kept = (tmp_path / RESULTS).read_bytes()
         kept = kept[: kept.rfind(b"\n") + 1]
         assert 900 < kept.count(b"\n") < 2000
@@ -224,34 +226,102 @@ def test_killed_runs_are_continued_without_loss_or_repetition(tmp_path):
         assert (tmp_path / RESULTS).read_bytes().startswith(kept)
         found = results(tmp_path)  # reading refuses repeated keys
         assert len(found) == 2100
-        assert (
-            2100 <= len(server.asked) <= 2100 + 2 * 8
-        )  # what was under way when it was killed is asked again
+        # What was under way when it was ended is asked again.
+        assert 2100 <= len(server.asked) <= 2100 + 2 * 8
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         assert len(server.asked) <= 2100 + 2 * 8 and len(results(tmp_path)) == 2100
 
 
-def test_ctrl_c_ends_cleanly(tmp_path):
-    more = ["--samples", "5000", "--lengths", "12", "--policies", "full"]
+# Policies with parameters, and real text.
+
+
+def test_parameters_of_a_column_are_sent_with_its_requests(tmp_path):
+    argv = ("--policies", "full", "snapkv:kernel=31@x", "snapkv", "--budgets", "0.2", "--samples", "1")
     with FakeServer() as server:
-        command = [sys.executable, "-m", "vllm_kvevict", "quality", *arguments(server, tmp_path, *more)]
-        # Shells start background jobs, which may be this test's own parents, with the signal switched off.
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        while len(server.asked) < 50:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "interrupted" in out and "Traceback" not in out
-    assert len(results(tmp_path)) >= 40
+        assert run(*arguments(server, tmp_path, *argv)) == 0
+    fields = Counter(json.dumps(body["vllm_xargs"], sort_keys=True) for body in server.asked)
+    assert fields == {
+        '{"kv_eviction": "full"}': 1,
+        '{"kv_budget": 0.2, "kv_eviction": "snapkv"}': 1,
+        '{"kv_budget": 0.2, "kv_eviction": "snapkv", "kv_params": "kernel=31"}': 1,
+    }
+    policies = {r.column.policy for r in results(tmp_path)}
+    assert policies == {"full", "snapkv", "snapkv:kernel=31@x"}
+
+
+def test_a_server_that_takes_no_parameters_by_request_is_refused_before_anything_is_asked(tmp_path, capsys):
+    argv = ("--policies", "full", "snapkv:kernel=31,rows=max", "--budgets", "0.2")
+    with FakeServer(tunes=False) as server:
+        assert run(*arguments(server, tmp_path, *argv)) == 2
+    err = capsys.readouterr().err
+    assert "takes parameters at its start only" in err and not server.asked and not list(tmp_path.iterdir())
+    assert "--kv-eviction snapkv --kv-eviction-config.kernel 31 --kv-eviction-config.rows max" in err
+    assert "ask it for snapkv@kernel=31,rows=max" in err
+
+
+TEXT = ("--family", "text", "--tasks", "number", "json", "--samples", "2", "--policies", "full")
+
+
+def test_questions_on_real_text(tmp_path):
+    argv = ["run", *TEXT, "snapkv", "--budgets", "0.2", "--scopes", "prompt", "prefix", *FAST]
+    with FakeServer() as server:
+        assert run(*argv, "--url", server.url, "--output", str(tmp_path), "--tokens", "400") == 0
+        found = results(tmp_path)
+        assert Counter(r.task for r in found) == {"text/number": 6, "text/json": 6}
+        assert {r.length for r in found} == {400} and all(360 < r.prompt_tokens <= 400 for r in found)
+        for body in server.asked:
+            assert [m["role"] for m in body["messages"]] == ["user", "assistant"]
+            if "kv_prefix_len" in (fields := body["vllm_xargs"]):
+                text = body["messages"][0]["content"].rpartition("\n\n")[0]
+                assert fields["kv_prefix_len"] == len(text.split()) + 1  # and the mark of the user
+        before = len(server.asked)
+        assert run(*argv, "--url", server.url, "--output", str(tmp_path), "--tokens", "400") == 0
+        assert len(server.asked) == before  # nothing is asked twice
+        harder = [*argv, "--difficulty", "json=24", "--url", server.url, "--output", str(tmp_path)]
+        assert run(*harder) == 2  # other texts need another folder
+
+
+def test_a_model_that_can_do_nothing_is_said_to_first(tmp_path):
+    argv = ["run", *TEXT, "snapkv", "--budgets", "0.2", *FAST, "--form", "plain", "--tokens", "400"]
+    with FakeServer() as server:
+        assert run(*argv, "--url", server.url, "--output", str(tmp_path)) == 0
+    assert all("prompt" in body for body in server.asked)
+    assert run("report", str(tmp_path)) == 0
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[2].startswith(
+        "**With the full cache the model scores 0.00: it cannot answer these questions"
+    )
+    assert lines.count("| text/number | 0.00 | the model cannot do this |") == 1
+    assert lines.count("| text/json | 0.00 | the model cannot do this |") == 1
+
+
+CHATS = ("--family", "chats", "--tasks", "turns-number", "turns-words", "--samples", "4", "--tokens", "900")
+
+
+def test_chats_are_evicted_turn_by_turn_by_a_server_that_finds_their_turns(tmp_path):
+    argv = ["run", *CHATS, "--policies", "full", "snapkv", "--budgets", "0.25", "--scopes", "turns", "prefix"]
+    with FakeServer(finds_turns=True) as server:
+        assert run(*argv, *FAST, "--url", server.url, "--output", str(tmp_path)) == 0
+    found = results(tmp_path)
+    assert Counter((r.policy, r.scope) for r in found) == {
+        ("full", None): 8,
+        ("snapkv", "turns"): 8,
+        ("snapkv", "prefix"): 8,
+    }
+    chosen = {"kv_eviction": "snapkv", "kv_budget": 0.25}
+    fields = [body["vllm_xargs"] for body in server.asked]
+    assert fields.count(chosen) == 8
+    prefixes = [f["kv_prefix_len"] for f in fields if "kv_prefix_len" in f]
+    assert sorted(prefixes) == sorted(r.evict_at for r in found if r.scope == "turns")
+    assert run("report", str(tmp_path)) == 0
+    report = (tmp_path / "report.md").read_text()
+    by_turn, beside = report.partition("## Turn by turn")[2].split("How much higher than with one part")
+    assert "| told in 1 | told in 2 | told in 3 | told in 4 | asked in 5 |" in by_turn
+    assert by_turn.count("| snapkv 0.25 (turns) | 0.000") == by_turn.count("| full | 1.000") == 1
+    assert "| snapkv 0.25 (turns) | +0.000 [+0.000, +0.000] |" in beside
+
+
+# Arguments and what is generated.
 
 
 @pytest.mark.parametrize(
@@ -274,25 +344,12 @@ def test_ctrl_c_ends_cleanly(tmp_path):
         (["--family", "text", "--difficulty", "json"], "must be TASK=N, got json"),
         (["--family", "text", "--difficulty", "json=101"], "json=101: it must be 1 to 100 (entries of"),
         (["--family", "text", "--difficulty", "js=8"], "js=8: choose from number, multikey,"),
+        (["--data", "x", "--suite", "ruler"], "--suite was removed: use lm-eval"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["run", "--output", "x", *argv])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["run", "--output", "x", "--data", "x", "--suite", "ruler"], "--suite was removed: use lm-eval"),
-        (["fidelity", "--output", "x", "--dry-run"], "--dry-run was removed: start the run"),
-        (["report", "x", "--eviction-log", "x"], "vllm-kvevict inspect shows what a policy keeps"),
-    ],
-)
-def test_options_that_are_gone_say_what_took_their_place(argv, message, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(argv)
     assert message in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from vllm_kvevict.quality import questions, texts
+from vllm_kvevict.quality import chats, questions, texts
 from vllm_kvevict.quality.fitting import TextQuestions, fit
 from vllm_kvevict.quality.questions import LABELS, TASKS, Draw
 from vllm_kvevict.quality.texts import Fact, TextError
@@ -177,15 +177,18 @@ def test_plain_prompts_and_chats_ask_the_same():
         assert chat.prompt()["continue_final_message"] and chat.has_prefix and plain.has_prefix
 
 
-def test_samples_depend_on_seed_and_size_only():
-    few = asked("chat", samples=1)
-    assert len(few) == len(list(few.names_of_samples())) == len(TASKS)
-    more = asked("chat", samples=5, names=["number"], tokens=[9])
-    one, same = (questions.case("number", 9, 0, 20) for questions in (few, more))
-    assert one.prompt() == same.prompt()
-    for other in (asked("chat", seed=4), asked("chat", sizes={"number": 2})):
-        assert other.case("number", 9, 0, 20).prompt() != one.prompt()
-        assert other.fingerprints()["text/number"] != few.fingerprints()["text/number"]
+@pytest.mark.parametrize("name", [*TASKS, *chats.TASKS])
+def test_samples_depend_on_seed_and_size_only(name):
+    size = {**TASKS, **chats.TASKS}[name].sizes.stop - 1
+
+    def told(**changes):
+        questions = asked("chat", **{"names": [name], **changes})
+        return questions.case(name, 9, 1, 20).prompt(), questions.fingerprints()[f"text/{name}"]
+
+    same = told()
+    assert told(samples=5, names=["number", name], tokens=[99]) == same
+    assert told(seed=4)[0] != same[0] and told(sizes={name: size})[0] != same[0]
+    assert told(sizes={name: size})[1] != same[1]
 
 
 @pytest.mark.parametrize("tokens", [800, 1024, 5000])

@@ -175,10 +175,18 @@ async def listed(
     Args:
         fields: of ours.
         params: of sampling.
+
+    Raises:
+        EndpointError: the server does not tell.
     """
     asked = {"prompt": prompt, "logprobs": top, "return_tokens_as_token_ids": True, "vllm_xargs": fields}
     choice = await endpoint.complete({**asked, **params})
-    lists = choice["logprobs"]
+    lists = choice.get("logprobs")
+    if not lists:
+        raise EndpointError(
+            f"{endpoint.url} answers without logprobs, which are what is scored: ask vLLM's server itself, not a "
+            "proxy that leaves them out"
+        )
     rows = [{k.removeprefix(TOKEN): v for k, v in row.items()} for row in lists["top_logprobs"]]
     return tuple(int(token.removeprefix(TOKEN)) for token in lists["tokens"]), rows, choice["text"]
 
