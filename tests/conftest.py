@@ -39,10 +39,3 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries that are unloaded count what is left of theirs
-
-
-def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
-    # Here, since the process that writes it need not be one that runs the contract's tests.
-    from tests.contract import summary
-
-    summary.report(terminalreporter)

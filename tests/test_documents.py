@@ -1,22 +1,15 @@
-"""What README and docs show is there and may be typed as it stands. Their commands: `distribution/test_commands.py`."""
+"""What README and docs show is there and may be typed as it stands. Their commands: `distribution/test_commands.py`;
+their links: `test_site.py`."""
 
 import itertools
 import re
 
 import pytest
 
-from tests.documents import DOCUMENTS, ROOT, blocks, commands
+from tests.documents import DOCUMENTS, ROOT, blocks
 
 WAIT = "curl -s --retry 900 --retry-delay 1 --retry-connrefused http://localhost:8000/health"
 """Ends when the server that was started before answers."""
-
-
-def test_the_client_of_vllms_benchmarks_is_shown_with_fields():
-    """It knows none of the flags, so its page must not say that it does."""
-    words = next(
-        words for words in commands(ROOT / "docs/CONFIGURATION.md") if words[:3] == ["vllm", "bench", "serve"]
-    )
-    assert "--extra-body" in words and not any(word.startswith("--kv-") for word in words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -91,12 +84,3 @@ def test_every_part_of_the_scheduler_is_told_of():
     text = ARCHITECTURE.read_text()
     assert parts_not_told(text.replace("gate.py", "")) == {"gate.py"}
     assert not parts_not_told(text)
-
-
-def test_links_lead_somewhere():
-    broken = []
-    for document in DOCUMENTS:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", document.read_text()):
-            if not (document.parent / target).exists():
-                broken.append(f"{document.name}: {target}")
-    assert not broken

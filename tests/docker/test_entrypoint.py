@@ -26,6 +26,9 @@ if "--wait" in sys.argv:
 sys.exit(3)
 """
 ADDRESS = ["--host", "0.0.0.0", "--port", "8000"]
+CONFIG = '{"window": 16, "x": "a \'b\' $HOME *"}'
+WORDS = ["--served-model-name", "two words", "--x", "", "$(touch /tmp/no)", "*"]
+"""What a shell would change."""
 
 
 @pytest.fixture
@@ -66,31 +69,16 @@ def called(process: subprocess.Popen[str]) -> dict:
         ),
         ({"KV_EVICTION": "", "KV_BUDGET": "", "KV_EVICTION_CONFIG": "", "PORT": ""}, [], ADDRESS),
         (
-            {"KV_EVICTION": "take", "KV_EVICTION_CONFIG": '{"window": 16, "x": "a \'b\' $HOME *"}'},
+            {"KV_EVICTION": "take", "KV_EVICTION_CONFIG": CONFIG},
             ["--max-model-len", "2048"],
-            [
-                *(*ADDRESS, "--kv-eviction", "take"),
-                *(
-                    "--kv-eviction-config",
-                    '{"window": 16, "x": "a \'b\' $HOME *"}',
-                    "--max-model-len",
-                    "2048",
-                ),
-            ],
+            [*ADDRESS, "--kv-eviction", "take", "--kv-eviction-config", CONFIG, "--max-model-len", "2048"],
         ),
-        (
-            {},
-            ["--served-model-name", "two words", "--x", "", "$(touch /tmp/no)", "*"],
-            [*ADDRESS, "--served-model-name", "two words", "--x", "", "$(touch /tmp/no)", "*"],
-        ),
+        ({}, WORDS, [*ADDRESS, *WORDS]),
     ],
 )
 def test_environment_becomes_flags_and_arguments_follow(start, environment, arguments, flags):
-    assert called(start(*arguments, MODEL="org/name", **environment))["words"] == [
-        "serve",
-        "org/name",
-        *flags,
-    ]
+    words = called(start(*arguments, MODEL="org/name", **environment))["words"]
+    assert words == ["serve", "org/name", *flags]
 
 
 def test_folders_with_spaces_are_one_word_and_switch_the_hub_off(start, tmp_path):

@@ -1,12 +1,13 @@
-"""The page in a real browser: what it shows is what its data says, by mouse and by keyboard, and soon enough."""
+"""The page in a real browser: what it shows is what its data says, by mouse and by keyboard, and soon enough; that of a
+conversation has its turns, and its branch."""
 
 import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from tests.inspection.pages import random_inspection
+from tests.inspection.pages import branching, random_inspection
 from vllm_kvevict.inspect.page import render
 
 TOKENS, LAYERS, HEADS = 130, 3, 4
@@ -160,3 +161,68 @@ def test_errors_are_noticed(browser, tmp_path):
     error = "showFrame();\nconsole.error('x');\n"
     load(browser, tmp_path / "page.html", change=lambda html: html.replace("showFrame();\n", error))
     assert len(browser.get_log("browser")) == 1
+
+
+# A conversation.
+
+CONVERSATION = branching()
+
+
+@pytest.fixture
+def turns(browser, tmp_path):
+    load(browser, tmp_path / "page.html", CONVERSATION)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def table(browser):
+    return [
+        [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")]
+        for row in browser.find_elements(By.CSS_SELECTOR, "#turns tr")
+    ]
+
+
+def percent(share):
+    return f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+
+
+def expected_rows(inspection, layers=slice(None), heads=slice(None)):
+    names = ["Turn", "Tokens", *(kept.policy for kept in inspection.kept[:2])]
+    ends = [0, *inspection.turns, len(inspection.prompt.ids)]
+    rows = []
+    for name, start, end in zip(("1", "2", "rest"), ends, ends[1:], strict=False):
+        shares = [kept.mask[layers, heads, start:end].mean() for kept in inspection.kept[:2]]
+        rows.append([name, str(end - start), *map(percent, shares)])
+    return [names, *rows]
+
+
+def test_what_is_kept_of_each_turn(turns):
+    assert table(turns) == expected_rows(CONVERSATION)
+    Select(turns.find_element(By.ID, "layer")).select_by_visible_text("1")
+    Select(turns.find_element(By.ID, "head")).select_by_visible_text("2")
+    chosen = expected_rows(CONVERSATION, [1], [2])
+    assert table(turns) == chosen != expected_rows(CONVERSATION)
+
+
+def test_the_branch_is_a_page_of_its_own(turns):
+    def marked():
+        turns.execute_script("dispatchEvent(new Event('beforeprint'))")
+        shared = turns.find_elements(By.CSS_SELECTOR, "#turns .shared th")
+        (parts,) = turns.find_elements(By.CSS_SELECTOR, ".row .cell:first-child .branch")
+        return [cell.text for cell in shared], parts.get_attribute("data-token")
+
+    def go():
+        turns.execute_script("delete document.body.dataset.drawn")
+        turns.find_element(By.CSS_SELECTOR, "#branch a").click()
+        WebDriverWait(turns, 10).until(lambda b: b.execute_script("return document.body?.dataset.drawn"))
+
+    assert turns.find_element(By.ID, "branch").text == "Shared with the branch: turn 1, 40 tokens"
+    assert marked() == (["1"], "40")
+    go()
+    assert table(turns) == expected_rows(CONVERSATION.branch) != expected_rows(CONVERSATION)
+    assert marked() == (["1"], "40") and "150 tokens" in turns.find_element(By.ID, "about").text
+    assert turns.find_element(By.ID, "branch").text.startswith(
+        "Shared with the conversation that it branches off from"
+    )
+    go()
+    assert table(turns) == expected_rows(CONVERSATION)

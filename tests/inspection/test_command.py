@@ -41,31 +41,18 @@ def refusal(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--prompt", "empty.txt"], "--prompt empty.txt is empty"),
-        (["--prompt", "picture.png"], "--prompt picture.png is not text in UTF-8"),
-        (["--prompt", "prompt.txt", "--json", "no/x.json"], "--json no/x.json: there is no such folder"),
-        (
-            ["--prompt", "prompt.txt", "--json", "inspect.html"],
-            "--json inspect.html is the file of --output: name another one",
-        ),
+        ("--prompt empty.txt", "--prompt empty.txt is empty"),
+        ("--prompt picture.png", "--prompt picture.png is not text in UTF-8"),
+        ("--prompt prompt.txt --json no/x.json", "--json no/x.json: there is no such folder"),
+        ("--prompt prompt.txt --json inspect.html", "--json inspect.html is the file of --output: "),
+        ("--prompt prompt.txt --compare snapkv lavas", "--compare: unknown policy 'lavas' (choose from "),
+        ("--prompt prompt.txt --compare lava:kernel", "--compare: 'lava:kernel' is not POLICY[:NAME=VALUE,...]"),
+        ("--chat chat.json --turns 5", "--chat cannot be used with --turns: "),
+        ("--chat chat.json --output chat.json", "--output chat.json is the file of --chat: "),
     ],
-)
-def test_files(words, sentence, refusal):
-    assert refusal(*words) == sentence
-
-
-@pytest.mark.parametrize(
-    ("entry", "sentence"),
-    [
-        ("lavas", "--compare: unknown policy 'lavas' (choose from "),
-        (
-            "lava:kernel",
-            "--compare: 'lava:kernel' is not POLICY[:NAME=VALUE,...][@NOTE]: 'kernel' is not NAME=VALUE",
-        ),
-    ],
-)
-def test_policies_to_compare(entry, sentence, refusal):
-    assert refusal("--prompt", "prompt.txt", "--compare", "snapkv", entry).startswith(sentence)
+)  # fmt: skip
+def test_wrong_arguments(words, sentence, refusal):
+    assert refusal(*words.split()).startswith(sentence)
 
 
 @pytest.mark.parametrize("flag", ["--chat", "--branch"])
@@ -75,17 +62,6 @@ def test_chats(flag, refusal, tmp_path):
     before = ["--chat", "chat.json"] if flag == "--branch" else []
     sentence = "bad.json, message 1: content must be text or a list of parts, not 5"
     assert refusal(*before, flag, "bad.json") == f"{flag} {sentence}"
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--turns", "5"], "--chat cannot be used with --turns: each says where a prompt is evicted"),
-        (["--output", "chat.json"], "--output chat.json is the file of --chat: name another one"),
-    ],
-)
-def test_what_does_not_go_with_a_chat(words, sentence, refusal):
-    assert refusal("--chat", "chat.json", *words) == sentence
 
 
 HOSTILE = "</script>\r\n<b>\0 & \\ 😀 \u202e שלום \ufeff\r"

@@ -55,19 +55,9 @@ def run(folder: Path, tests: Path, paths: Sequence[str], redirections: Path, pac
         package: whether vLLM may load this package.
     """
     out = folder / f"{'with' if package else 'without'}.jsonl"
-    settings = ["-c", "pyproject.toml", "-p", "kvevict_witness", "-p", "no:cacheprovider"]
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *paths,
-        *settings,
-        "-q",
-        "--no-header",
-        "--tb=line",
-        "-W",
-        "ignore",
-    ]
+    settings = ["-c", "pyproject.toml", "-p", "kvevict_witness", "-p", "no:cacheprovider", "-W", "ignore"]
+    shown = ["-q", "--no-header", "--tb=line"]
+    words = [sys.executable, "-m", "pytest", *paths, *settings, *shown]
     env = environment(folder, tests, redirections, package) | {"KVEVICT_WITNESS": str(out)}
     subprocess.run(words, cwd=tests, env=env)
     return read(out)

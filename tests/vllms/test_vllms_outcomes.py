@@ -1,14 +1,10 @@
 """The comparison of two runs of vLLM's tests: what it must find, and that the witness tells how each ended."""
 
-import functools
 import hashlib
-import http.server
 import io
-import json
 import subprocess
 import sys
 import tarfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -140,33 +136,26 @@ def archive(path: Path, names: list[str]) -> str:
 
 
 @pytest.fixture
-def registry(tmp_path, monkeypatch):
-    """The folder of a server that stands in for the package index; it has the expected archive."""
-    page = tmp_path / "index/vllm"
-    page.mkdir(parents=True)
+def published(tmp_path, monkeypatch):
+    """The expected archive, where the package index is taken to have it."""
+    path = tmp_path / sources.FILE
     names = ["tests/v1/test_a.py", "pyproject.toml", "vllm/code.py", "setup.py"]
-    monkeypatch.setattr(sources, "SHA256", archive(page / sources.FILE, names))
-    # What the server gives for the folder.
-    (page / "index.html").write_text(json.dumps({"files": [{"filename": sources.FILE, "url": sources.FILE}]}))
+    monkeypatch.setattr(sources, "SHA256", archive(path, names))
+    monkeypatch.setattr(sources, "address_of", lambda index: path.as_uri())
     monkeypatch.setattr(sources, "_install", lambda folder: folder.mkdir())
     monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(page.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        monkeypatch.setattr(sources, "index", lambda: f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield page
-        server.shutdown()
+    return path
 
 
-def test_the_tests_alone_are_unpacked_once(registry):
+def test_the_tests_alone_are_unpacked_once(published):
     folder = sources.sources()
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files == {"tests/v1/test_a.py", "pyproject.toml"} and (folder / "needed").is_dir()
-    (registry / sources.FILE).unlink()
+    published.unlink()
     assert sources.sources() == folder
 
 
-def test_another_archive_is_not_used(registry, monkeypatch, capsys):
+def test_another_archive_is_not_used(published, monkeypatch, capsys):
     monkeypatch.setattr(sources, "SHA256", "0" * 64)
     assert command.main([]) == 3
     assert "has the sha256" in capsys.readouterr().err.splitlines()[-1]
