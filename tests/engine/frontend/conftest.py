@@ -1,4 +1,4 @@
-"""What tests of chats share."""
+"""What tests of flags and of chats share."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,6 +6,18 @@ from typing import Any
 import pytest
 
 from tests.engine.support.chats import byte_renderers
+from vllm_kvevict.engine.frontend import command_line
+
+
+@pytest.fixture(autouse=True)
+def _python_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing a command line makes the process a command; here it ends with each test."""
+    monkeypatch.setattr(command_line, "_on_command_line", False)
+
+
+@pytest.fixture
+def model(models: Callable[..., Any]) -> str:
+    return str(models("llama"))
 
 
 @pytest.fixture(scope="module")

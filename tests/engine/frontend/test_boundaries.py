@@ -1,4 +1,4 @@
-"""Where the turns of a chat end: templates of many kinds, as the chat goes on."""
+"""Where the turns of a chat end, and the part before them: templates of many kinds, as the chat goes on."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, decoded, render
+from tests.engine.support.chats import BLIND, CHATML, GLUED, LLAMA3, REVERSED, decoded, render
 from tests.engine.support.turn_templates import (
     ANSWERED_BY_USER,
     DROPS_EMPTY,
@@ -29,7 +29,7 @@ from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.frontend import boundaries, chat
 from vllm_kvevict.engine.frontend.boundaries import find_turns, longest_ascending, messages_behind_turns
 from vllm_kvevict.engine.frontend.chat import CHANGES, CHAT, PREFIX_LEN
-from vllm_kvevict.engine.turns import LASTING, TURNS, are_lasting
+from vllm_kvevict.engine.turns import LASTING, TURNS, WHOLE, are_lasting
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +312,58 @@ def test_the_words_of_a_repeat_stay_the_same(renderers):
             for count in asked(messages)[1:]
         ]
         assert len(rows) > 1 and all(each == rows[0] for each in rows), template[:30]
+
+
+# `keep_first`: where the part before the first user message ends, as templates write it, and what requests get.
+
+TOOLS = "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
+TEXT = SYSTEM["content"]
+
+
+@pytest.fixture(scope="module")
+def keeping(renderers):
+    """The renderer of a server that keeps the part before the first user message whole."""
+    return renderers(scope="turns", budget=0.25, keep_first=True, min_turn=1, min_prompt=1)
+
+
+def first_part(keeping, messages, template=CHATML, **kwargs) -> str | None:
+    """The text that stays whole, None if the request says nothing of it."""
+    prompt = render(keeping, messages, template, **kwargs)[0]
+    fields = process(keeping, prompt)
+    assert fields.get(WHOLE, fields[TURNS][0]) in fields[TURNS]
+    return decoded(keeping, prompt["prompt_token_ids"][: fields[WHOLE]]) if WHOLE in fields else None
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, DROPS_THOUGHTS, DROPS_EMPTY])
+@pytest.mark.parametrize("messages", [PLAIN, LOOP], ids=["plain", "tools"])
+def test_instructions_stay_however_the_chat_goes_on(template, messages, keeping):
+    assert messages[0] == SYSTEM
+    (part,) = {first_part(keeping, messages[:count], template) for count in asked(messages)}
+    assert TEXT in part and "port" not in part.replace(TEXT, "")
+
+
+def test_all_before_the_first_user_message(keeping):
+    """Also what the assistant says there, and tools that only the template writes; but no later instructions."""
+    greeting = [SYSTEM, answer("Welcome."), {"role": "system", "content": "Be brief."}, user("Which?")]
+    later = [answer("None."), {"role": "system", "content": "Be kind."}, user("And now?")]
+    part = first_part(keeping, [*greeting, *later])
+    assert "Be brief" in part and "Which" not in part
+    tool = {"type": "function", "function": {"name": "largest_port", "parameters": {}}}
+    part = first_part(keeping, [user("Which?")], TOOLS + CHATML, tools=[tool])
+    assert "largest_port" in part and "Which" not in part
+
+
+def test_where_it_is_not_found(keeping):
+    """Instructions that stand elsewhere: nothing, or next to nothing, comes before the first user message."""
+    for template in (MOVES_SYSTEM, REVERSED):
+        assert TEXT not in (first_part(keeping, PLAIN[:6], template) or "")
+
+
+def test_servers_that_do_not_keep_it_say_nothing_of_it(renderers, keeping):
+    prompt = render(keeping, PLAIN[:6])[0]
+    assert process(keeping, prompt).keys() == {TURNS, WHOLE}
+    assert process(keeping, prompt, **{TURNS: [5]}) == {TURNS: [5]}
+    loop = render(keeping, LOOP[:5], DROPS_THOUGHTS)[0]
+    assert process(keeping, loop).keys() == {TURNS, WHOLE, LASTING}
+    other = renderers(scope="turns", budget=0.25, min_turn=1, min_prompt=1)
+    assert process(other, render(other, PLAIN[:6])[0]).keys() == {TURNS}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mistral_common
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -43,13 +43,6 @@ def renderer(renderers):
     return renderers(scope="prefix")
 
 
-@pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
-def test_templates(template, before, prefix, renderer):
-    prompt, found = render(renderer, [*before, ask()], template)
-    assert found == prefix
-    assert QUESTION in prompt["prompt"]
-
-
 AWKWARD = [
     "", " ", "\n\n", "\n\nWhy?", "  Why?", "0", "42 what?", "]/INST]", "user", "<|im_end|>\n", ":", "\ue000", "\ue000?",
 ]  # fmt: skip
@@ -58,7 +51,8 @@ AWKWARD = [
 @pytest.mark.parametrize("template, before, prefix", CASES.values(), ids=CASES)
 @settings(max_examples=30, deadline=None)
 @given(question=st.sampled_from(AWKWARD) | st.text(max_size=20))
-def test_no_question_changes_the_prefix(template, before, prefix, renderer, question):
+@example(question=QUESTION)
+def test_the_prefix_is_the_templates_whatever_is_asked(template, before, prefix, renderer, question):
     assert render(renderer, [*before, ask(question)], template)[1] == prefix
 
 
@@ -283,13 +277,9 @@ def test_the_server_renders_in_vllms_threads(renderer, monkeypatch):
     _, expected = renderer.render_chat(chats, params)
     assert set(threads) == {threading.current_thread()}
     threads.clear()
-
-    async def both():
-        return await asyncio.gather(*(renderer.render_chat_async(chats, params) for _ in range(3)))
-
-    for _, prompts in asyncio.run(both()):
-        assert [prompt[PREFIX_LEN] for prompt in prompts] == [prompt[PREFIX_LEN] for prompt in expected]
-    assert len(threads) == 15 and threading.current_thread() not in threads
+    _, prompts = asyncio.run(renderer.render_chat_async(chats, params))
+    assert [prompt[PREFIX_LEN] for prompt in prompts] == [prompt[PREFIX_LEN] for prompt in expected]
+    assert len(threads) == 5 and threading.current_thread() not in threads
 
 
 @given(st.text("ab", max_size=12), st.text("ab", max_size=12))

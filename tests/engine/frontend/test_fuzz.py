@@ -29,7 +29,7 @@ from vllm_kvevict.engine.config import (
     Options,
     needs_reserve,
 )
-from vllm_kvevict.engine.frontend import command_line, plugin
+from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.policies import available, decoding_policies, parameters
 from vllm_kvevict.policies.registry import lookup
 
@@ -68,20 +68,22 @@ NO_BUDGETS = st.one_of(
 )
 
 
-def at_least(least: int, most: int = 100) -> tuple[st.SearchStrategy, st.SearchStrategy]:
+Values = tuple[st.SearchStrategy, st.SearchStrategy]
+"""Valid ones and others."""
+
+
+def at_least(least: int, most: int = 100) -> Values:
     bad = st.one_of(
         st.integers(-(2**63), least - 1), st.floats().filter(lambda x: x != x or x % 1 != 0), JUNK
     )
     return st.integers(least, most), bad
 
 
-def one_of(*names: str) -> tuple[st.SearchStrategy, st.SearchStrategy]:
+def one_of(*names: str) -> Values:
     return st.sampled_from(names), st.one_of(JUNK.filter(lambda x: x not in names), INTEGERS)
 
 
-def number(
-    least: float, most: float, exclude_least: bool = False
-) -> tuple[st.SearchStrategy, st.SearchStrategy]:
+def number(least: float, most: float, exclude_least: bool = False) -> Values:
     bad = st.one_of(
         st.floats(max_value=least, exclude_max=not exclude_least),
         st.floats(min_value=most, exclude_min=True) if most == 1 else st.just(float("inf")),
@@ -91,7 +93,7 @@ def number(
     return st.floats(least, most, exclude_min=exclude_least), bad
 
 
-PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
+PARAMETERS: dict[str, Values] = {
     **{name: at_least(1) for name in ("window", "beta", "take_probe", "leverage_chunk", "n_future")},
     "take_chunk": (st.integers(100, 10**4), at_least(1)[1]),  # no less than the probe
     "skip_layers": at_least(0),
@@ -116,14 +118,13 @@ PARAMETERS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
     "take_warmup_layers": (st.integers(0, 4) | st.just("auto"), at_least(0)[1]),
     "take_warmup_budget": (st.integers(1, 500) | st.just("auto"), at_least(1)[1]),
 }
-ENGINE: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
+ENGINE: dict[str, Values] = {
     "min_prompt": at_least(0),
     "decode_reserve": at_least(1),
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
     "scope": one_of("prompt", "prefix", "turns"),
     "defaults": one_of("measured", "paper"),
-    "kernels": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
-    "keep_first": (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)),
+    **{name: (st.booleans(), st.one_of(INTEGERS, st.floats(), JUNK)) for name in ("kernels", "keep_first")},
     "policies": (
         st.sampled_from(POLICIES) | st.lists(st.sampled_from(POLICIES), max_size=3),
         st.one_of(
@@ -188,17 +189,6 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[str]]:
 
 
 # Flags and keywords, in this process.
-
-
-@pytest.fixture(autouse=True)
-def _python_caller(monkeypatch):
-    """Parsing a command line makes the process a command; here it ends with each test."""
-    monkeypatch.setattr(command_line, "_on_command_line", False)
-
-
-@pytest.fixture
-def model(models) -> str:
-    return str(models("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +282,7 @@ def test_additional_config(settings):
 
 # Fields of single requests, as the front-end checks them.
 
-FIELDS: dict[str, tuple[st.SearchStrategy, st.SearchStrategy]] = {
+FIELDS: dict[str, Values] = {
     "kv_eviction": (
         st.sampled_from(available()).filter(lambda policy: not needs_reserve(policy)),
         st.one_of(JUNK, INTEGERS, st.sampled_from([p for p in available() if needs_reserve(p)])),

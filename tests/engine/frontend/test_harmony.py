@@ -1,13 +1,10 @@
 """Chats of gpt-oss models, which vLLM renders without a template: where their question begins."""
 
 import pytest
-from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.renderers.base import BaseRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.support.chats import DOCUMENT, SYSTEM, TURN, ask, byte_renderers
 from vllm_kvevict.engine.frontend import harmony
@@ -77,17 +74,6 @@ def test_turns_end_before_the_question_only(render):
     for endpoint in (chat, responses):
         prompt = endpoint(render(), [*TURN, ask()])
         assert endpoint(render(scope="turns", budget=0.25), [*TURN, ask()])[TURNS] == [prompt[PREFIX_LEN]]
-
-
-def test_requests_get_their_prefix(render, monkeypatch):
-    online = render()
-    # The model of the test has fewer words.
-    monkeypatch.setattr(BaseRenderer, "validate_token_ids", lambda *args, **kwargs: None)
-    prompt = chat(online, [*TURN, ask()])
-    request = InputProcessor(online.renderer.config).process_inputs(
-        "r", prompt, SamplingParams(max_tokens=4), ("generate",)
-    )
-    assert request.sampling_params.extra_args == {"kv_prefix_len": prompt[PREFIX_LEN]}
 
 
 def test_a_prefix_is_repeated_in_harmonys_words(render, encoding):

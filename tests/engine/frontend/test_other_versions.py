@@ -1,17 +1,15 @@
 """Another version of vLLM is left as it is, and says one sentence where eviction is asked for."""
 
-import json
 import os
 import re
 import subprocess
-import sys
 
 import httpx
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from tests.engine.support import other_vllm, running
-from tests.engine.support.serving import ROOT, Server, bare_command
+from tests.engine.support.serving import Server, bare_command
 from vllm_kvevict import compatibility
 from vllm_kvevict.compatibility import refusal
 from vllm_kvevict.engine.registration import asked_on_command_line
@@ -26,6 +24,7 @@ from vllm.entrypoints.cli.main import main
 sys.argv[0] = "vllm"
 main()
 """
+EVICTING = '{"kv_eviction": {"policy": "snapkv"}}'
 FROM_PYTHON = """
 import json, sys
 import vllm.version
@@ -40,11 +39,6 @@ print(json.dumps({
     "scheduler": str(config.scheduler_config.scheduler_cls),
 }))
 """
-
-
-@pytest.fixture
-def model(models) -> str:
-    return str(models("llama"))
 
 
 def serve_help(version: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +67,10 @@ def test_versions(found, runs):
 
 def test_nothing_is_wrapped_or_imported(model):
     """Also where somebody else's settings are there."""
-    other, tested = from_python(UNKNOWN, model, '{"other": {}}'), from_python(versions_here(), model)
+    other, tested = (
+        from_python(UNKNOWN, model, '{"other": {}}'),
+        from_python(versions_here(), model, EVICTING),
+    )
     assert other.returncode == 0, other.stderr
     assert '"wrapped": false, "fields": []' in other.stdout and '"scheduler": "None"' in other.stdout
     loaded = re.findall(r'"(vllm_kvevict[^"]*)"', other.stdout)
@@ -81,6 +78,7 @@ def test_nothing_is_wrapped_or_imported(model):
     assert loaded == ["vllm_kvevict", "vllm_kvevict.compatibility", *engine]
     # The control: what is looked for is there in a version that the plugin was made for.
     assert '"wrapped": true' in tested.stdout and "vllm_kvevict.engine.frontend.plugin" in tested.stdout
+    assert "EvictionScheduler" in tested.stdout
 
 
 def versions_here() -> str:
@@ -92,7 +90,7 @@ def versions_here() -> str:
 
 
 def test_additional_config_is_refused_in_one_sentence(model):
-    ended = from_python(UNKNOWN, model, '{"kv_eviction": {"policy": "snapkv"}}')
+    ended = from_python(UNKNOWN, model, EVICTING)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].endswith(f"KVEvictionError: {SENTENCE}")
 
@@ -109,87 +107,35 @@ def test_a_server_with_the_flag_ends_with_one_line(model):
     assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
 
 
-# Whole processes of a vLLM that nobody has tested.
+# A whole server of a vLLM that nobody has tested.
 
 
-PROMPTS = [[7 + 13 * i * k % 490 for i in range(n)] for k, n in ((1, 300), (3, 40))]
-PLAIN = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM("MODEL", dtype="float32", enforce_eager=True, max_model_len=1024)
-    prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True), use_tqdm=False)
-    import vllm
-    print("REPORT " + json.dumps([vllm.__version__, [list(output.outputs[0].token_ids) for output in outputs]]))
-    llm.llm_engine.engine_core.shutdown()
-"""
-
-
-@pytest.fixture(scope="module")
-def unknown_vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a vLLM of another version."""
-    return other_vllm.of_version(tmp_path_factory.mktemp("unknown"), UNKNOWN)
-
-
-def plain(model: str, env: dict[str, str]) -> list:
-    """Version and tokens of a vLLM that is not asked to evict anything; its program comes from standard input."""
-    ended = subprocess.run(
-        [sys.executable],
-        input=PLAIN.replace("MODEL", model).replace("PROMPTS", str(PROMPTS)),
-        cwd=ROOT,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    assert "vllm_kvevict" not in ended.stdout + ended.stderr
-    (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
-    return json.loads(line)
-
-
-@pytest.fixture(scope="module")
-def without_the_package(models) -> list[list[int]]:
-    """The tokens of vLLM alone."""
-    with running.engine(models("llama"), max_model_len=1024) as llm:
-        return tokens_of(llm)
-
-
-def tokens_of(llm: LLM) -> list[list[int]]:
-    """What an engine of this process answers to the prompts."""
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+PROMPT = [7 + 39 * i % 490 for i in range(300)]
 
 
 @pytest.mark.engine
-def test_plain_vllm_is_not_harmed(model, unknown_vllm, without_the_package, tmp_path):
-    """Without a word on the command line. It has not inspected the model before, which it does in a process that has
-    none either."""
-    env = {**unknown_vllm, "VLLM_CACHE_ROOT": str(tmp_path)}
-    assert plain(model, env) == [UNKNOWN, without_the_package]
-
-
-@pytest.mark.engine
-def test_a_plain_server_is_not_harmed(models, unknown_vllm, without_the_package, tmp_path):
-    """Words that its processes find on the command line, and in a file, ask for nothing."""
+def test_a_plain_server_is_not_harmed(models, tmp_path):
+    """Words that its processes find on the command line, and in a file, ask for nothing. It has not inspected the model
+    before, which it does in one more process."""
     settings = tmp_path / "settings.yaml"
     settings.write_text("dtype: float32\n")
     flags = ["--config", str(settings), "--served-model-name=kv_eviction"]
     flags += ["--enforce-eager", "--max-model-len", "512"]
-    with Server(models("llama"), tmp_path / "log", *flags, env=unknown_vllm) as server:
-        body = {
-            "prompt": PROMPTS[1],
-            "max_tokens": 24,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+    env = other_vllm.of_version(tmp_path / "unknown", UNKNOWN) | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    with Server(models("llama"), tmp_path / "log", *flags, env=env) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
-        assert answer["choices"][0]["token_ids"] == without_the_package[1]
         assert UNKNOWN in server.log and "vllm_kvevict" not in server.log
+    with running.engine(models("llama"), max_model_len=1024) as llm:
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        (alone,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    assert answer["choices"][0]["token_ids"] == list(alone.outputs[0].token_ids)
 
 
 # What counts as asking.

@@ -9,6 +9,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import renderer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.support.chats import (
@@ -340,7 +341,7 @@ def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):
 
 
 def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
-    """It checks requests in its event loop."""
+    """It checks requests in its event loop, where nothing is rendered once more."""
     threads, make = [], repeat_prompts
 
     def watched(*args, **kwargs):
@@ -348,28 +349,13 @@ def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
         return make(*args, **kwargs)
 
     monkeypatch.setattr(requests, "repeat_prompts", watched)
-    processor = InputProcessor(renderer.config, renderer)
-
-    class Arrived(Exception):
-        """The request has passed the input processor."""
-
-    def arrive(request):
-        raise Arrived(request.sampling_params.extra_args)
-
-    async def tasks():
-        return ("generate",)
-
-    engine = SimpleNamespace(
-        vllm_config=renderer.config, model_config=renderer.config.model_config, renderer=renderer, errored=False,
-        input_processor=SimpleNamespace(process_inputs=processor.process_inputs, assign_request_id=arrive),
-        get_supported_tasks=tasks,
-    )  # fmt: skip
+    engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer, errored=True)
     prompt, _ = render(renderer, [*TURN, ask()])
-    expected = repeat_prompts(renderer, prompt).to_lists()
-    for fields, times in ({}, 1), ({"kv_eviction": "snapkv"}, 0), ({"kv_budget": 0}, 0):
+    for fields, times in ({}, 1), ({"kv_eviction": "snapkv"}, 0):
         threads.clear()
-        arriving = AsyncLLM.add_request(engine, "r", dict(prompt), SamplingParams(extra_args=fields))
-        with pytest.raises((Arrived, VLLMValidationError)) as end:
+        arriving = AsyncLLM.add_request(engine, "r", prompt, SamplingParams(extra_args=fields))
+        with pytest.raises(EngineDeadError):
             asyncio.run(arriving)
+        rows = process(renderer, prompt, **fields).get(REPEAT_ROWS)
+        assert rows == (make(renderer, prompt).to_lists() if times else None)
         assert len(threads) == times and threading.current_thread() not in threads
-        assert times == 0 or end.value.args[0][REPEAT_ROWS] == expected

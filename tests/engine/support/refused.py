@@ -47,7 +47,7 @@ MODELS = {
 }  # fmt: skip
 """By what the refusal says of them: the type of model, its architecture, its settings."""
 
-WINDOWED = {"model_type": "gemma2", "architecture": "Gemma2ForCausalLM", "settings": LLAMA}
+WINDOWED = ("gemma2", "Gemma2ForCausalLM", LLAMA)
 """A layer with a window, then one without."""
 
 GEMMA3 = (
