@@ -6,12 +6,14 @@ from itertools import pairwise
 
 from benchmarks.harness.lower_level import limit_all
 
-MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prefill", "prompts", "waste")
+MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prompts")
 MOVED = {
     **{name: f"micro {name}" for name in MICRO},
     "hostile": "soak --hostile",
+    "prefill": "throughput --sweep context --output-len 1 --policy POLICY",
     "reasoning": "throughput reasoning-long, and reasoning-fits",
     "speculation": "throughput speculation-copy",
+    "waste": "throughput (its columns KV MiB and live MiB)",
 }
 """Commands that records name, and what took their place."""
 

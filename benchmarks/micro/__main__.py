@@ -17,10 +17,8 @@ NAMES = {
     "eviction": "how long evictions take, as a share of the prefill",
     "frontend": "what looking for questions and turns adds to a chat",
     "ledger": "the scheduler's page accounts and vLLM's block manager",
-    "prefill": "time and memory of long prompts",
     "prompts": "attention of a prompt by vLLM's op and by our kernel",
     "steps": "the project's operations, each over the least time that it can take here",
-    "waste": "memory that pages and their bookkeeping waste",
 }
 
 

@@ -6,9 +6,12 @@ the parts add up to the step. The timers take about a microsecond per call, whic
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from rich.progress import track
 from rich.table import Table
@@ -17,10 +20,13 @@ from benchmarks.harness.options import budget, policy_name, whole
 from benchmarks.harness.scenarios import BLOCK, STOCK, model, token_bytes
 from benchmarks.harness.sides import Engine, Side, Workload, running
 from benchmarks.harness.tables import table
-from benchmarks.micro.engines import Parts, admit, drop, prefill, stopwatch
+from benchmarks.micro.engines import admit, drop, prefill
 from benchmarks.micro.loop import Found
 
 DECODE, PREFILL = "decode step", "prefill with eviction"
+REST, TOTAL = "engine, API and the rest", "whole step"
+Parts = dict[str, float]
+"""Seconds of a step by part."""
 OPTIONS = (
     ("batch", whole, 8, "requests in a decode step"),
     ("context", whole, 2048, "tokens of each prompt"),
@@ -41,6 +47,46 @@ def refuse(arguments: argparse.Namespace) -> str | None:
 
 
 # What the engines' processes do.
+
+
+@dataclass
+class Stopwatch:
+    """Times functions exclusively: while one that it calls is at work, the caller's time stands still."""
+
+    parts: Parts = field(default_factory=lambda: defaultdict(float))
+    _open: list[str] = field(default_factory=lambda: [REST])
+    _since: float = 0.0
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count a function's time for a part."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._open.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._open.pop()
+
+        setattr(owner, name, timed)
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.parts[self._open[-1]] += now - self._since
+        self._since = now
+
+    def run(self, work: Callable[[], Any]) -> Parts:
+        """Run something and say where its time went."""
+        self.parts.clear()
+        self._since = time.perf_counter()
+        work()
+        self._switch()
+        return dict(self.parts)
+
+
+stopwatch = Stopwatch()
 
 
 def install(engine: Engine) -> None:
@@ -96,41 +142,20 @@ def prefill_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]
 # What the parent does.
 
 
-@dataclass
-class Cell:
-    """Steps of one kind on one side.
-
-    Attributes:
-        layers: of the model.
-        side: stock or the policy.
-        kind: DECODE or PREFILL.
-        steps: of each step, seconds by part.
-    """
-
-    layers: int
-    side: str
-    kind: str
-    steps: list[Parts]
-
-    @property
-    def milliseconds(self) -> Parts:
-        """Median of each part."""
-        parts = dict.fromkeys(part for step in self.steps for part in step)
-        return {part: 1e3 * median(step.get(part, 0.0) for step in self.steps) for part in parts}
-
-    @property
-    def total(self) -> float:
-        """Median of whole steps, in milliseconds."""
-        return 1e3 * median(sum(step.values()) for step in self.steps)
+def milliseconds(steps: Sequence[Parts]) -> Parts:
+    """Median of each part, and of whole steps; a part that a step does not have took no time in it."""
+    names = dict.fromkeys(part for step in steps for part in step)
+    found = {part: 1e3 * median(step.get(part, 0.0) for step in steps) for part in names}
+    return found | {TOTAL: 1e3 * median(sum(step.values()) for step in steps)}
 
 
-def run_engines(arguments: argparse.Namespace) -> list[Cell]:
-    """One engine after another, so that none disturbs the one that is timed."""
+def measure(arguments: argparse.Namespace) -> Found:
+    """Both kinds of steps, one engine after another, so that none disturbs the one that is timed."""
     longest = arguments.context + arguments.steps + 8
     blocks = arguments.batch * -(-longest // BLOCK) + 1
     eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
     workload = Workload(arguments.batch, arguments.context, arguments.steps + 8, seed=1)
-    cells = []
+    cells: list[dict[str, Any]] = []
     todo = [(layers, side) for layers in arguments.model_layers for side in (STOCK, arguments.policy)]
     for layers, name in track(todo, "engines"):
         side = Side(
@@ -145,28 +170,20 @@ def run_engines(arguments: argparse.Namespace) -> list[Cell]:
         )
         with running(side):
             side.call(install)
-            cells.append(Cell(layers, name, DECODE, side.call(decode_steps, workload, arguments.steps)))
-            cells.append(Cell(layers, name, PREFILL, side.call(prefill_steps, workload, arguments.prompts)))
-    return cells
+            for kind, work, count in (
+                (DECODE, decode_steps, arguments.steps),
+                (PREFILL, prefill_steps, arguments.prompts),
+            ):
+                parts = milliseconds(side.call(work, workload, count))
+                cells.append({"layers": layers, "side": name, "kind": kind, "milliseconds": parts})
+    return Found({"cells": cells}, [show(kind, cells) for kind in (DECODE, PREFILL)])
 
 
-def show(arguments: argparse.Namespace, kind: str, cells: Sequence[Cell]) -> Table:
+def show(kind: str, cells: Sequence[dict[str, Any]]) -> Table:
     """Milliseconds of each part, one column for each model and side."""
-    what = f"{arguments.batch} x {arguments.context}" if kind == DECODE else f"{arguments.context} tokens"
-    title = f"{kind}, {what}, {arguments.dtype}, {arguments.threads} thread(s): ms, median"
-    shown = table(title, ["part"], [f"{cell.layers} layers, {cell.side}" for cell in cells])
-    columns = [cell.milliseconds for cell in cells]
+    chosen = [cell for cell in cells if cell["kind"] == kind]
+    shown = table(f"{kind}: ms, median", ["part"], [f"{of['layers']} layers, {of['side']}" for of in chosen])
+    columns = [cell["milliseconds"] for cell in chosen]
     for part in dict.fromkeys(part for column in reversed(columns) for part in column):
         shown.add_row(part, *(f"{column[part]:.2f}" if part in column else "-" for column in columns))
-    shown.add_row("whole step", *(f"{cell.total:.2f}" for cell in cells))
     return shown
-
-
-def measure(arguments: argparse.Namespace) -> Found:
-    """Both kinds of steps."""
-    cells = run_engines(arguments)
-    tables = [
-        show(arguments, kind, [cell for cell in cells if cell.kind == kind]) for kind in (DECODE, PREFILL)
-    ]
-    names = ("layers", "side", "kind", "milliseconds", "total")
-    return Found({"cells": [{name: getattr(cell, name) for name in names} for cell in cells]}, tables)

@@ -84,23 +84,21 @@ class Operation:
     Attributes:
         name: how the table calls it.
         run: does it once.
-        work: what it cannot avoid, None where it moves no tensors.
+        work: what it cannot avoid.
         prepare: called before each round, not timed.
         repeats: calls in a round.
-        times_itself: whether ``run`` returns the seconds, averaged as it likes.
     """
 
     name: str
     run: Callable[[], Any]
-    work: Work | None = None
+    work: Work
     prepare: Callable[[], Any] = lambda: None
     repeats: int = 1
-    times_itself: bool = False
 
     def seconds(self) -> float:
         """Seconds of one operation, from one round."""
         self.prepare()
-        return self.run() if self.times_itself else seconds(self.run, self.repeats)
+        return seconds(self.run, self.repeats)
 
 
 @dataclass
@@ -110,7 +108,7 @@ class Timing:
     Attributes:
         name: of the operation.
         ms: median of the rounds.
-        floor_ms: its floor, None where it has none.
+        floor_ms: its floor.
         times_floor: how many times its floor it takes, round by round.
         bound: what the floor is made of.
         raw: milliseconds of each round.
@@ -118,13 +116,13 @@ class Timing:
 
     name: str
     ms: Estimate
-    floor_ms: float | None
-    times_floor: Estimate | None
+    floor_ms: float
+    times_floor: Estimate
     bound: str
     raw: list[float]
 
 
-def summarise(name: str, work: Work | None, times: Sequence[float], rates: Sequence[Rates]) -> Timing:
+def summarise(name: str, work: Work, times: Sequence[float], rates: Sequence[Rates]) -> Timing:
     """What an operation took.
 
     Args:
@@ -132,8 +130,6 @@ def summarise(name: str, work: Work | None, times: Sequence[float], rates: Seque
         rates: of the machine in each round.
     """
     raw = [value * 1e3 for value in times]
-    if work is None:
-        return Timing(name, estimate(raw), None, None, "interpreter", raw)
     floors = [work.floor(rate) for rate in rates]
     typical = Rates(
         estimate([r.memory for r in rates]).median, estimate([r.arithmetic for r in rates]).median

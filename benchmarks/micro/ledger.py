@@ -6,23 +6,38 @@ themselves, once with a prefix cache that most requests use. Times are per runni
 """
 
 import argparse
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
 
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 from benchmarks.harness.options import whole
 from benchmarks.harness.tables import table
-from benchmarks.micro import managers
 from benchmarks.micro.loop import Found, in_turns
-from benchmarks.micro.managers import (
-    OUTPUT,
-    PROMPT,
-    STEPS,
-    decode_round,
-    make_ledger,
-    make_requests,
-    make_stock,
-)
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.inputs import HeadDims
+from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.reports import Report
 
+LAYERS, KV_HEADS, PAGE = 32, 8, 32
+PROMPT, OUTPUT = 2048, 4096
+STEPS = 32
+"""Steps in a round: every row takes one page."""
+BORROWERS = 16
+"""Requests that begin with the same prefix, where prefixes are cached."""
 HAS_DTYPE = False
 OPTIONS = (
     ("rounds", whole, 40, "rounds of each manager"),
@@ -34,6 +49,131 @@ def refuse(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the arguments."""
     most = OUTPUT // STEPS - 1
     return f"--rounds must be at most {most}" if arguments.rounds > most else None
+
+
+def make_requests(count: int, last: int) -> list[Request]:
+    """Requests that are evicted after ``PROMPT`` tokens, one before their prompt's end, and behind them one of
+    ``last`` tokens that has to wait."""
+    prefix = {"kv_prefix_len": PROMPT}
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, extra_args=prefix)
+    lengths = [PROMPT + 1] * count + [last]
+    return [Request(f"{index}", [7] * length, params, None) for index, length in enumerate(lengths)]
+
+
+def make_stock(requests: Sequence[Request]) -> KVCacheManager:
+    """vLLM's manager after these requests' prefills, with room for their outputs."""
+    tokens = len(requests) * (PROMPT + 1 + OUTPUT)
+    manager = KVCacheManager(_cache_config(tokens // PAGE + 1), tokens, PAGE, PAGE, enable_caching=False)
+    for request in requests:
+        manager.allocate_slots(request, PROMPT)
+        request.num_computed_tokens = PROMPT
+    return manager
+
+
+def make_ledger(
+    requests: Sequence[Request], ranks: int, seed: int, cached: bool = False
+) -> tuple[PageLedger, float]:
+    """A ledger with these requests evicted to a fifth, every row to another length, and room for no further one.
+
+    Args:
+        cached: whether ``BORROWERS`` requests at a time share a cached prefix.
+
+    Returns:
+        The ledger, and the seconds of one rank's report.
+    """
+    options = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
+    longest = PROMPT + 1 + OUTPUT
+    ledger = PageLedger(
+        _cache_config(2),
+        longest,
+        scheduler_block_size=PAGE,
+        hash_block_size=PAGE,
+        enable_caching=cached,
+        options=options,
+        control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
+        head_dims=HeadDims(128, 4),
+        prefix_keys=_document_of,
+    )
+    heads = KV_HEADS // ranks
+    rows = LAYERS * heads
+    plenty = RankCapacity(rows * len(requests) * longest, 0, LAYERS, heads, LAYERS, KV_HEADS)
+    ledger.set_capacity(dict.fromkeys(range(ranks), plenty))
+    choose, seconds = random.Random(seed), []
+    for request in requests:
+        _, computed, _ = ledger.get_computed_blocks(request)
+        if computed:
+            assert ledger.allocate_slots(request, 1, computed) is not None
+        else:
+            seconds += _read(ledger, request, choose)
+        request.num_computed_tokens = PROMPT
+    ledger.next_message({})
+    _leave_no_room(ledger, plenty, longest)
+    return ledger, statistics.median(seconds)
+
+
+def _document_of(request: Request, plan: Plan) -> dict[int, Hashable]:
+    """By what the prefix of a request is found, which so many others have."""
+    return {plan.evicted_at: int(request.request_id) // BORROWERS}
+
+
+def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[float]:
+    """Let a request read its prefix and every rank report what it keeps; the seconds of each report."""
+    assert ledger.allocate_slots(request, PROMPT) is not None
+    ledger.next_message({})
+    seconds = []
+    for rank, capacity in enumerate(ledger.books.ranks):
+        residues, pages = [0] * PAGE, 0
+        for _ in range(capacity.rows):
+            length = choose.randrange(1, 2 * PROMPT // 5)
+            residues[length % PAGE] += 1
+            pages += -(-length // PAGE)
+        report = Report(1, PROMPT, pages, residues, None)
+        started = time.perf_counter()
+        ledger.on_report(rank, request.request_id, report)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> None:
+    """Shrink the last rank, so that admission looks at every rank before it says no."""
+    last = len(ledger.ranks) - 1
+    accounts = ledger.accounts.values()
+    full = sum(ledger.requests.control.expected_pages(account, last, longest) for account in accounts)
+    capacities = [
+        *[plenty] * last,
+        dataclasses.replace(plenty, pages=full + ledger.shared.compressed.held[last]),
+    ]
+    bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
+    ledger.requests.control = dataclasses.replace(ledger.requests.control, bounds=bounds)
+    ledger.books.ranks = capacities
+
+
+def _cache_config(blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=128, dtype=torch.bfloat16)
+    group = KVCacheGroupSpec([f"layers.{index}" for index in range(LAYERS)], spec)
+    return KVCacheConfig(blocks, [], [group])
+
+
+def decode_round(manager: KVCacheManager, running: Sequence[Request], waiting: Request) -> float:
+    """Schedule ``STEPS`` decode steps as vLLM's scheduler does, and turn a request away in each.
+
+    Returns:
+        Seconds per running request and step.
+    """
+    ledger = manager if isinstance(manager, PageLedger) else None
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        for request in running:
+            if ledger is not None:
+                ledger.plan(request)  # our scheduler asks for the eviction position as well
+            assert manager.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+        if ledger is not None:
+            assert not ledger.shared.is_awaited(waiting)
+        _, computed, _ = manager.get_computed_blocks(waiting)
+        assert computed == 0
+        assert manager.allocate_slots(waiting, PROMPT, full_sequence_must_fit=True) is None
+    return (time.perf_counter() - started) / (STEPS * len(running))
 
 
 @dataclass
@@ -76,7 +216,7 @@ def compare(ranks: int, requests: int, rounds: int, seed: int) -> Result:
 
 def measure(arguments: argparse.Namespace) -> Found:
     """One rank and four, 64 requests and 256."""
-    title = f"{managers.LAYERS} layers x {managers.KV_HEADS} KV heads; us per running request and step [95 %]"
+    title = f"{LAYERS} layers x {KV_HEADS} KV heads; us per running request and step [95 %]"
     columns = (
         "ranks",
         "requests",
@@ -94,12 +234,12 @@ def measure(arguments: argparse.Namespace) -> Found:
             times = map(str, (one.ledger, one.cached, one.times_ledger, one.stock))
             shown.add_row(str(ranks), str(requests), *times, f"{one.report:.1f}")
     content = {
-        "layers": managers.LAYERS,
-        "kv_heads": managers.KV_HEADS,
-        "page_size": managers.PAGE,
+        "layers": LAYERS,
+        "kv_heads": KV_HEADS,
+        "page_size": PAGE,
         "prompt": PROMPT,
         "rounds": arguments.rounds,
-        "borrowers_of_each_prefix": managers.BORROWERS,
+        "borrowers_of_each_prefix": BORROWERS,
         "cells": [asdict(result) for result in results],
     }
     return Found(content, [shown])

@@ -22,7 +22,7 @@ from benchmarks.harness.load import entry_bytes
 from benchmarks.harness.measure import estimate, shown
 from benchmarks.harness.options import positive, whole
 from benchmarks.harness.tables import table
-from benchmarks.micro import floors, managers
+from benchmarks.micro import floors
 from benchmarks.micro.floors import Machine, Operation, Work, nbytes
 from benchmarks.micro.holding import GROUP, HEAD_DIM, KERNEL, KV_HEADS, LAYERS, OP, PAGE, QUERY_HEADS, Holding
 from benchmarks.micro.loop import Found
@@ -44,8 +44,6 @@ STEPS = PAGE
 
 def refuse(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the arguments."""
-    if (most := managers.OUTPUT // managers.STEPS - 1) < arguments.rounds:
-        return f"--rounds must be at most {most}, for the ledger's sake"
     if arguments.context < 256:
         return "--context must be at least 256"
     if not 1 < arguments.chunk < arguments.context:
@@ -249,17 +247,6 @@ def prefix_operation(context: int, share: float, dtype: str) -> Operation:
     )
 
 
-def ledger_operation(batch: int) -> Operation:
-    """The scheduler's account of one request and step; Python without tensors, so it has no floor."""
-    requests = managers.make_requests(batch, managers.PROMPT)
-    manager, _ = managers.make_ledger(requests[:-1], 1, seed=0)
-    return Operation(
-        "ledger, one request and step",
-        lambda: managers.decode_round(manager, requests[:-1], requests[-1]),
-        times_itself=True,
-    )
-
-
 def measure(arguments: argparse.Namespace) -> Found:
     """All operations in turns."""
     torch.set_num_threads(arguments.threads)
@@ -270,7 +257,6 @@ def measure(arguments: argparse.Namespace) -> Found:
         *step_operations(arguments.batch, context, share, dtype),
         *prompt_operations(context, arguments.chunk, share, dtype),
         prefix_operation(context, share, dtype),
-        ledger_operation(arguments.batch),
     ]
     with torch.inference_mode():
         timings, rates = floors.measure(operations, Machine(getattr(torch, dtype)), arguments.rounds)
@@ -280,8 +266,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     columns = ("ms [95 %]", "floor ms", "times the floor [95 %]", "bound by")
     rows = table(f"{arguments.threads} thread(s): {title}", ["operation"], columns)
     for timing in timings:
-        floor = "-" if timing.floor_ms is None else f"{timing.floor_ms:.3g}"
-        times = "-" if timing.times_floor is None else shown(timing.times_floor)
+        floor, times = f"{timing.floor_ms:.3g}", shown(timing.times_floor)
         rows.add_row(timing.name, shown(timing.ms), floor, times, timing.bound)
     results = {
         "memory_GB_per_s": asdict(memory),
