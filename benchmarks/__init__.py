@@ -9,6 +9,7 @@ from benchmarks.harness.lower_level import limit_all
 MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prompts")
 MOVED = {
     **{name: f"micro {name}" for name in MICRO},
+    "gpu.throughput": "throughput",
     "hostile": "soak --hostile",
     "prefill": "throughput --sweep context --output-len 1 --policy POLICY",
     "reasoning": "throughput reasoning-long, and reasoning-fits",

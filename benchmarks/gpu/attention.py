@@ -34,7 +34,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.harness.measure import Estimate, paired_ratio, shown
 from benchmarks.harness.options import add, budget, whole
-from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.paged_decode import PagedDecode
@@ -193,9 +193,9 @@ class Bench:
         self.context, self.batch, self.attend = context, batch, attend
         # The rows of our kernel hold the new token's entry as one of theirs.
         pages = batch * KV_HEADS * -(-context // PAGE)
-        self.memory = common.random_numbers(pages, PAGE_ELEMENTS, dtype=attend.dtype)
-        self.query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM, dtype=attend.dtype)
-        self.key, self.value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM, dtype=attend.dtype)
+        self.memory = common.random_numbers(pages, PAGE_ELEMENTS)
+        self.query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
+        self.key, self.value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
         self.output = torch.empty_like(self.query)
         self.starts = torch.arange(batch + 1, dtype=torch.int32, device=self.memory.device)
         self.lengths = torch.full((batch,), context, dtype=torch.int32, device=self.memory.device)
@@ -338,37 +338,33 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    common.require_cuda()
-    torch.manual_seed(0)
-    console, timer = common.console(), common.Timer()
-    attend = common.FlashAttention(getattr(torch, arguments.dtype))
+def measure(arguments: argparse.Namespace, timer: Timer) -> common.Found:
+    """Every size that fits into the device's memory."""
+    attend = common.FlashAttention()
     cells, skipped = [], []
-    with torch.inference_mode():
-        bandwidth = common.copy_bandwidth(arguments.rounds, timer)
-        sizes = [(context, batch) for context in arguments.contexts for batch in arguments.batches]
-        for context, batch in common.show_progress(sizes, "sizes"):
-            needed = batch * KV_HEADS * context * ENTRY_BYTES + SPARE_BYTES
-            if needed > common.free_bytes():
-                skipped.append(f"{context} x {batch}: {needed / 2**30:.0f} GiB needed")
-                continue
-            bench = Bench(context, batch, attend)
-            cells += [bench.cell(kept, arguments.rounds, timer) for kept in arguments.budgets]
-            del bench
-    common.note_late(console, [times for cell in cells for times in cell.times.values()])
-    for text in skipped:
-        console.print(f"skipped {text}, more than the device has")
+    bandwidth = common.copy_bandwidth(arguments.rounds, timer)
+    sizes = [(context, batch) for context in arguments.contexts for batch in arguments.batches]
+    for context, batch in common.show_progress(sizes, "sizes"):
+        needed = batch * KV_HEADS * context * ENTRY_BYTES + SPARE_BYTES
+        if needed > common.free_bytes():
+            skipped.append(f"{context} x {batch}: {needed / 2**30:.0f} GiB needed")
+            continue
+        bench = Bench(context, batch, attend)
+        cells += [bench.cell(kept, arguments.rounds, timer) for kept in arguments.budgets]
+        del bench
     results = {
         "bandwidth_GB_per_s": bandwidth / 1e9,
         "flash_attention_version": attend.version,
-        "dtype": str(attend.dtype),
         "cells": [cell.summary(bandwidth) for cell in cells],
         "skipped": skipped,
-        "targets": show_targets(console, targets(cells)),
     }
-    print(f"written to {common.write('attention', arguments, results)}")
-    console.print(show(cells, bandwidth))
+    times = [times for cell in cells for times in cell.times.values()]
+    notes = [f"skipped {text}, more than the device has" for text in skipped]
+    return common.Found(results, times, targets(cells), show(cells, bandwidth), notes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    common.run("attention", parse_arguments(argv), measure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the shapes, the timer, turns, checks, FlashAttention and the record."""
+"""What the GPU benchmarks share: the shapes, the timer, turns, checks, FlashAttention, and the loop with its record."""
 
 import argparse
 import platform
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness.measure import RESULTS, Estimate, estimate, save
 from benchmarks.harness.options import add, whole
+from benchmarks.harness.scenarios import Target, show_targets
 from vllm_kvevict import machine
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
@@ -26,12 +28,11 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of Llama-3.1-8B."""
 GROUP = QUERY_HEADS // KV_HEADS
 SCALE = HEAD_DIM**-0.5
-DTYPES = ("bfloat16", "float16")
-"""What the benchmarks can run in; the first is the default."""
+DTYPE = torch.bfloat16
 PAGE, STOCK_PAGE = 32, 16
 """Tokens of a page of ours, which holds one KV head, and of vLLM's, which holds all."""
 ENTRY_BYTES = 2 * HEAD_DIM * 2
-"""Key and value of one token in one layer and KV head, in any of them."""
+"""Key and value of one token in one layer and KV head."""
 PAGE_ELEMENTS = 2 * PAGE * HEAD_DIM
 
 DEVICE = torch.device("cuda")
@@ -175,14 +176,9 @@ def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = TOLERA
 
 
 class FlashAttention:
-    """vLLM's FlashAttention, of the version that vLLM would use on this device.
+    """vLLM's FlashAttention, of the version that vLLM would use on this device."""
 
-    Args:
-        dtype: of queries, keys and values.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         try:
             from vllm.v1.attention.backends import fa_utils
 
@@ -209,7 +205,7 @@ class FlashAttention:
             num_heads_kv=KV_HEADS,
             headdim=HEAD_DIM,
             cache_seqlens=lengths,
-            qkv_dtype=self.dtype,
+            qkv_dtype=DTYPE,
             cu_seqlens_q=starts,
             page_size=STOCK_PAGE,
             causal=True,
@@ -226,9 +222,28 @@ def stock_pages(memory: Tensor) -> tuple[Tensor, Tensor]:
     return pages[..., :HEAD_DIM], pages[..., HEAD_DIM:]
 
 
-def random_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+def random_numbers(*shape: int) -> Tensor:
     """Normal numbers on the device."""
-    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_()
+    return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+
+
+@dataclass
+class Found:
+    """What a benchmark measured.
+
+    Attributes:
+        results: for the record.
+        times: of all contenders.
+        targets: to judge.
+        table: to print at the end.
+        notes: sentences to print.
+    """
+
+    results: dict[str, Any]
+    times: Sequence[Times]
+    targets: Sequence[Target]
+    table: Table
+    notes: Sequence[str] = ()
 
 
 def parser(name: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -238,17 +253,30 @@ def parser(name: str, description: str | None, rounds: int) -> argparse.Argument
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add(result, ("rounds", whole, rounds, "timings of each contender"))
-    own = DTYPES[0]
-    result.add_argument("--dtype", choices=DTYPES, default=own, help="of all numbers (default: %(default)s)")
-    about = f"default: {RESULTS / 'gpu' / name}.json, with the dtype in its name where that is not {own}"
-    result.add_argument("--out", type=Path, metavar="FILE", help=about)
+    own = RESULTS / "gpu" / f"{name}.json"
+    add(
+        result,
+        ("rounds", whole, rounds, "timings of each contender"),
+        ("out", Path, own, "file of the record"),
+    )
     return result
 
 
-def console() -> Console:
-    """Wide enough for the tables, wherever they go."""
-    return Console(width=160)
+def run(
+    name: str, arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, Timer], Found]
+) -> None:
+    """Measure, print and save."""
+    require_cuda()
+    torch.manual_seed(0)
+    console = Console(width=160)
+    with torch.inference_mode():
+        found = measure(arguments, Timer())
+    note_late(console, found.times)
+    for note in found.notes:
+        console.print(note)
+    results = found.results | {"targets": show_targets(console, found.targets)}
+    print(f"written to {write(name, arguments, results)}")
+    console.print(found.table)
 
 
 def show_progress(items: Sequence[Any], what: str) -> Any:
@@ -269,9 +297,7 @@ def write(name: str, arguments: argparse.Namespace, results: Any) -> Path:
         "settings": settings,
         "results": results,
     }
-    plain = arguments.dtype == DTYPES[0]
-    out = arguments.out or RESULTS / "gpu" / (name if plain else f"{name}-{arguments.dtype}")
-    return save(out.stem, content, out.parent)
+    return save(arguments.out.stem, content, arguments.out.parent)
 
 
 def card() -> dict[str, Any]:

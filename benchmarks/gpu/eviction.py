@@ -37,7 +37,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.harness.measure import Estimate, estimate, shown
 from benchmarks.harness.options import add, budget, policy_name, whole
-from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.lengths import IntArray
@@ -75,13 +75,12 @@ class Prompt:
     Args:
         tokens: of the prompt.
         layers: of the model.
-        dtype: of the entries.
     """
 
-    def __init__(self, tokens: int, layers: int, dtype: torch.dtype):
+    def __init__(self, tokens: int, layers: int):
         self.tokens, self.layers = tokens, layers
         pages = layers * KV_HEADS * -(-tokens // PAGE)
-        self.storage = common.random_numbers(pages, PAGE_ELEMENTS, dtype=dtype)
+        self.storage = common.random_numbers(pages, PAGE_ELEMENTS)
 
         def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
             write_entries(storage, PAGE, keys.unsqueeze(1), values.unsqueeze(1), slots)
@@ -107,7 +106,7 @@ class Prompt:
         sources = Sources(self.cache, none, none, received)
         self.evictor = Evictor(self.cache, 0, layers, None, sources, CUDA.is_asynchronous)
         self.request_slot = self.cache.open()
-        self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM, dtype=dtype)
+        self.queries = common.random_numbers(layers, LAST_QUERIES, QUERY_HEADS, HEAD_DIM)
 
     def refill(self) -> None:
         """Let the request hold the whole prompt again, whatever the pages hold."""
@@ -152,13 +151,13 @@ def deciding(policy: str) -> str:
     return f"{policy}, deciding"
 
 
-def check_eviction(config: EvictionConfig, tokens: int, layers: int, dtype: torch.dtype) -> None:
+def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
     """Compare what a smaller prompt keeps with what the policy says in plain torch on the host, and where it lies.
 
     Raises:
         WrongResult: other entries were kept, or entries are lost.
     """
-    prompt = Prompt(tokens, layers, dtype)
+    prompt = Prompt(tokens, layers)
     prompt.refill()
     cache, compact = prompt.cache, prompt.cache.compact
     before = [
@@ -205,8 +204,8 @@ class Prefill:
         self.tokens, self.attend = tokens, attend
         blocks = -(-tokens // STOCK_PAGE)
         numbers = STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM
-        self.memory = common.random_numbers(blocks, numbers, dtype=attend.dtype)
-        self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM, dtype=attend.dtype)
+        self.memory = common.random_numbers(blocks, numbers)
+        self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM)
         self.output = torch.full_like(self.query, torch.nan)
         device = self.memory.device
         self.table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
@@ -245,8 +244,8 @@ class Prefill:
 
         def product(name: str) -> Callable[[], object]:
             inner, outer = MATRICES[name]
-            left = common.random_numbers(self.tokens, inner, dtype=self.attend.dtype)
-            right = common.random_numbers(outer, inner, dtype=self.attend.dtype).t()
+            left = common.random_numbers(self.tokens, inner)
+            right = common.random_numbers(outer, inner).t()
             return lambda: torch.matmul(left, right)
 
         found = [Contender("attention", self.attention)]
@@ -295,9 +294,11 @@ class Length:
         }
 
 
-def measure(arguments: argparse.Namespace, tokens: int, attend: FlashAttention, timer: Timer) -> Length:
+def measure_length(
+    arguments: argparse.Namespace, tokens: int, attend: FlashAttention, timer: Timer
+) -> Length:
     """Time evictions and the parts of the prefill in turns."""
-    prompt, prefill = Prompt(tokens, arguments.layers, attend.dtype), Prefill(tokens, attend)
+    prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
     prefill.check()
     contenders = prefill.contenders()
     for policy in arguments.policies:
@@ -355,21 +356,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    common.require_cuda()
-    torch.manual_seed(0)
-    console, timer = common.console(), common.Timer()
-    attend = common.FlashAttention(getattr(torch, arguments.dtype))
-    with torch.inference_mode():
-        for policy in arguments.policies:
-            config = policy_config(policy, arguments.budget)
-            check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers), attend.dtype)
-        lengths = [
-            measure(arguments, tokens, attend, timer)
-            for tokens in common.show_progress(arguments.lengths, "lengths")
-        ]
-    common.note_late(console, [times for length in lengths for times in length.times.values()])
+def measure(arguments: argparse.Namespace, timer: Timer) -> common.Found:
+    """Every length, once the evictions' answers are found right."""
+    attend = common.FlashAttention()
+    for policy in arguments.policies:
+        config = policy_config(policy, arguments.budget)
+        check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
+    lengths = [
+        measure_length(arguments, tokens, attend, timer)
+        for tokens in common.show_progress(arguments.lengths, "lengths")
+    ]
     prefill = ("attention", *MATRICES)
     targets = [
         Target(f"{policy}, {length.tokens} tokens, share of the prefill", share, TARGET, at_most=True)
@@ -381,10 +377,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {
         "flash_attention_version": attend.version,
         "lengths": [length.summary(arguments.policies) for length in lengths],
-        "targets": show_targets(console, targets),
     }
-    print(f"written to {common.write('eviction', arguments, results)}")
-    console.print(show(lengths, arguments.policies, arguments.budget))
+    times = [times for length in lengths for times in length.times.values()]
+    return common.Found(results, times, targets, show(lengths, arguments.policies, arguments.budget))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    common.run("eviction", parse_arguments(argv), measure)
 
 
 if __name__ == "__main__":

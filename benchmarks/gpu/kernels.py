@@ -31,7 +31,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.harness.measure import Estimate, estimate, shown
 from benchmarks.harness.options import add, whole
-from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from vllm_kvevict.kernels import append_pages, compact_rows, radix_select, window_attention, write_entries
 from vllm_kvevict.kernels.paged_decode import PagedDecode
@@ -73,18 +73,18 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def scattered_pages(rows: int, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scattered_pages(rows: int, context: int) -> tuple[Tensor, Tensor]:
     """Random pages for some rows of a context, and their table, int32 [rows, pages of a row]."""
     columns = -(-context // PAGE)
-    storage = common.random_numbers(rows * columns, PAGE_ELEMENTS, dtype=dtype)
+    storage = common.random_numbers(rows * columns, PAGE_ELEMENTS)
     table = torch.randperm(rows * columns, dtype=torch.int32, device=storage.device)
     return storage, table.view(rows, columns)
 
 
-def writing(context: int, dtype: torch.dtype) -> Operation:
+def writing(context: int) -> Operation:
     """Entries of a prompt into pages of one layer; keys and values are parts of a fused projection's result."""
-    storage, table = scattered_pages(KV_HEADS, context, dtype)
-    fused = common.random_numbers(context, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype)
+    storage, table = scattered_pages(KV_HEADS, context)
+    fused = common.random_numbers(context, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
     keys, values = fused[:, QUERY_HEADS:].split(KV_HEADS, 1)
     token = torch.arange(context, device=storage.device)
     slots = (table[:, token // PAGE].long() * PAGE + token % PAGE).t().flatten()
@@ -99,10 +99,10 @@ def writing(context: int, dtype: torch.dtype) -> Operation:
     return operation("write_entries, one layer", run, 2 * nbytes(keys, values) + nbytes(slots))
 
 
-def window(context: int, dtype: torch.dtype, rows: str) -> Operation:
+def window(context: int, rows: str) -> Operation:
     """Attention of the last tokens to all others in one layer, the mean or the maximum over them."""
-    storage, table = scattered_pages(KV_HEADS, context, dtype)
-    query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM, dtype=dtype)
+    storage, table = scattered_pages(KV_HEADS, context)
+    query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM)
     arguments = query, storage, PAGE, table, context, SCALE, 0.0, rows
 
     def run() -> Tensor:
@@ -148,10 +148,10 @@ def searches(context: int, layers: int) -> list[Operation]:
     return found
 
 
-def compactions(context: int, layers: int, dtype: torch.dtype) -> list[Operation]:
+def compactions(context: int, layers: int) -> list[Operation]:
     """Survivors of one request to the front of its rows, all layers, in place; a repetition moves as many bytes."""
     rows = layers * KV_HEADS
-    storage, table = scattered_pages(rows, context, dtype)
+    storage, table = scattered_pages(rows, context)
     pages = storage.view(-1, 2, PAGE, HEAD_DIM)
     kept = round(BUDGET * context)
     uniform = torch.full((layers, KV_HEADS), kept)
@@ -179,7 +179,7 @@ def compactions(context: int, layers: int, dtype: torch.dtype) -> list[Operation
     return found
 
 
-def appending(batch: int, context: int, layers: int, dtype: torch.dtype) -> Operation:
+def appending(batch: int, context: int, layers: int) -> Operation:
     """Room for one more token in all rows of a batch."""
     rows, device = layers * KV_HEADS, common.DEVICE
     longest = round(BUDGET * context)
@@ -190,7 +190,7 @@ def appending(batch: int, context: int, layers: int, dtype: torch.dtype) -> Oper
     starts = torch.arange(batch * rows, dtype=torch.int32, device=device).mul_(columns).view(batch, rows)
     full = (before % PAGE == 0).sum(1)
     pages = torch.randperm(int(full.sum()), dtype=torch.int32, device=device)
-    storage = common.random_numbers(max(1, len(pages)), PAGE_ELEMENTS, dtype=dtype)
+    storage = common.random_numbers(max(1, len(pages)), PAGE_ELEMENTS)
     slots, first = torch.arange(batch, device=device), full.cumsum(0) - full
     wanted = [tensor.clone() for tensor in (arena, lengths, storage)]
     append_pages.reference(wanted[0], starts, wanted[1], slots, pages, first, PAGE, wanted[2])
@@ -205,14 +205,14 @@ def appending(batch: int, context: int, layers: int, dtype: torch.dtype) -> Oper
     return operation(f"append_pages, {batch} requests, all layers", run, moved, lambda: lengths.copy_(before))
 
 
-def decoding(batch: int, context: int, dtype: torch.dtype) -> Operation:
+def decoding(batch: int, context: int) -> Operation:
     """Attention of one new token per request in one layer, over all of a context."""
-    storage, _ = scattered_pages(batch * KV_HEADS, context, dtype)
+    storage, _ = scattered_pages(batch * KV_HEADS, context)
     lengths = torch.full((batch, KV_HEADS), context)
     kept = attention.Kept(storage, lengths)
     rows = kept.rows()
-    query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM, dtype=dtype)
-    key, value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM, dtype=dtype)
+    query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
+    key, value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
     output = torch.full_like(query, torch.nan)
     sms = common.multiprocessors()
     kernel = PagedDecode(storage, PAGE, batch, KV_HEADS, GROUP, num_sms=sms)
@@ -267,43 +267,38 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    common.require_cuda()
-    torch.manual_seed(0)
-    console, timer = common.console(), common.Timer()
-    context, layers, dtype = arguments.context, arguments.layers, getattr(torch, arguments.dtype)
-    with torch.inference_mode():
-        bandwidth = common.copy_bandwidth(arguments.rounds, timer)
-        operations = [
-            writing(context, dtype),
-            window(context, dtype, "mean"),
-            window(context, dtype, "max"),
-            window(context, dtype, "recent"),
-            *searches(context, layers),
-            *compactions(context, layers, dtype),
-            appending(arguments.append_batch, context, layers, dtype),
-            decoding(arguments.decode_batch, context, dtype),
-        ]
-        times = common.take_turns([one.contender for one in operations], arguments.rounds, timer)
-    common.note_late(console, list(times.values()))
+def measure(arguments: argparse.Namespace, timer: common.Timer) -> common.Found:
+    """All kernels in turns."""
+    context, layers = arguments.context, arguments.layers
+    bandwidth = common.copy_bandwidth(arguments.rounds, timer)
+    operations = [
+        writing(context),
+        window(context, "mean"),
+        window(context, "max"),
+        window(context, "recent"),
+        *searches(context, layers),
+        *compactions(context, layers),
+        appending(arguments.append_batch, context, layers),
+        decoding(arguments.decode_batch, context),
+    ]
+    times = common.take_turns([one.contender for one in operations], arguments.rounds, timer)
     shown, targets = show(operations, times, bandwidth, context)
-    results = {
-        "bandwidth_GB_per_s": bandwidth / 1e9,
-        "kernels": [
-            {
-                "name": one.contender.name,
-                "bytes": one.moved,
-                "us": asdict(times[one.contender.name].us),
-                "times_floor": asdict(one.times_floor(times[one.contender.name], bandwidth)),
-                **asdict(times[one.contender.name]),
-            }
-            for one in operations
-        ],
-        "targets": show_targets(console, targets),
-    }
-    print(f"written to {common.write('kernels', arguments, results)}")
-    console.print(shown)
+    kernels = [
+        {
+            "name": one.contender.name,
+            "bytes": one.moved,
+            "us": asdict(times[one.contender.name].us),
+            "times_floor": asdict(one.times_floor(times[one.contender.name], bandwidth)),
+            **asdict(times[one.contender.name]),
+        }
+        for one in operations
+    ]
+    results = {"bandwidth_GB_per_s": bandwidth / 1e9, "kernels": kernels}
+    return common.Found(results, list(times.values()), targets, shown)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    common.run("kernels", parse_arguments(argv), measure)
 
 
 if __name__ == "__main__":

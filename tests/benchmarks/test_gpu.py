@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import attention, common, eviction, kernels, throughput
+from benchmarks.gpu import attention, common, eviction, kernels
 from benchmarks.gpu.common import Contender, WrongResult
-from benchmarks.harness.measure import Estimate
-from benchmarks.harness.sides import Outcome, Workload
 from tests.interpreting import interpreted
 from vllm_kvevict.kernels import compact_rows
 
@@ -36,9 +34,6 @@ class PlainAttention:
 
     version = 0
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
     def plan(self, *sizes: Any) -> None:
         return None
 
@@ -58,7 +53,7 @@ class PlainAttention:
         **rest,
     ) -> None:
         assert not softcap and rest.get("scheduler_metadata") is None
-        assert q.dtype == k.dtype == v.dtype == self.dtype
+        assert q.dtype == k.dtype == v.dtype == common.DTYPE
         starts, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[2]
         assert all(t.dtype == torch.int32 for t in (cu_seqlens_q, seqused_k, block_table))
         for i, length in enumerate(seqused_k.tolist()):
@@ -107,7 +102,7 @@ def check_record(record: dict, out: str, title: str) -> None:
     assert out.index("target") < out.index("written to") < out.index(title)
 
 
-@pytest.mark.parametrize("name", ["attention", "kernels", "eviction", "throughput"])
+@pytest.mark.parametrize("name", ["attention", "kernels", "eviction"])
 def test_without_a_device_there_is_one_line(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA device") as raised:
@@ -147,12 +142,10 @@ def test_ragged_heads_hold_as_much_as_uniform_ones(kept):
     assert kept in (1, 100) or (lengths != kept).any(1).all()
 
 
-@pytest.mark.parametrize("dtype", common.DTYPES)
-def test_attention(card, tmp_path, capsys, dtype):
-    arguments = f"--contexts 64 --budgets 1 0.2 --batches 2 --dtype {dtype}"
+def test_attention(card, tmp_path, capsys):
+    arguments = "--contexts 64 --budgets 1 0.2 --batches 2"
     record, out = run(attention, tmp_path, capsys, arguments, rounds=1)
     check_record(record, out, "decode attention of one layer")
-    assert record["settings"]["dtype"] == dtype and record["results"]["dtype"] == f"torch.{dtype}"
     cells = record["results"]["cells"]
     assert [(cell["batch"], cell["kept"]) for cell in cells] == [(2, 64), (2, 13)]
     assert [len(cell["sides"]) for cell in cells] == [3, 5]
@@ -172,9 +165,8 @@ def test_attention_refuses_a_wrong_kernel(card, tmp_path, capsys, monkeypatch):
         run(attention, tmp_path, capsys, "--contexts 64 --budgets 0.5 --batches 1")
 
 
-@pytest.mark.parametrize("dtype", common.DTYPES)
-def test_kernels(card, tmp_path, capsys, dtype):
-    arguments = f"--context 192 --layers 1 --append-batch 3 --decode-batch 1 --dtype {dtype}"
+def test_kernels(card, tmp_path, capsys):
+    arguments = "--context 192 --layers 1 --append-batch 3 --decode-batch 1"
     record, out = run(kernels, tmp_path, capsys, arguments)
     check_record(record, out, "Triton kernels at 192 tokens")
     found = {one["name"]: one for one in record["results"]["kernels"]}
@@ -191,7 +183,7 @@ def test_kernels(card, tmp_path, capsys, dtype):
 def test_kernels_refuse_a_wrong_compaction(card, monkeypatch):
     monkeypatch.setattr(compact_rows, "compact_rows", lambda *arguments: None)
     with pytest.raises(WrongResult, match="compact_rows"):
-        kernels.compactions(192, 1, torch.bfloat16)
+        kernels.compactions(192, 1)
 
 
 @pytest.fixture
@@ -205,9 +197,8 @@ def small_model(monkeypatch):
     monkeypatch.setattr(eviction, "TARGET_LENGTH", 96)
 
 
-@pytest.mark.parametrize("dtype", common.DTYPES)
-def test_eviction(card, small_model, tmp_path, capsys, dtype):
-    arguments = f"--lengths 96 --layers 2 --policies snapkv lava --dtype {dtype}"
+def test_eviction(card, small_model, tmp_path, capsys):
+    arguments = "--lengths 96 --layers 2 --policies snapkv lava"
     record, out = run(eviction, tmp_path, capsys, arguments, rounds=1)
     check_record(record, out, "eviction of one prompt")
     (length,) = record["results"]["lengths"]
@@ -221,7 +212,7 @@ def test_eviction(card, small_model, tmp_path, capsys, dtype):
 def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
     monkeypatch.setattr(eviction, "window_attention", lambda query, *others: torch.rand(8, 200 - len(query)))
     with pytest.raises(WrongResult, match="snapkv"):
-        eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1, torch.bfloat16)
+        eviction.check_eviction(eviction.policy_config("snapkv", 0.2), 200, 1)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
@@ -229,44 +220,6 @@ def test_eviction_names_policies_that_it_cannot_serve(policy, capsys):
     with pytest.raises(SystemExit):
         eviction.parse_arguments(["--policies", policy])
     assert policy in capsys.readouterr().err
-
-
-def test_both_engines_get_the_same_memory(tmp_path):
-    arguments = throughput.parse_arguments(
-        ["--model-size=1b", "--eager", "--kernels=off", "--pool-tokens=16000"]
-    )
-    stock, ours = throughput.settings(arguments).values()
-    assert stock["kv_cache_memory_bytes"] == 16016 * 16 * 8 * 64 * 2 * 2
-    assert stock["enforce_eager"] and stock["skip_tokenizer_init"] and stock["load_format"] == "dummy"
-    assert stock["max_model_len"] == 8192 + 512
-    assert ours == stock | {
-        "kv_eviction": "ada-snapkv",
-        "kv_budget": 0.2,
-        "kv_eviction_config": {"kernels": False},
-    }
-    config = json.loads((throughput.make_model("1b", tmp_path) / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["head_dim"], config["model_type"]) == (16, 64, "llama")
-
-
-def test_sides_serve_in_turns(monkeypatch):
-    turns: list[tuple[str, int]] = []
-
-    class FakeSide:
-        def __init__(self, name: str, wall: float):
-            self.name, self.wall = name, wall
-
-        def run(self, workload: Workload) -> Outcome:
-            turns.append((self.name, workload.seed))
-            return Outcome(self.wall, 0.0, workload.requests * workload.output_len, workload.requests, 0)
-
-    sides = [FakeSide(throughput.STOCK, 4.0), FakeSide(throughput.OURS, 2.0)]
-    rounds = throughput.measure(Workload(3, 10, 5), sides, 2)  # type: ignore[arg-type]
-    names = [throughput.STOCK, throughput.OURS]
-    assert turns == [(name, seed) for seed, order in ((-1, 1), (0, 1), (1, -1)) for name in names[::order]]
-    assert throughput.ratio(rounds) == Estimate(2.0, 2.0, 2.0)
-    arguments = throughput.parse_arguments(["--loads", "decode-heavy"])
-    table = throughput.show(arguments, {"decode-heavy": rounds})
-    assert table.row_count == 2 and "8b Llama" in str(table.title)
 
 
 def test_the_timer_counts_the_work_alone(monkeypatch):
