@@ -1,6 +1,6 @@
 """Compare policies on a small real model and real text: how far answers change, and how many are still right.
 
-Starts the server in fp32, runs `vllm-kvevict quality fidelity` and `quality run` for each length and scope, and ends
+Starts the server in fp32, runs `vllm-kvevict quality fidelity`, `run` and `report` for each length and scope, and ends
 the server. Started again, it continues. Each length and scope gets a folder with a report; `table.md` sums them up.
 """
 
@@ -10,26 +10,39 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
 from benchmarks.harness.measure import RESULTS, warn_if_busy
 from benchmarks.harness.options import add, add_start_patience, positive, whole
-from benchmarks.harness.quality_folders import Part, locked, pack, unpack, write_table
 from benchmarks.harness.scenarios import SCRATCH
 from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
+from vllm_kvevict.quality.fidelity import Fidelity, is_full
+from vllm_kvevict.quality.findings import full_scores, too_hard
+from vllm_kvevict.quality.measures import Measures, gather
 from vllm_kvevict.quality.options import BUDGETS, parse_budget, parse_policy
-from vllm_kvevict.quality.results import AT_ONCE, FULL, Column
+from vllm_kvevict.quality.results import AT_ONCE, FULL, Column, Result, read
+from vllm_kvevict.quality.results import RESULTS as ANSWERS
+from vllm_kvevict.quality.scores import NONE, Scores
+from vllm_kvevict.quality.tables import budget_name, table
 from vllm_kvevict.schedules.registry import bounded_policies
 
 CONTROL = "streaming-llm"
 """It keeps the beginning and the end, so it must miss what lies between."""
-PUBLISHED, TUNED = RESULTS / "quality" / "real", SCRATCH / "real-tuning"
-SEEDS = {False: 2026, True: 100}
-"""By whether parameters are being chosen: results of one seed must not be published with what was chosen on it."""
+TABLE = "table.md"
+HEADER = ["policy", "budget", "score, share of the full cache's", "agreement", "KL", "cost of an eviction"]
+MEANING = (
+    "Score: the mean over the tasks that count, those in which the full cache gets at least 0.8, as a share of the "
+    "full cache's on the same samples. Agreement and KL: how often the compressed cache's first choice is the full "
+    "cache's token, and how far the distributions are apart (nats per token, a lower bound). Brackets hold paired 95 % "
+    "bootstrap intervals. Cost: the median over the prompts of the time that a prompt took longer than with the full "
+    "cache, as a share of the latter."
+)
 LONGEST_ANSWER = 768  # and room for a chunk of the prompt that kvzip repeats
 PORT = 8761
 console = Console()
@@ -51,10 +64,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "are always measured; take is asked questions but not scored (default: all but take)",
     )
     parser.add_argument("--scopes", nargs="+", choices=AT_ONCE, default=list(AT_ONCE))
-    about = (
-        f"measure in order to choose parameters: seed {SEEDS[True]}, results in benchmarks/out/{TUNED.name}"
-    )
-    parser.add_argument("--tune", action="store_true", help=about)
     add(
         parser,
         ("budgets", parse_budget, list(BUDGETS), "budgets"),
@@ -62,9 +71,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("tasks", str, [], "kinds of prompts, of both commands; none for all"),
         ("samples", whole, 20, "questions of each task"),
         ("fidelity-samples", whole, 10, "answers of each task"),
-        ("seed", int, None, f"default: {SEEDS[False]}"),
+        ("seed", int, 2026, "of the questions"),
         ("model", str, None, f"folder or name (default: {checkpoint.NAME})"),
-        ("output", Path, None, "folder (default: benchmarks/results/quality/real)"),
+        ("output", Path, RESULTS / "quality" / "real", "folder"),
         ("threads", whole, 1, "of the server"),
         ("port", whole, PORT, "of the server"),
         ("memory", positive, 2.0, "GiB for the KV cache"),
@@ -72,9 +81,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_start_patience(parser)
     arguments = parser.parse_args(argv)
-    if arguments.seed is None:
-        arguments.seed = SEEDS[arguments.tune]
-    arguments.output = arguments.output or (TUNED if arguments.tune else PUBLISHED)
     arguments.policies = list(dict.fromkeys([FULL, CONTROL, *arguments.policies]))
     return arguments
 
@@ -95,19 +101,33 @@ async def serve(arguments: argparse.Namespace) -> AsyncIterator[str]:
         *("--dtype", "float32", "--enforce-eager", "--served-model-name", served_name(arguments)),
         *("--max-model-len", str(max(arguments.tokens) + LONGEST_ANSWER)),
         *("--kv-cache-memory-bytes", str(int(arguments.memory * 2**30))),
-        *(
-            "--kv-eviction",
-            FULL,
-            "--kv-eviction-config.policies",
-            "all",
-            "--kv-eviction-config.min_prompt",
-            "0",
-        ),
+        *("--kv-eviction", FULL, "--kv-eviction-config.policies", "all"),
+        *("--kv-eviction-config.min_prompt", "0"),
     ]
     env = {**cpu_environment(arguments.threads, 1), "TORCHDYNAMO_DISABLE": "1"}
     model = arguments.model or checkpoint.build(lambda step: console.print(step, highlight=False))
     async with Server(Path(model), SCRATCH / "serve-real-model.log", flags, env, arguments.port) as server:
         yield f"{server.url}/v1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One length and scope.
+
+    Attributes:
+        folder: of its results.
+        tokens: of each prompt, at most.
+        scope: see Column.
+    """
+
+    folder: Path
+    tokens: int
+    scope: str
+
+    @property
+    def title(self) -> str:
+        """Of its report, and of its section in the table."""
+        return f"{self.tokens:,} tokens, scope {self.scope}"
 
 
 def parts(arguments: argparse.Namespace) -> list[Part]:
@@ -132,12 +152,8 @@ def commands(arguments: argparse.Namespace, part: Part, url: str) -> list[list[s
     answers = ["--samples", str(arguments.fidelity_samples), "--policies", *scored]
     questions = ["--samples", str(arguments.samples), "--concurrency", str(arguments.concurrency)]
     questions += ["--family", "text", "--policies", *arguments.policies]
-    title = f"{served_name(arguments)}, {part.tokens:,} tokens, scope {part.scope}"
-    return [
-        ["fidelity", *shared, *answers],
-        ["run", *shared, *questions],
-        ["report", folder, "--title", title],
-    ]
+    report = ["report", folder, "--title", f"{served_name(arguments)}, {part.title}"]
+    return [["fidelity", *shared, *answers], ["run", *shared, *questions], report]
 
 
 async def quality(words: Sequence[str]) -> None:
@@ -158,24 +174,66 @@ async def quality(words: Sequence[str]) -> None:
 
 
 async def run(arguments: argparse.Namespace, start: Serve = serve) -> None:
-    """Measure all parts, and write the table anew after each; results are compressed at the end, whatever the end is.
+    """Measure all parts, and write the table anew after each.
 
     Args:
         start: starts a server.
     """
-    every = parts(arguments)
-    with locked(arguments.output):
-        for part in every:
-            unpack(part.folder)
-        try:
-            async with start(arguments) as url:
-                for part in every:
-                    for words in commands(arguments, part, url):
-                        await quality(words)
-                    write_table(arguments.output, every)
-        finally:
-            for part in every:
-                pack(part.folder)
+    sections: list[str] = []
+    async with start(arguments) as url:
+        for part in parts(arguments):
+            for words in commands(arguments, part, url):
+                await quality(words)
+            sections += section(part)
+            (arguments.output / TABLE).write_text("\n".join([MEANING, "", *sections]))
+
+
+def section(part: Part) -> list[str]:
+    """Policy by budget, as Markdown."""
+    results = list(read(part.folder / ANSWERS, Result))
+    full, fidelity = full_scores(results), gather(part.folder, Fidelity)
+    hard = too_hard(full)
+    scores = Scores([result for result in results if result.task not in hard])
+    evicting = sorted(
+        (column for column in scores.columns if column.budget is not None), key=lambda one: one.budget or 0
+    )
+    counting = [f"{task} {score:.2f}" for task, score in full.items() if task not in hard]
+    unable = f" The model cannot do: {', '.join(hard)}." if hard else ""
+    return [
+        f"## {part.title}",
+        "",
+        f"Tasks that count, and the full cache's score: {', '.join(counting) or 'none'}.{unable}",
+        "",
+        *table(HEADER, [row(scores, fidelity, column) for column in evicting], left=1),
+        "",
+    ]
+
+
+def row(scores: Scores[Result], fidelity: Measures | None, column: Column) -> list[str]:
+    """Cells of one policy and budget; a dash where nothing was measured."""
+    share = scores.ratio(column, scores.full) if scores.full else None
+    had = {result.task for result in scores.results if result.column == column}
+    some = "" if had.issuperset(scores.tasks) else f" ({', '.join(sorted(had))} only)"
+    cells: list[str] = [f"{column.policy}{some}", budget_name(column.budget or 0), str(share or NONE)]
+    if fidelity is None or not fidelity.of(column):
+        return [*cells, NONE, NONE, NONE]
+    extra = cost(fidelity.measures, column)
+    found = (fidelity.agreement.mean(column), fidelity.divergence.mean(column))
+    return [*cells, *(str(mean or NONE) for mean in found), NONE if extra is None else f"{extra:+.0%}"]
+
+
+def cost(measures: Sequence[Fidelity], column: Column) -> float | None:
+    """How much longer a prompt takes than with the full cache, as a share: the median over prompts that both read.
+
+    Requests that score a prompt find nothing cached, so that each of them reads all of it.
+    """
+    full = {one.sample: one.seconds for one in measures if is_full(one)}
+    shares = [
+        one.seconds / full[one.sample] - 1
+        for one in measures
+        if one.column == column and full.get(one.sample)
+    ]
+    return median(shares) if shares else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
