@@ -283,20 +283,6 @@ def cpu_environment(threads: int | None, ranks: int) -> dict[str, str]:
     return env | {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(threads)}
 
 
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process like Ctrl-C, so that it ends its children; for programs without asyncio."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt  # not by SIGINT, which a script's background jobs ignore
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run_benchmark(work: Coroutine[Any, Any, None]) -> int:
     """Run what starts servers; the exit code. Whatever ends it, also Ctrl-C and SIGTERM, ends the servers."""
     try:

@@ -5,27 +5,25 @@ differ (transformers in bf16 found the first token of transformers in float32 in
 bf16 part early; that our first token is among the five most likely of 512 is what shows that both run the same model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness.load import entry_bytes
-from benchmarks.harness.scenarios import KV_HEADS, LAYERS
 from benchmarks.harness.sides import Engine, Side, Workload
 from benchmarks.kvpress.opponent import Opponent
 from vllm_kvevict.schedules.reports import Report
 
+CHECKED_TOKENS = 16
 LEAST_LIKELY = 0.9
 """Share of the requests whose first token must be among transformers' most likely ones."""
 KEPT_APART = 0.01
 """How far both may differ in how many entries they keep, as a share."""
 
 
-def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
+def answer(engine: Engine, workload: Workload, policy: str) -> tuple[list[list[int]], int]:
     """In the engine's process: answer all requests and listen to the reports of their evictions.
 
     Returns:
-        ids: [requests][output_len].
-        entries, pages: kept by all requests together; 0 if none was evicted.
+        Token ids, [requests][output_len], and the entries that evictions kept, of all requests together.
     """
     from vllm import SamplingParams
 
@@ -42,92 +40,48 @@ def answer(engine: Engine, workload: Workload, policy: str) -> dict[str, Any]:
     )
     ledger.on_report = listen
     try:
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in workload.prompts()], params, use_tqdm=False
-        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts()]
+        outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     finally:
         ledger.on_report = on_report
-    parts = [report.part for report in reports if report.part is not None]
-    return {
-        "ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "entries": sum(sum(row) for part in parts for row in part.kept),
-        "pages": sum(report.pages for report in reports if report.part is not None),
-    }
-
-
-def leading(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens come before the first difference."""
-    return next(
-        (index for index, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one)
-    )
+    kept = [report.part.kept for report in reports if report.part is not None]
+    ids = [list(output.outputs[0].token_ids) for output in outputs]
+    return ids, sum(sum(row) for part in kept for row in part)
 
 
 def check(
     side: Side, opponent: Opponent, workload: Workload, policy: str | None, budget: float
 ) -> dict[str, Any]:
-    """Let both answer the same requests, kvpress one at a time.
+    """Let both answer the same requests.
 
     Args:
         policy: of both; None: our engine without eviction and plain transformers.
 
     Returns:
-        requests: compared; those that kvpress could not answer are left out.
-        same_first: share of them whose first tokens are the same.
+        same_first: share of the requests whose first tokens are the same.
         likely_first: share of them where our first token is among transformers' five most likely.
-        same_tokens: share of their tokens before the first difference.
-        ours_kept, kvpress_attends, kvpress_stores: entries per layer, KV head and request after the prefill;
-            ours only with a policy.
-        ours_pages: held by all requests after the prefill.
+        ours_kept, kvpress_keeps: entries of all layers, KV heads and requests after the prefill; ours only with a
+            policy.
     """
-    ours = side.call(answer, workload, policy or "full")
-    theirs = [
-        opponent.generate([prompt], workload.output_len, policy, budget) for prompt in workload.prompts()
-    ]
-    answered = [(ids, one) for ids, one in zip(ours["ids"], theirs, strict=True) if "error" not in one]
-    result: dict[str, Any] = {"requests": len(answered), "ours_pages": ours["pages"]}
-    rows = LAYERS * KV_HEADS
-    if policy:
-        result["ours_kept"] = ours["entries"] / (rows * workload.requests)
-    if answered:
-        starts = [leading(ids, one["ids"][0]) for ids, one in answered]
-        per_row = 1 / (rows * len(answered))
-        stored = sum(one["stored_bytes"] for _, one in answered) / entry_bytes(opponent.dtype)
-        result |= {
-            "same_first": sum(start > 0 for start in starts) / len(answered),
-            "likely_first": sum(ids[0] in one["likely"][0] for ids, one in answered) / len(answered),
-            "same_tokens": sum(starts) / (len(starts) * workload.output_len),
-            "kvpress_attends": sum(one["attended_entries"] for _, one in answered) * per_row,
-            "kvpress_stores": stored * per_row,
-        }
-    return result
-
-
-def describe(name: str, found: dict[str, Any]) -> str:
-    """One line about a check."""
-    if not found["requests"]:
-        return f"{name}: kvpress answered no request"
-    line = (
-        f"{name}: {found['requests']} requests, {found['same_first']:.0%} begin with the same token, "
-        f"{found['likely_first']:.0%} with one of the five likeliest"
-    )
-    if "ours_kept" in found:
-        line += (
-            f"; entries per head: ours keeps {found['ours_kept']:.1f}, kvpress attends to "
-            f"{found['kvpress_attends']:.1f} and stores {found['kvpress_stores']:.1f}"
-        )
-    return line
+    ours, kept = side.call(answer, workload, policy or "full")
+    theirs = opponent.generate(workload.prompts(), workload.output_len, policy, budget)
+    pairs = list(zip(ours, theirs["ids"], theirs["likely"], strict=True))
+    return {
+        "same_first": sum(mine[0] == other[0] for mine, other, _ in pairs) / len(pairs),
+        "likely_first": sum(mine[0] in likely for mine, _, likely in pairs) / len(pairs),
+        "kvpress_keeps": theirs["entries"],
+        **({"ours_kept": kept} if policy else {}),
+    }
 
 
 def require_same(checks: Mapping[str, dict[str, Any]]) -> None:
     """Compare only what computes the same.
 
     Raises:
-        RuntimeError: another model, or entries of another count. Not where kvpress answered nothing.
+        RuntimeError: another model, or entries of another count.
     """
     for name, found in checks.items():
-        if not found["requests"]:
-            continue
-        attends = found["kvpress_attends"]
-        kept = found.get("ours_kept", attends)  # without a policy: all, on both sides
-        if found["likely_first"] < LEAST_LIKELY or abs(kept - attends) > KEPT_APART * attends:
-            raise RuntimeError(f"both do not compute the same: {describe(name, found)}")
+        theirs = found["kvpress_keeps"]
+        kept = found.get("ours_kept", theirs)  # without a policy: all, on both sides
+        if found["likely_first"] < LEAST_LIKELY or abs(kept - theirs) > KEPT_APART * theirs:
+            raise RuntimeError(f"both do not compute the same: {name}: {found}")

@@ -1,19 +1,80 @@
-"""The process that runs kvpress, as seen from here."""
+"""The process that runs kvpress, as seen from here, and its Python environment."""
 
 import json
 import os
 import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.sides import preloads
+from rich.console import Console
+
+from benchmarks.harness.sides import Workload, preloads
 
 WORKER = Path(__file__).with_name("worker.py")
 LOG = Path(__file__).parents[1] / "out" / "kvpress.log"
 
+FOLDER = Path(__file__).parents[2] / ".venv-kvpress"
+"""kvpress needs an older transformers than vLLM, so both cannot share an environment."""
+TORCH = "torch==2.13.0+cpu"
+"""The build that vLLM uses as well; PyPI does not have it."""
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+OTHERS = ("kvpress==0.5.5", "transformers==5.2.0")
+"""The newest transformers that this kvpress accepts (it asks for less than 5.3)."""
+
 
 class OpponentError(RuntimeError):
     """The process ended."""
+
+
+@dataclass
+class Run:
+    """The requests of a round on one side.
+
+    Attributes:
+        wall, cpu: seconds; CPU seconds of all threads.
+        prefill, decode: seconds of wall in which prompts were read, and of the rest.
+        decode_steps: how many steps ``decode`` was.
+        output_tokens: of all requests.
+    """
+
+    wall: float
+    cpu: float
+    prefill: float
+    decode: float
+    decode_steps: int
+    output_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.wall
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a decode step."""
+        return 1e3 * self.decode / self.decode_steps
+
+
+def kvpress_python(folder: Path = FOLDER) -> Path:
+    """The interpreter of kvpress's environment, which is built if it is missing or out of date.
+
+    Raises:
+        subprocess.CalledProcessError: a step of the installation failed; it says why on the terminal.
+    """
+    python, stamp = folder / "bin/python", folder / ".installed"
+    wanted = "\n".join((TORCH, *OTHERS))
+    # The stamp is written last: an installation that was interrupted is repeated.
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    Console(stderr=True).print(f"building {folder.name} (once; 1.4 GB, about a minute)", highlight=False)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    # Both together, so that nothing replaces this torch by PyPI's build for GPUs.
+    subprocess.run([*install, TORCH, *OTHERS, "--extra-index-url", TORCH_INDEX], check=True)
+    stamp.write_text(wanted)
+    return python
 
 
 class Opponent:
@@ -69,9 +130,6 @@ class Opponent:
         Args:
             press: a policy, or None for plain transformers.
             budget: share of the prompt that is kept.
-
-        Returns:
-            The answer, or only ``error`` if kvpress could not do it.
         """
         order = {"prompts": prompts, "output_len": output_len, "press": press, "budget": budget}
         assert self._process.stdin
@@ -80,6 +138,12 @@ class Opponent:
         except BrokenPipeError:
             raise OpponentError(f"the process of kvpress ended, see {self.log}") from None
         return self._receive()
+
+    def run(self, work: Workload, press: str | None, budget: float) -> Run:
+        """The requests of a round."""
+        answer = self.generate(work.prompts(), work.output_len, press, budget)
+        seconds = (answer[name] for name in ("wall", "cpu", "prefill", "decode"))
+        return Run(*seconds, work.output_len - 1, work.requests * work.output_len)
 
     def close(self) -> None:
         """End the process."""

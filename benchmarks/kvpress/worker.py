@@ -6,7 +6,7 @@ Runs in the environment of kvpress, which this project is not installed in: impo
     {"prompts": [[...], ...], "output_len": 256, "press": "snapkv", "budget": 0.2}
 
 where all prompts have the same length and are one batch, and ``press`` is null for plain transformers. The answer
-holds what :func:`generate` returns, or ``{"error": "..."}`` if kvpress raised an exception.
+holds what :func:`generate` returns.
 """
 
 import contextlib
@@ -17,36 +17,12 @@ import time
 from importlib import metadata
 
 import torch
-from kvpress import AdaKVPress, SnapKVPress  # type: ignore
+from kvpress import SnapKVPress  # type: ignore
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 PACKAGES = ("kvpress", "transformers", "torch")
 WINDOW, KERNEL = 32, 7
-
-
-def make_press(name, budget):
-    """The press of a policy that keeps this share of the prompt."""
-    snapkv = SnapKVPress(compression_ratio=1 - budget, window_size=WINDOW, kernel_size=KERNEL)
-    return {"snapkv": snapkv, "ada-snapkv": AdaKVPress(snapkv)}[name]
-
-
-def stored_bytes(cache):
-    """Bytes of memory behind all keys and values."""
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def attended_entries(model, cache):
-    """Entries of all layers, heads and requests that attention sees.
-
-    AdaKVPress stores everything: in each step it overwrites the keys of what it chose to evict, so that they get no
-    weight.
-    """
-    stored = sum(layer.keys[..., 0].numel() for layer in cache.layers)
-    attentions = [layer.self_attn for layer in model.model.layers]
-    hidden = [getattr(attention, "masked_key_indices", None) for attention in attentions]
-    return stored - sum(len(indices[0]) for indices in hidden if indices is not None)
 
 
 @torch.inference_mode()
@@ -59,19 +35,19 @@ def generate(model, prompts, output_len, press, budget):
         wall, cpu, prefill, decode: seconds; cpu of all threads, decode of all steps after the first token.
         ids: [requests][output_len].
         likely: [requests][5], the most likely first tokens.
-        stored_bytes, attended_entries: right after the prefill.
+        entries: in the cache right after the prefill, of all layers, heads and requests.
     """
     batch = torch.tensor(prompts)
     cache = DynamicCache()
     start, cpu = time.perf_counter(), time.process_time()
-    with make_press(press, budget)(model) if press else contextlib.nullcontext():
+    snapkv = SnapKVPress(compression_ratio=1 - budget, window_size=WINDOW, kernel_size=KERNEL)
+    with snapkv(model) if press else contextlib.nullcontext():
         logits = model(batch, past_key_values=cache, logits_to_keep=1).logits
     ids = [logits[:, -1].argmax(-1, keepdim=True)]
     prefill = time.perf_counter() - start
     found = {
         "likely": logits[:, -1].topk(5).indices.tolist(),
-        "stored_bytes": stored_bytes(cache),
-        "attended_entries": attended_entries(model, cache),
+        "entries": sum(layer.keys[..., 0].numel() for layer in cache.layers),
     }
     resumed = time.perf_counter()
     # True positions: the cache is shorter than the text, so the model could not count them itself.
@@ -102,12 +78,7 @@ def main():
     versions = {name: metadata.version(name) for name in PACKAGES}
     print(json.dumps({"versions": versions, "threads": torch.get_num_threads()}), file=answers)
     for line in sys.stdin:
-        try:
-            answer = generate(model, **json.loads(line))
-        # For example kvpress's search that does not converge; the next prompts may work.
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers)
+        print(json.dumps(generate(model, **json.loads(line))), file=answers)
 
 
 if __name__ == "__main__":

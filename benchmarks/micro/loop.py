@@ -88,16 +88,14 @@ def parse(name: str, module: Any, argv: Sequence[str] | None) -> argparse.Namesp
     """Read the command line of a name.
 
     Args:
-        module: has OPTIONS; and may have WHAT, a choice given as a word, HAS_DTYPE = False, and ``refuse``, which says
-            what is wrong with the arguments and may fill in what depends on others.
+        module: has OPTIONS; and may have COMMAND, where it is none of ``micro``, HAS_DTYPE = False, and ``refuse``,
+            which says what is wrong with the arguments and may fill in what depends on others.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.micro {name}",
+        prog=f"python -m benchmarks.{getattr(module, 'COMMAND', f'micro {name}')}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if what := getattr(module, "WHAT", ()):
-        parser.add_argument("what", nargs="?", choices=what, default=what[0], help=f"default: {what[0]}")
     options: Sequence[Option] = module.OPTIONS
     add(parser, *options)
     if getattr(module, "HAS_DTYPE", True):
@@ -121,9 +119,8 @@ def run(name: str, module: Any, argv: Sequence[str] | None) -> int:
     judged = {"targets": show_targets(console, found.targets)}
     settings = {key: getattr(value, "name", value) for key, value in vars(arguments).items()}
     content = {"settings": settings, "load_average_at_start": load, **found.results, **judged}
-    own = "-".join(filter(None, [name, getattr(arguments, "what", "")]))
-    own = record_name(own, arguments.dtype) if hasattr(arguments, "dtype") else own
-    written = [save(own, record("micro", content))]
+    own = record_name(name, arguments.dtype) if hasattr(arguments, "dtype") else name
+    written = [save(own, record(getattr(module, "COMMAND", "micro"), content))]
     if found.panels:
         written.append(plot(RESULTS / f"{own}.png", found.panels))
     console.print(f"written to {' and '.join(map(str, written))}", highlight=False)

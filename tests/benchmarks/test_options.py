@@ -27,9 +27,10 @@ OF_ALL = {"soak": ["--requests", "1"]}
 
 def parse(name: str, *words: str):
     """A command's options."""
-    if name in NAMES:
-        return loop.parse(name, importlib.import_module(f"benchmarks.micro.{name}"), words)
-    module = importlib.import_module(f"benchmarks.{name}{'.__main__' if name == 'kvpress' else ''}")
+    if name in {*NAMES, "kvpress"}:
+        module = f"micro.{name}" if name in NAMES else "kvpress.__main__"
+        return loop.parse(name, importlib.import_module(f"benchmarks.{module}"), words)
+    module = importlib.import_module(f"benchmarks.{name}")
     if hasattr(module, "BENCHMARK"):
         return importlib.import_module("benchmarks.harness.command").parse(module.BENCHMARK, words)[0]
     found = module.parse_arguments([*OF_ALL.get(name, []), *words])
