@@ -15,9 +15,8 @@ hostile ones may not slow them down much more. Each round sends --requests of ei
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.harness.hostile import SERVERS, HostileSoak
+from benchmarks.harness.hostile import HostileSoak
 from benchmarks.harness.options import add_start_patience, positive, whole
 from benchmarks.harness.random_soak import RandomSoak
 from benchmarks.harness.server import run_benchmark
@@ -36,7 +35,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--requests", type=whole, metavar="N", help="how many to send (--hostile: 300)")
     length.add_argument("--minutes", type=positive, metavar="M", help="how long to send requests")
-    add("--model", type=Path, help="folder of a model (default: a random one of two layers)")
     for kind in ("tensor", "pipeline"):
         about = "as for vllm serve (default: 1)"
         add(f"--{kind}-parallel-size", type=whole, default=1, metavar="N", help=about)
@@ -45,10 +43,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--updates", action="store_true", help="change the weights and reset the cache")
     load.add_argument("--hostile", action="store_true", help="ordinary clients beside hostile ones")
-    about = "with --updates: leave the cache as it is, as a control that must fail"
-    add("--without-reset", action="store_true", help=about)
-    about = "with --hostile: how it evicts, chunk by chunk (take) or layer by layer (knorm) (default: chunks)"
-    add("--server", choices=SERVERS, help=about)
     add("--rounds", type=whole, metavar="N", help="with --hostile (default: 3)")
     add_start_patience(parser)
     add("--name", help=f"write the record to {FOLDER}/NAME.json, not to the project's results")
@@ -60,18 +54,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def refuse(arguments: argparse.Namespace) -> str | None:
     """Fill in what --hostile needs; what is wrong with the arguments."""
-    if arguments.without_reset and not arguments.updates:
-        return "--without-reset needs --updates"
-    if arguments.model and (arguments.updates or arguments.hostile):
-        return "--model: --updates and --hostile make models of their own"
     if not arguments.hostile:
-        if arguments.server or arguments.rounds:
-            return "--server and --rounds need --hostile"
+        if arguments.rounds:
+            return "--rounds needs --hostile"
         return (
             None if arguments.requests or arguments.minutes else "one of --requests and --minutes is needed"
         )
-    arguments.server, arguments.rounds = arguments.server or "chunks", arguments.rounds or 3
-    arguments.requests = arguments.requests or 300
+    arguments.rounds, arguments.requests = arguments.rounds or 3, arguments.requests or 300
     return "--minutes: --hostile sends --requests in --rounds" if arguments.minutes else None
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any
 
-from benchmarks.harness.soaking import BLOCK
 from benchmarks.harness.words import random_words
 
+BLOCK = 32
+"""Tokens of a block of uncompressed KV on the soaks' servers."""
 SALTS = (None, "one", "other")
 """Values of ``cache_salt``; what is cached with one is found with no other."""
 LIVE = 4

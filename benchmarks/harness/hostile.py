@@ -12,10 +12,8 @@ import asyncio
 import base64
 import io
 import itertools
-import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,31 +22,24 @@ import httpx
 import numpy as np
 import torch
 
+from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.server import Server
-from benchmarks.harness.soaking import BLOCK, Requirement, SoakRun
-from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, HUNG, LEFT, Ask, send
+from benchmarks.harness.soaking import Requirement, SoakRun
+from benchmarks.harness.traffic import ENDPOINTS, WRONG, Ask, body_of, encoded, send
 from benchmarks.harness.words import random_words
 
 HIDDEN, LAYERS, MAX_LEN = 64, 4, 1024
 POOL = 512
 """Tokens that the memory holds of a request that is kept whole."""
 FLAGS = (
+    *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "128"),
+    *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "192"),
     *("--kv-budget", "0.2", "--kv-eviction-config.policies", "all", "--kv-eviction-config.min_prompt", "32"),
     *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--enable-prompt-embeds", "--dtype", "float32"),
     *("--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL // BLOCK)),
 )  # fmt: skip
-SERVERS = {
-    "chunks": (
-        *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "128"),
-        *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "192"),
-    ),
-    "layers": (
-        *("--kv-eviction", "knorm", "--kv-eviction-config.skip_layers", "1"),
-        *("--max-num-batched-tokens", str(MAX_LEN)),
-    ),
-}
-"""How a prompt of MAX_LEN gets by with less memory than it has tokens: evicted chunk by chunk or layer by layer."""
+"""A prompt of MAX_LEN gets by with less memory than it has tokens, since it is evicted chunk by chunk."""
 CONCURRENCY, ORDINARY_CLIENTS = 12, 4
 QUESTION, ANSWER = 100, 16
 """Tokens of the ordinary clients' prompts and answers."""
@@ -65,23 +56,14 @@ class Phase:
     Attributes:
         latencies: seconds of each of the ordinary clients' requests.
         lengths: tokens of prompt and answer of each request of the crowd that was answered.
-        tally: how many requests of the crowd came to which end, by kind and result.
-        failures: what was wrong, a sentence each.
         seconds: from the crowd's first request to its last answer.
         preemptions: by the server meanwhile.
     """
 
     latencies: list[float] = field(default_factory=list)
     lengths: list[tuple[int, int]] = field(default_factory=list)
-    tally: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     preemptions: int = 0
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Of all prompts and of all answers."""
-        return sum(prompt for prompt, _ in self.lengths), sum(answer for _, answer in self.lengths)
 
     def percentile(self, percent: float) -> float:
         """Of the ordinary clients' latencies, seconds."""
@@ -91,9 +73,9 @@ class Phase:
         """For the record."""
         return {
             "seconds": self.seconds,
-            "requests": {f"{kind}: {result}": times for (kind, result), times in sorted(self.tally.items())},
-            "prompt_tokens": self.tokens[0],
-            "output_tokens": self.tokens[1],
+            "answered": len(self.lengths),
+            "prompt_tokens": sum(prompt for prompt, _ in self.lengths),
+            "output_tokens": sum(answer for _, answer in self.lengths),
             "preemptions": self.preemptions,
             "ordinary": len(self.latencies),
             **{f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)},
@@ -111,7 +93,7 @@ def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
 
     def body(tokens: int, output: int, policy: str | None = None, **more: Any) -> dict[str, Any]:
         fields = {} if policy is None else {"vllm_xargs": {"kv_eviction": policy}}
-        return _body(model, random_words(choose, tokens), output, **fields, **more)
+        return body_of(model, output, prompt=random_words(choose, tokens), **fields, **more)
 
     def beyond_memory(policy: str) -> Callable[[], Ask]:
         """As long an answer as the model's length allows."""
@@ -145,18 +127,13 @@ def honest_asks(model: str, lengths: Sequence[tuple[int, int]], seed: int) -> li
     """A request of each length: tokens of its prompt and of its answer."""
     choose = random.Random(seed)
     return [
-        _ask("honest", _body(model, random_words(choose, prompt), answer, **ORDINARY))
+        _ask("honest", body_of(model, answer, prompt=random_words(choose, prompt), **ORDINARY))
         for prompt, answer in lengths
     ]
 
 
 def _ask(kind: str, body: Mapping[str, Any], endpoint: str = "completions", **more: Any) -> Ask:
-    return Ask(kind, ENDPOINTS[endpoint], json.dumps(body).encode(), tokens=None, **more)
-
-
-def _body(model: str, text: str, output: int, **more: Any) -> dict[str, Any]:
-    body = {"model": model, "prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-    return body | more
+    return Ask(kind, ENDPOINTS[endpoint], encoded(body), tokens=None, **more)
 
 
 def _mixed(model: str, text: str) -> Ask:
@@ -174,64 +151,13 @@ def _mixed(model: str, text: str) -> Ask:
     return _ask("text with embeddings, take", body, "chat", refusal="take")
 
 
-async def run_phase(server: Server, client: httpx.AsyncClient, asks: Sequence[Ask], seed: int) -> Phase:
-    """Send a crowd's requests, so many at a time, and ask as ordinary clients meanwhile."""
-    phase, slots = Phase(), asyncio.Semaphore(CONCURRENCY)
-    before = (await server.snapshot()).preemptions
-
-    async def one(ask: Ask) -> None:
-        async with slots:
-            server.check()
-            if answer := await _note(client, ask, phase):
-                phase.lengths.append(answer)
-
-    start, over = time.monotonic(), asyncio.Event()
-    seeds = (f"{seed} {number}" for number in range(ORDINARY_CLIENTS))
-    ordinary = [_ask_questions(client, server.model, each, phase, over) for each in seeds]
-    questions = asyncio.gather(*ordinary)
-    try:
-        await asyncio.gather(*map(one, asks))
-        phase.seconds = time.monotonic() - start
-        over.set()
-        await questions
-    finally:
-        questions.cancel()
-    phase.preemptions = (await server.snapshot()).preemptions - before
-    return phase
-
-
-async def _note(client: httpx.AsyncClient, ask: Ask, phase: Phase) -> tuple[int, int] | None:
-    """Send a request and note what became of it; tokens of its prompt and of its answer."""
-    outcome = await send(client, ask)
-    phase.tally[ask.kind, outcome.result] += 1
-    if outcome.result not in (EXPECTED, LEFT, HUNG):
-        phase.failures.append(f"{ask.kind}: HTTP {outcome.status} {outcome.details}")
-    return (outcome.answer.prompt, outcome.answer.tokens) if outcome.answer else None
-
-
-async def _ask_questions(
-    client: httpx.AsyncClient, model: str, seed: str, phase: Phase, over: asyncio.Event
-) -> None:
-    """Ask short questions, one after the other, until the crowd's last answer."""
-    choose = random.Random(seed)
-    while not over.is_set():
-        body = _body(model, random_words(choose, QUESTION), ANSWER, **ORDINARY)
-        begin = time.monotonic()
-        await _note(client, _ask("ordinary", body), phase)
-        phase.latencies.append(time.monotonic() - begin)
-
-
 class HostileSoak(SoakRun):
     """The whole run."""
 
     def __init__(self, arguments: argparse.Namespace):
-        mode = "" if arguments.server == "chunks" else f"-{arguments.server}"
-        sizes = (("tp", arguments.tensor_parallel_size), ("pp", arguments.pipeline_parallel_size))
-        ranks = "".join(f"-{name}{size}" for name, size in sizes if size > 1)
-        super().__init__(f"hostile{mode}{ranks}", arguments, [*SERVERS[arguments.server], *FLAGS])
+        super().__init__("hostile", arguments, FLAGS)
         self.sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 4, "max_len": MAX_LEN}
         self.rounds: list[tuple[Phase, Phase]] = []
-        self.pages = 0
 
     async def load(self, server: Server, client: httpx.AsyncClient) -> None:
         """Rounds, each beside hostile clients, then beside honest ones with as many tokens."""
@@ -239,13 +165,46 @@ class HostileSoak(SoakRun):
             await send(client, ask)  # compiles what later ones use
         for number in range(self.arguments.seed, self.arguments.seed + self.arguments.rounds):
             asks = hostile_asks(server.model, self.arguments.requests, number)
-            hostile = await run_phase(server, client, asks, number)
+            hostile = await self.phase(server, client, asks, number)
             honest = honest_asks(server.model, hostile.lengths, number)
-            self.rounds.append((hostile, await run_phase(server, client, honest, number)))
+            self.rounds.append((hostile, await self.phase(server, client, honest, number)))
             self.console.print(
                 f"round {len(self.rounds)} of {self.arguments.rounds} is done", highlight=False
             )
-        self.pages = (await server.snapshot()).request_pages
+        await self.settle(server, client)
+
+    async def phase(self, server: Server, client: httpx.AsyncClient, asks: Sequence[Ask], seed: int) -> Phase:
+        """Send a crowd's requests, so many at a time, and ask as ordinary clients meanwhile."""
+        phase, slots, over = Phase(), asyncio.Semaphore(CONCURRENCY), asyncio.Event()
+        before, start = (await server.snapshot()).preemptions, time.monotonic()
+
+        async def one(ask: Ask) -> None:
+            async with slots:
+                server.check()
+                outcome = await send(client, ask)
+                self.note(ask.kind, outcome)
+                if outcome.answer:
+                    phase.lengths.append((outcome.answer.prompt, outcome.answer.tokens))
+
+        async def crowd() -> None:
+            try:
+                await asyncio.gather(*map(one, asks))
+            finally:
+                over.set()
+            phase.seconds = time.monotonic() - start
+
+        async def ordinary(choose: random.Random) -> None:
+            """Short questions, one after the other, until the crowd's last answer."""
+            while not over.is_set():
+                body = body_of(server.model, ANSWER, prompt=random_words(choose, QUESTION), **ORDINARY)
+                begin = time.monotonic()
+                self.note("ordinary", await send(client, _ask("ordinary", body)))
+                phase.latencies.append(time.monotonic() - begin)
+
+        clients = [ordinary(random.Random(f"{seed} {number}")) for number in range(ORDINARY_CLIENTS)]
+        await asyncio.gather(crowd(), *clients)
+        phase.preemptions = (await server.snapshot()).preemptions - before
+        return phase
 
     @property
     def ratio(self) -> Estimate:
@@ -256,18 +215,11 @@ class HostileSoak(SoakRun):
 
     def judge(self, tracebacks: int) -> None:
         """Hold everything against what is required."""
-        phases = [phase for pair in self.rounds for phase in pair]
-        for phase in phases:
-            self.tally += phase.tally
-            self.failures += phase.failures
-        hung = sum(times for (_, result), times in self.tally.items() if result == HUNG)
         name = "the ordinary clients' p99, beside hostile over beside honest clients"
         self.requirements = [
             Requirement(name, self.ratio.median, MOST),
-            Requirement("requests that hung", hung),
-            Requirement("answers that were wrong or broke off", len(self.failures)),
-            Requirement("tracebacks in the server's log", tracebacks),
-            Requirement("pages held at the end", self.pages),
+            Requirement("wrong answers", self.count(WRONG)),
+            *self.shared_requirements(tracebacks),
         ]
 
     def rows(self) -> dict[str, Any]:

@@ -2,31 +2,19 @@
 
 import argparse
 import asyncio
-import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import httpx
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+import psutil  # type: ignore[import-untyped]
 
-from benchmarks.harness.samples import Sample, baseline, growth, resident_memory
-from benchmarks.harness.server import Server, Snapshot
-from benchmarks.harness.soaking import BLOCK, KEPT_FAILURES, Requirement, SoakRun, reset, until_idle
-from benchmarks.harness.traffic import (
-    BROKEN,
-    EXPECTED,
-    HUNG,
-    LEFT,
-    WRONG,
-    Ask,
-    Outcome,
-    Traffic,
-    ask_probes,
-    send,
-)
+from benchmarks.harness.conversations import BLOCK
+from benchmarks.harness.server import Server
+from benchmarks.harness.soaking import Requirement, SoakRun, reset, until_idle
+from benchmarks.harness.traffic import WRONG, Ask, Outcome, Traffic, ask_probes, send
 from vllm_kvevict.policies import available
 
 MAX_LEN, LONGEST_PROMPT = 512, 300
@@ -47,6 +35,60 @@ GROWTH, FOUND = 0.02, 0.1
 KEPT_SAMPLES = 60
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What was seen at one moment.
+
+    Attributes:
+        seconds: since the load began.
+        answered: requests that are over.
+        rss: MiB of resident memory over all processes; what they share counts in each.
+        pages: held over all ranks by requests.
+        running, waiting: requests.
+        preemptions: since the server started.
+        cached: pages held by cached prefixes.
+        prefix_hits: prompt tokens that were found in the prefix cache since the server started.
+    """
+
+    seconds: float
+    answered: int
+    rss: float
+    pages: int
+    running: int
+    waiting: int
+    preemptions: int
+    cached: int = 0
+    prefix_hits: int = 0
+
+
+def resident_memory() -> float:
+    """MiB of all processes that this one has started."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:  # it has ended
+            continue
+    return total / 2**20
+
+
+def baseline(samples: Sequence[Sample]) -> float:
+    """MiB resident after the warm-up, the first third of the load: the median of the sixth that follows."""
+    return median(sample.rss for sample in _part(samples, 2, 3))
+
+
+def growth(samples: Sequence[Sample]) -> float:
+    """Growth of the resident memory from the sixth after the warm-up to the last sixth, as a share."""
+    return median(sample.rss for sample in _part(samples, 5, 6)) / baseline(samples) - 1
+
+
+def _part(samples: Sequence[Sample], first: int, end: int) -> Sequence[Sample]:
+    """The samples between two sixths of the time, or the one next to them."""
+    last = samples[-1].seconds
+    found = [sample for sample in samples if first * last <= 6 * sample.seconds <= end * last]
+    return found or [min(samples, key=lambda sample: abs(6 * sample.seconds - end * last))]
+
+
 class RandomSoak(SoakRun):
     """One run: the load, what was seen, and the verdict."""
 
@@ -55,147 +97,94 @@ class RandomSoak(SoakRun):
         self.policies = list(available())
         self.samples: list[Sample] = []
         self.later_turns, self.found_turns, self.missed_samples, self.changed = 0, 0, 0, 0
-        self.idle = self.empty = Snapshot()
-
-    def model(self) -> Path:
-        """That of the command line, or a random one."""
-        return self.arguments.model or super().model()
 
     async def load(self, server: Server, client: httpx.AsyncClient) -> None:
         """Probes, random requests, probes again, and a reset at the end."""
         probes, words_per_token = await ask_probes(client, server.model, self.policies)
         longest = int(LONGEST_PROMPT * words_per_token)
         traffic = Traffic(server.model, self.arguments.seed, longest, MAX_LEN, probes)
-        await self._watched(server, client, traffic)
+        start = time.monotonic()
+        watcher = asyncio.create_task(self._watch(server, start))
+        try:
+            await self._offer(server, client, traffic)
+        finally:
+            watcher.cancel()
+            (ended,) = await asyncio.gather(watcher, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            raise RuntimeError("the server was not watched to the end") from ended
+        self.samples.append(await self._sample(server, time.monotonic() - start))
         await until_idle(server)
         again, _ = await ask_probes(client, server.model, self.policies)
         self.changed = sum(again[policy] != answer for policy, answer in probes.items())
-        self.idle = await until_idle(server)
-        await reset(client)
-        self.empty = await until_idle(server, empty=True)
+        await self.settle(server, client)
 
-    async def _watched(self, server: Server, client: httpx.AsyncClient, traffic: Traffic) -> None:
-        """Send everything and watch the server meanwhile."""
-        start = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-        with Progress(*columns, TimeElapsedColumn(), console=self.console) as bar:
-            total = self.arguments.requests or 60 * self.arguments.minutes
-            task = bar.add_task("soaking", total=total, state="")
+    async def _watch(self, server: Server, start: float) -> None:
+        with self.console.status("soaking") as status:
+            while True:
+                try:
+                    last = await self._sample(server, time.monotonic() - start)
+                except httpx.HTTPError:
+                    self.missed_samples += 1
+                else:
+                    self.samples.append(last)
+                    now = f"{last.running}+{last.waiting} now, {last.rss:.0f} MiB, {last.seconds:.0f} s"
+                    status.update(f"{self.answered} requests, {now}")
+                await asyncio.sleep(SAMPLE_SECONDS)
 
-            async def watch() -> None:
-                while True:
-                    try:
-                        self.samples.append(await self._sample(server, time.monotonic() - start))
-                    except httpx.HTTPError:
-                        self.missed_samples += 1
-                    else:
-                        last = self.samples[-1]
-                        state = (
-                            f"{self.answered} requests, {last.running}+{last.waiting} now, {last.rss:.0f} MiB"
-                        )
-                        done = self.answered if self.arguments.requests else last.seconds
-                        bar.update(task, completed=done, state=state)
-                    await asyncio.sleep(SAMPLE_SECONDS)
-
-            watcher = asyncio.create_task(watch())
-            try:
-                await self._offer(server, client, traffic, start)
-            finally:
-                watcher.cancel()
-                (ended,) = await asyncio.gather(watcher, return_exceptions=True)
-            if not isinstance(ended, asyncio.CancelledError):
-                raise RuntimeError("the server was not watched to the end") from ended
-        self.samples.append(await self._sample(server, time.monotonic() - start))
-
-    async def _offer(self, server: Server, client: httpx.AsyncClient, traffic: Traffic, start: float) -> None:
+    async def _offer(self, server: Server, client: httpx.AsyncClient, traffic: Traffic) -> None:
         slots = asyncio.Semaphore(CONCURRENCY)
-        tasks: set[asyncio.Task] = set()
 
         async def one(ask: Ask, waits: bool) -> None:
             try:
-                self.note(ask, traffic.hear(ask, await send(client, ask)))
+                self.note_answer(ask, traffic.hear(ask, await send(client, ask)))
             finally:
                 if waits:
                     slots.release()
 
-        try:
-            for number in self.numbers(start):
-                waits = number % BURST_EVERY >= BURST
+        async with asyncio.TaskGroup() as tasks:
+            for number in self.numbers():
+                place = number + BURST  # the first burst comes after a while
+                waits = place % BURST_EVERY >= BURST
                 if waits:
                     await slots.acquire()
                 server.check()
-                if number % RESET_EVERY == 0:
+                if place % RESET_EVERY == 0:
                     await reset(client)
-                task = asyncio.create_task(one(traffic.next(), waits))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+                tasks.create_task(one(traffic.next(), waits))
 
-    def numbers(self, start: float) -> Iterator[int]:
-        """Numbers of the requests, as long as there are to be more; the first burst comes after a while."""
-        for number in itertools.count(BURST):
-            if self.arguments.requests is not None and number - BURST >= self.arguments.requests:
-                return
-            if self.arguments.minutes is not None and time.monotonic() - start >= 60 * self.arguments.minutes:
-                return
-            yield number
-
-    def note(self, ask: Ask, outcome: Outcome) -> None:
+    def note_answer(self, ask: Ask, outcome: Outcome) -> None:
         """Count what became of a request."""
-        self.tally[ask.kind, outcome.result] += 1
-        self.server_errors += outcome.status is not None and outcome.status >= 500
         if ask.turn is not None and ask.turn.is_later and outcome.answer is not None:
             self.later_turns += 1
             self.found_turns += ask.turn.is_found(outcome.answer.cached)
-        if outcome.result not in (EXPECTED, LEFT) and len(self.failures) < KEPT_FAILURES:
-            body = ask.content.decode(errors="replace")
-            asked = {"kind": ask.kind, "body": f"{body[:200]} ... {body[-200:]}"}
-            self.failures.append({**asked, **asdict(outcome)})
+        body = ask.content.decode(errors="replace")
+        self.note(ask.kind, outcome, body=f"{body[:200]} ... {body[-200:]}")
 
     async def _sample(self, server: Server, seconds: float) -> Sample:
         seen = await server.snapshot()
-        # What is cached stays when nobody asks.
-        pages, entries = seen.request_pages, seen.logical_entries or 0
-        load = seen.running, seen.waiting, seen.preemptions
+        load = seen.request_pages, seen.running, seen.waiting, seen.preemptions
         cache = seen.cached_pages + seen.uncompressed_pages, seen.prefix_hits
-        return Sample(seconds, self.answered, resident_memory(), pages, entries, *load, *cache)
+        return Sample(seconds, self.answered, resident_memory(), *load, *cache)
 
     def judge(self, tracebacks: int) -> None:
         """Hold everything against what is required."""
-        idle = self.idle
-
-        def count(wanted: str, *malformed: bool) -> int:
-            return sum(
-                times
-                for (kind, result), times in self.tally.items()
-                if result == wanted and (kind == "malformed") in malformed
-            )
-
+        accepted = self.count(WRONG, "malformed")
         self.requirements = [
-            Requirement("requests that hung", count(HUNG, False, True)),
-            Requirement("connections that broke off", count(BROKEN, False, True)),
-            Requirement("wrong answers", count(WRONG, False)),
-            Requirement("malformed requests not refused with 4xx", count(WRONG, True)),
-            Requirement("answers 5xx", self.server_errors),
+            Requirement("wrong answers", self.count(WRONG) - accepted),
+            Requirement("malformed requests not refused with 4xx", accepted),
             Requirement("probes answered otherwise at the end", self.changed),
-            Requirement("tracebacks in the server's log", tracebacks),
-            Requirement("requests running or waiting when idle", idle.running + idle.waiting),
-            Requirement("pages held when idle", idle.request_pages),
-            Requirement("pages cached after a reset", self.empty.physical_pages or 0),
             Requirement("KV entries stored when idle", self.empty.logical_entries or 0),
             Requirement(
                 "growth of the resident memory after a third of the load", growth(self.samples), GROWTH
             ),
-            Requirement("share of later turns that begin with earlier ones", self.found_share, FOUND, False),
+            Requirement(
+                "share of later turns that begin with earlier ones",
+                self.found_turns / max(1, self.later_turns),
+                FOUND,
+                False,
+            ),
+            *self.shared_requirements(tracebacks),
         ]
-
-    @property
-    def found_share(self) -> float:
-        """Of the later turns of conversations, how many began with what eviction had left of earlier ones."""
-        return self.found_turns / max(1, self.later_turns)
 
     def rows(self) -> dict[str, float]:
         """The most of everything that was seen."""

@@ -293,6 +293,11 @@ def run_benchmark(work: Coroutine[Any, Any, None]) -> int:
     except ServerError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+    except ExceptionGroup as group:  # of tasks
+        if (failed := group.subgroup(ServerError)) is None:
+            raise
+        print(f"failed: {failed.exceptions[0]}", file=sys.stderr)
+        return 1
     return 0
 
 

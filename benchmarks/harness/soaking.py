@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from rich.table import Table
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
 from benchmarks.harness.server import Server, Snapshot, cpu_environment
+from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, LEFT, Outcome
 
 FOLDER = Path(__file__).parents[1] / "out" / "soak"
 """For models and logs, and for records that are not the project's."""
-BLOCK = 32
-"""Tokens of a block of uncompressed KV on the servers."""
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
 """GiB that vLLM may take, of which the servers' blocks are far less; and what makes it offer to change weights and to
 reset its cache."""
@@ -82,20 +82,22 @@ class SoakRun(ABC):
     """One run of a load against a server, held against requirements.
 
     Args:
+        name: of the record, which is the project's unless the arguments have another one.
         arguments: of the soak.
         flags: of the server, but for its ranks.
 
     Attributes:
-        name: of the record, which is the project's unless the arguments name it or it is a control.
+        good: what may become of a request.
         sizes: of the model.
         ranks: of the server.
         tally: how often what became of a request of which kind.
         failures: details of the first requests that went wrong.
         server_errors: answers 5xx.
+        idle, empty: the server after the load, and after a reset of its cache.
         requirements: known at the end.
     """
 
-    is_control = False
+    good: Sequence[str] = (EXPECTED, LEFT)
 
     def __init__(self, name: str, arguments: argparse.Namespace, flags: Sequence[str]):
         self.name, self.arguments = name, arguments
@@ -106,6 +108,7 @@ class SoakRun(ABC):
         self.tally: Counter[tuple[str, str]] = Counter()
         self.failures: list[Any] = []
         self.server_errors = 0
+        self.idle = self.empty = Snapshot()
         self.sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "max_len": 512}
         self.requirements: list[Requirement] = []
 
@@ -116,6 +119,53 @@ class SoakRun(ABC):
     @property
     def passed(self) -> bool:
         return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
+
+    def numbers(self) -> Iterator[int]:
+        """Of the requests, as long as there are to be more."""
+        start, minutes, requests = time.monotonic(), self.arguments.minutes, self.arguments.requests
+        for number in itertools.count():
+            over = number >= requests if minutes is None else time.monotonic() - start >= 60 * minutes
+            if over:
+                return
+            yield number
+
+    def note(self, kind: str, outcome: Outcome, result: str | None = None, **asked: Any) -> None:
+        """Count what became of a request.
+
+        Args:
+            kind: of the request.
+            result: what the outcome means here, where that is something else than it says.
+            asked: more of the request, for the record of what went wrong.
+        """
+        result = result or outcome.result
+        self.tally[kind, result] += 1
+        self.server_errors += outcome.status is not None and outcome.status >= 500
+        if result not in self.good and len(self.failures) < KEPT_FAILURES:
+            self.failures.append({"kind": kind, **asked, **asdict(outcome), "result": result})
+
+    def count(self, result: str, *kinds: str) -> int:
+        """Requests, of these kinds or of all, of which this became."""
+        return sum(
+            times for (kind, of), times in self.tally.items() if of == result and (not kinds or kind in kinds)
+        )
+
+    async def settle(self, server: Server, client: httpx.AsyncClient) -> None:
+        """See what the server holds once it is idle, and then once its cache is empty."""
+        self.idle = await until_idle(server)
+        await reset(client)
+        self.empty = await until_idle(server, empty=True)
+
+    def shared_requirements(self, tracebacks: int) -> list[Requirement]:
+        """What holds under every load; tracebacks are those in the server's log."""
+        return [
+            Requirement("requests that hung", self.count(HUNG)),
+            Requirement("connections that broke off", self.count(BROKEN)),
+            Requirement("answers 5xx", self.server_errors),
+            Requirement("tracebacks in the server's log", tracebacks),
+            Requirement("requests running or waiting when idle", self.idle.running + self.idle.waiting),
+            Requirement("pages held when idle", self.idle.request_pages),
+            Requirement("pages cached after a reset", self.empty.physical_pages or 0),
+        ]
 
     def counted(self) -> dict[str, int]:
         """Requests by kind and result."""
@@ -182,10 +232,10 @@ class SoakRun(ABC):
             "tally": self.counted(),
             **self.results(),
             "targets": [requirement.as_record() for requirement in self.requirements],
-            "failures": self.failures[:KEPT_FAILURES],
+            "failures": self.failures,
         }
-        own = self.arguments.name is None and not self.is_control
-        path = save(self.arguments.name or self.name, record("soak", content), RESULTS if own else FOLDER)
+        folder = RESULTS if self.arguments.name is None else FOLDER
+        path = save(self.arguments.name or self.name, record("soak", content), folder)
         self.console.print(f"written to {path}")
         for failure in self.failures[:5]:
             self.console.print(failure, style="red", highlight=False)

@@ -148,7 +148,7 @@ class Traffic:
         kind = self._choose.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "probe":
             body, text = self._choose.choice(list(self.probes.values()))
-            return Ask("probe", ENDPOINTS["completions"], _json(body), tokens=body["max_tokens"], text=text)
+            return Ask("probe", ENDPOINTS["completions"], encoded(body), tokens=body["max_tokens"], text=text)
         if kind == "malformed":
             return self._malformed()
         leaving = self._choose.random() < LEAVING
@@ -187,15 +187,14 @@ class Traffic:
         leave = self._when_to_leave(stream) if leaving else None
         kind = f"{endpoint}{', streamed' if stream else ''}{', left' if leaving else ''}"
         return Ask(
-            kind, ENDPOINTS[endpoint], _json(body), choices, choices * tokens, leave=leave, stream=stream
+            kind, ENDPOINTS[endpoint], encoded(body), choices, choices * tokens, leave=leave, stream=stream
         )
 
     def _turn(self, leaving: bool) -> Ask:
         """The turn of a conversation, always answered in the same way: what it begins with makes no difference."""
         choose, question = self._choose, self._conversations.next()
         stream, choices = choose.random() < 0.5, 1
-        body = self._settings(question.tokens, stream) | question.prompt
-        body["vllm_xargs"] = question.fields
+        body = body_of(self.model, question.tokens, stream, **question.prompt, vllm_xargs=question.fields)
         if question.salt:
             body["cache_salt"] = question.salt
         if choose.random() < 0.15:
@@ -205,7 +204,7 @@ class Traffic:
         return Ask(
             f"conversation, {question.how}{', left' if leaving else ''}",
             ENDPOINTS[question.endpoint],
-            _json(body),
+            encoded(body),
             choices,
             choices * question.tokens,
             leave=leave,
@@ -246,22 +245,11 @@ class Traffic:
             body |= self._prompt(endpoint, random_words(choose, self.max_len + 1))
         else:
             cut = -choose.randint(1, 20)
-        return Ask("malformed", ENDPOINTS[endpoint], _json(body)[:cut], refusal=word)
+        return Ask("malformed", ENDPOINTS[endpoint], encoded(body)[:cut], refusal=word)
 
     def _body(self, endpoint: str, length: int, tokens: int, stream: bool) -> dict[str, Any]:
         prompt = self._prompt(endpoint, random_words(self._choose, length))
-        return self._settings(tokens, stream) | prompt
-
-    def _settings(self, tokens: int, stream: bool) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        if stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body
+        return body_of(self.model, tokens, stream, **prompt)
 
     def _prompt(self, endpoint: str, text: str) -> dict[str, Any]:
         if endpoint == "completions":
@@ -307,8 +295,7 @@ async def ask_probes(
         fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": 0.3}
         if number % 2:
             fields["kv_prefix_len"] = words - 50
-        body: dict[str, Any] = {"model": model, "prompt": random_words(choose, words), "max_tokens": 24}
-        body |= {"temperature": 0, "ignore_eos": True, "vllm_xargs": fields}
+        body = body_of(model, 24, prompt=random_words(choose, words), vllm_xargs=fields)
         answer = await client.post("/v1/completions", json=body, timeout=120)
         answer.raise_for_status()
         content = answer.json()
@@ -381,6 +368,12 @@ def _changed(before: str, now: str) -> str:
     return f"{before!r} was answered before, {now!r} now"
 
 
-def _json(body: Any) -> bytes:
+def body_of(model: str, tokens: int, stream: bool = False, **more: Any) -> dict[str, Any]:
+    """A request for an answer of so many tokens, always the same one, and more fields."""
+    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+
+def encoded(body: Any) -> bytes:
     """Also of values that JSON has no word for: clients in Python send NaN."""
     return json.dumps(body).encode()

@@ -8,36 +8,25 @@ import argparse
 import asyncio
 import itertools
 import random
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.models import make_model
-from benchmarks.harness.server import Server, Snapshot
-from benchmarks.harness.soaking import (
-    BLOCK,
-    FOLDER,
-    KEPT_FAILURES,
-    PATIENCE,
-    Requirement,
-    SoakRun,
-    reset,
-    until_idle,
-)
-from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, WRONG, Outcome, send
+from benchmarks.harness.server import Server
+from benchmarks.harness.soaking import FOLDER, PATIENCE, Requirement, SoakRun, reset
+from benchmarks.harness.traffic import EXPECTED, WRONG, Outcome, send
 from benchmarks.harness.updates import (
     CHATS,
+    GOOD,
     MIXABLE,
     MIXED,
     STALE,
     TURNS,
     UPDATES,
-    WITHOUT_RESET,
     Chat,
     Question,
     Timeline,
@@ -45,7 +34,6 @@ from benchmarks.harness.updates import (
     about_documents,
     found_in,
     in_turns,
-    is_good,
     judge,
 )
 from vllm_kvevict.policies import available
@@ -74,10 +62,10 @@ HITS = 0.1
 class UpdateSoak(SoakRun):
     """One run: the load, what was seen, and the verdict."""
 
+    good = GOOD
+
     def __init__(self, arguments: argparse.Namespace):
-        self.is_control = arguments.without_reset
-        super().__init__("soak-without-reset" if self.is_control else "soak-updates", arguments, FLAGS)
-        self.ways: Sequence[Update] = WITHOUT_RESET if self.is_control else UPDATES
+        super().__init__("soak-updates", arguments, FLAGS)
         self.models: list[Path] = []
         self.answers: dict[Question, list[str]] = {}
         self.in_flight: list[Question] = []
@@ -85,7 +73,6 @@ class UpdateSoak(SoakRun):
         self.updates: Counter[str] = Counter()
         self.compared: Counter[tuple[str, str]] = Counter()
         self.sent_while_paused = 0
-        self.idle = self.empty = Snapshot()
 
     def model(self) -> Path:
         """One of several sets of weights."""
@@ -102,9 +89,7 @@ class UpdateSoak(SoakRun):
             f"{len(self.answers)} questions, each with {WEIGHTS} sets of weights; now the load"
         )
         await self._clients(server, client)
-        self.idle = await until_idle(server)
-        await reset(client)
-        self.empty = await until_idle(server, empty=True)
+        await self.settle(server, client)
 
     # What has to be answered.
 
@@ -135,7 +120,7 @@ class UpdateSoak(SoakRun):
     async def _clients(self, server: Server, client: httpx.AsyncClient) -> None:
         """Clients and updates, until there are to be no more requests and all are answered."""
         over = asyncio.Event()
-        numbers = self._numbers()
+        numbers = self.numbers()
 
         async def ask_on(choose: random.Random) -> None:
             for _ in numbers:
@@ -156,14 +141,6 @@ class UpdateSoak(SoakRun):
             tasks.create_task(ask_all())
             tasks.create_task(self._update_until(over, client))
 
-    def _numbers(self) -> Any:
-        """Of the requests, as long as there are to be more."""
-        start, minutes = time.monotonic(), self.arguments.minutes
-        numbers = itertools.count() if minutes is not None else range(self.arguments.requests)
-        return itertools.takewhile(
-            lambda _: minutes is None or time.monotonic() - start < 60 * minutes, numbers
-        )
-
     async def _ask(self, client: httpx.AsyncClient, choose: random.Random, question: Question) -> str:
         """Ask, and note what becomes of it."""
         stream = choose.random() < 0.5
@@ -173,7 +150,7 @@ class UpdateSoak(SoakRun):
         self.in_flight.append(question)
         outcome = await send(client, question.ask("model", stream=stream, leave=leave))
         self.in_flight.remove(question)
-        return self.note(question, sent, outcome, stream)
+        return self.note_answer(question, sent, outcome, stream)
 
     def _ask_again(self, asking: asyncio.TaskGroup, client: httpx.AsyncClient, choose: random.Random) -> None:
         """Ask some of what was asked before the update: who begins alike must not begin with what those read."""
@@ -184,7 +161,7 @@ class UpdateSoak(SoakRun):
 
     async def _update_until(self, over: asyncio.Event, client: httpx.AsyncClient) -> None:
         choose = random.Random(self.arguments.seed)
-        for update in in_turns(self.ways, self.arguments.seed):
+        for update in in_turns(UPDATES, self.arguments.seed):
             try:
                 async with asyncio.timeout(choose.uniform(*BETWEEN)):
                     await over.wait()
@@ -224,44 +201,29 @@ class UpdateSoak(SoakRun):
 
     # What was seen.
 
-    def note(self, question: Question, sent: int, outcome: Outcome, stream: bool = False) -> str:
+    def note_answer(self, question: Question, sent: int, outcome: Outcome, stream: bool = False) -> str:
         """Count what became of a request that was sent at a moment of the timeline and has just ended."""
-        expected = self.answers[question]
+        expected, weights = self.answers[question], self.timeline.weights
         result = judge(self.timeline, sent, outcome, expected)
-        self.tally[question.kind + (", streamed" if stream else ""), result] += 1
-        self.server_errors += outcome.status is not None and outcome.status >= 500
         if result in (EXPECTED, STALE) and outcome.answer:
             self.compared[found_in(outcome.answer.cached), result] += 1
-        if not is_good(result) and len(self.failures) < KEPT_FAILURES:
-            asked = {"kind": question.kind, **question.fields, "moment": sent}
-            seen = {**asdict(outcome), "result": result, "expected": expected[self.timeline.weights]}
-            self.failures.append({**asked, "weights": self.timeline.weights, **seen})
+        kind = question.kind + (", streamed" if stream else "")
+        self.note(kind, outcome, result, **question.fields, moment=sent, expected=expected[weights])
         return result
 
     def judge(self, tracebacks: int) -> None:
         """Hold everything against what is required."""
-
-        def count(wanted: str) -> int:
-            return sum(times for (_, result), times in self.tally.items() if result == wanted)
-
         alike = sum(len(set(answers)) < WEIGHTS for answers in self.answers.values())
+        rarest = min(self.updates[str(way)] for way in UPDATES)
         self.requirements = [
-            Requirement("answers that were not as with nothing cached", count(STALE)),
-            Requirement("answers of several sets of weights after a pause", count(MIXED)),
+            Requirement("answers that were not as with nothing cached", self.count(STALE)),
+            Requirement("answers of several sets of weights after a pause", self.count(MIXED)),
             self._hits("compressed prefix"),
             self._hits("uncompressed prefix"),
-            Requirement(
-                "updates of the rarest kind", min(self.updates[str(way)] for way in self.ways), 1, False
-            ),
+            Requirement("updates of the rarest kind", rarest, 1, False),
             Requirement("questions that two sets of weights answer alike", alike),
-            Requirement("requests that hung", count(HUNG)),
-            Requirement("connections that broke off", count(BROKEN)),
-            Requirement("answers refused, cut short or too long", count(WRONG)),
-            Requirement("answers 5xx", self.server_errors),
-            Requirement("tracebacks in the server's log", tracebacks),
-            Requirement("requests running or waiting when idle", self.idle.running + self.idle.waiting),
-            Requirement("pages held when idle", self.idle.request_pages),
-            Requirement("pages held after a last reset", self.empty.physical_pages or 0),
+            Requirement("answers refused, cut short or too long", self.count(WRONG)),
+            *self.shared_requirements(tracebacks),
         ]
 
     def _hits(self, where: str) -> Requirement:

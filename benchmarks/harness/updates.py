@@ -3,14 +3,13 @@
 Nothing here needs a server.
 """
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.soaking import BLOCK
-from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome
+from benchmarks.harness.conversations import BLOCK
+from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome, body_of, encoded
 from benchmarks.harness.words import random_words
 
 DOCUMENTS = (75, 110, 150, 205, 260, 330)
@@ -23,6 +22,8 @@ MIXABLE, WHOLE, MIXED = (
     "paused, of several sets of weights",
 )
 """What becomes of a request, on top of what traffic knows. Those that run on with other weights are not compared."""
+GOOD = (EXPECTED, LEFT, MIXABLE, WHOLE, ABORTED)
+"""What may become of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,21 +55,11 @@ class Question:
             stream: whether the answer comes in events.
             leave: when the client goes away, see :class:`Ask`.
         """
-        body = {
-            "model": model,
-            "max_tokens": self.tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            **self.prompt,
-        }
-        body["vllm_xargs"] = dict(self.fields)
-        if salt is not None:
-            body["cache_salt"] = salt
-        if stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        cached = {} if salt is None else {"cache_salt": salt}
+        body = body_of(model, self.tokens, stream, **self.prompt, vllm_xargs=dict(self.fields), **cached)
         kind = f"{self.kind}{', streamed' if stream else ''}{', left' if leave is not None else ''}"
-        content = json.dumps(body).encode()
-        return Ask(kind, ENDPOINTS[self.endpoint], content, 1, self.tokens, leave=leave, stream=stream)
+        path = ENDPOINTS[self.endpoint]
+        return Ask(kind, path, encoded(body), 1, self.tokens, leave=leave, stream=stream)
 
 
 def about_documents(policies: Sequence[str], seed: int) -> list[Question]:
@@ -159,8 +150,6 @@ UPDATES = (
     Update(None, reset="hard"),
 )
 """All after which nobody may begin with what was read before. A pause that keeps requests clears nothing."""
-WITHOUT_RESET = tuple(Update(pause) for pause in ("abort", "wait", "keep", None))
-"""The control."""
 
 
 def in_turns(updates: Sequence[Update], seed: int) -> Iterator[Update]:
@@ -246,11 +235,6 @@ def judge(timeline: Timeline, sent: int, outcome: Outcome, expected: Sequence[st
         return MIXABLE
     # A pause lets all that run end, or aborts it; the others begin after it.
     return WHOLE if outcome.answer.text in {expected[weights] for weights in timeline.met[sent:]} else MIXED
-
-
-def is_good(result: str) -> bool:
-    """Whether this may become of a request."""
-    return result in (EXPECTED, LEFT, MIXABLE, WHOLE, ABORTED)
 
 
 def found_in(cached: int) -> str:

@@ -1,9 +1,9 @@
 """The same requests for this project and for NVIDIA's kvpress, by policy snapkv at the same budget and in turns.
 
 Our engine gets all requests at once and batches them itself. kvpress runs on Hugging Face transformers with all
-requests in one batch, the faster of its two ways, which needs prompts of equal length. Runs without a policy compare transformers
-with our engine alone. Random Llama (8 layers, 8 query and 4 KV heads of 64), in the same dtype. The first run builds
-the environment .venv-kvpress.
+requests in one batch, the faster of its two ways, which needs prompts of equal length. Runs without a policy compare
+transformers with our engine alone. Random Llama (8 layers, 8 query and 4 KV heads of 64), in the same dtype. The first
+run builds the environment .venv-kvpress.
 """
 
 import argparse

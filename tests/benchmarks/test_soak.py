@@ -12,11 +12,17 @@ import pytest
 from rich.console import Console
 
 from benchmarks.harness import soaking, traffic
-from benchmarks.harness.conversations import GOES_ON, WEIGHTS, Turn
-from benchmarks.harness.random_soak import BURST, LONGEST_PROMPT, MAX_LEN, RandomSoak
-from benchmarks.harness.samples import Sample, baseline, growth
+from benchmarks.harness.conversations import BLOCK, GOES_ON, WEIGHTS, Turn
+from benchmarks.harness.random_soak import (
+    LONGEST_PROMPT,
+    MAX_LEN,
+    RandomSoak,
+    Sample,
+    baseline,
+    growth,
+)
 from benchmarks.harness.server import Snapshot
-from benchmarks.harness.soaking import BLOCK, Requirement, tracebacks, until_idle
+from benchmarks.harness.soaking import Requirement, tracebacks, until_idle
 from benchmarks.harness.traffic import (
     BROKEN,
     EXPECTED,
@@ -184,8 +190,8 @@ def test_tracebacks_of_refused_bodies_do_not_count():
 
 
 def samples(*rss: float) -> list[Sample]:
-    nothing = {"pages": 0, "entries": 0, "running": 0, "waiting": 0, "preemptions": 3}
-    return [Sample(seconds, seconds, {"server": mib}, **nothing) for seconds, mib in enumerate(rss)]
+    nothing = {"pages": 0, "running": 0, "waiting": 0, "preemptions": 3}
+    return [Sample(seconds, seconds, mib, **nothing) for seconds, mib in enumerate(rss)]
 
 
 def test_growth_is_measured_after_the_warm_up():
@@ -203,7 +209,7 @@ def verdict(*outcomes: tuple[Ask, Outcome], rss=(100, 100), idle=IDLE, empty=IDL
     soak = RandomSoak(parse_arguments(["--requests", "5"]))
     soak.samples, soak.idle, soak.empty, soak.changed = samples(*rss), idle, empty, changed
     for ask, outcome in outcomes:
-        soak.note(ask, outcome)
+        soak.note_answer(ask, outcome)
     soak.judge(tracebacks)
     return soak
 
@@ -289,12 +295,8 @@ def test_a_soak_waits_until_nothing_is_held():
 
 
 def test_the_length_of_a_run_and_its_ranks():
-    assert list(RandomSoak(parse_arguments(["--requests", "3"])).numbers(0.0)) == [
-        BURST,
-        BURST + 1,
-        BURST + 2,
-    ]
-    assert list(RandomSoak(parse_arguments(["--minutes", "1"])).numbers(-1e9)) == []
+    assert list(RandomSoak(parse_arguments(["--requests", "3"])).numbers()) == [0, 1, 2]
+    assert len(list(RandomSoak(parse_arguments(["--minutes", "1e-6"])).numbers())) < 100
     ranks = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     soak = RandomSoak(parse_arguments(["--requests", "3", *ranks]))
     assert soak.ranks == 4 and soak.flags[-4:] == ranks and soak.policies == list(available())
@@ -371,7 +373,7 @@ def test_the_same_turn_must_be_answered_in_the_same_way():
 # In a process of its own: other tests leave helpers behind that are children, too.
 COUNT = """
 import json, subprocess
-from benchmarks.harness.samples import resident_memory
+from benchmarks.harness.random_soak import resident_memory
 with subprocess.Popen(["sleep", "60"]) as child:
     counted = resident_memory()
     child.kill()
@@ -383,5 +385,4 @@ def test_memory_counts_only_what_was_started_here():
     run = command(sys.executable, "-c", COUNT)
     assert run.returncode == 0, run.stderr
     started, ended = json.loads(run.stdout)
-    assert started.keys() == {"sleep"} and 0 < started["sleep"] < 50
-    assert ended == {}
+    assert 0 < started < 50 and ended == 0
