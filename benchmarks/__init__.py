@@ -4,8 +4,6 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-from benchmarks.harness.lower_level import limit_all
-
 MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prompts")
 MOVED = {
     **{name: f"micro {name}" for name in MICRO},
@@ -28,4 +26,3 @@ def refuse_moved(words: Sequence[str]) -> None:
 
 
 refuse_moved(sys.orig_argv)
-limit_all()

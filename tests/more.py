@@ -65,7 +65,6 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_v2_runner.py": r"(?!test_equals_v1\[mixed)",
 }
 PROCESSORS = {
-    "benchmarks/test_lower_level.py": ".",
     "engine/served/test_emulated_gpu.py": r"test_layers|test_chunks_small",
     "kernels/test_build.py": "test_a_cxx",
     "kernels/test_compiles.py": ".",

@@ -45,8 +45,6 @@ class Outcome:
     Attributes:
         wall, cpu: seconds; CPU seconds of all threads of the process.
         output_tokens: generated.
-        peak_running: most requests that were running at once.
-        preemptions: requests that lost their KV cache and had to be computed again.
         steps: (seconds, prompt tokens, requests) of each engine step.
         evictions: (decision seconds, compaction seconds) of each evicted request.
     """
@@ -54,8 +52,6 @@ class Outcome:
     wall: float
     cpu: float
     output_tokens: int
-    peak_running: int
-    preemptions: int
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     evictions: list[tuple[float, float]] = field(default_factory=list)
 
@@ -203,7 +199,6 @@ class Probe:
             self._watch_reports(ledger)
 
     def reset(self) -> None:
-        self.peak, self.preemptions = 0, 0
         self.steps: list[tuple[float, int, int]] = []
         self.evictions: list[tuple[float, float]] = []
 
@@ -213,8 +208,6 @@ class Probe:
 
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
-            self.peak = max(self.peak, len(self.scheduler.running))
-            self.preemptions += len(output.preempted_req_ids or ())
             prefill = 0
             for name, count in output.num_scheduled_tokens.items():
                 request = self.scheduler.requests.get(name)  # not there: a probe of take
@@ -267,7 +260,7 @@ def _run(engine: Engine, workload: Workload, sampling: dict[str, Any]) -> Outcom
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Outcome(wall, cpu, produced, probe.peak, probe.preemptions, probe.steps, probe.evictions)
+    return Outcome(wall, cpu, produced, probe.steps, probe.evictions)
 
 
 def _serve(pipe: Connection, log: str, model: str, settings: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class FakeSide:
 
     def run(self, work: Workload, **sampling) -> Outcome:
         steps = [(0.4, work.requests * work.input_len, 2), (0.6, 0, 2)]
-        return Outcome(1.0, 0.5, work.requests * work.output_len, work.requests, 0, steps)
+        return Outcome(1.0, 0.5, work.requests * work.output_len, steps)
 
     def call(self, work, workload: Workload, policy: str) -> tuple[list[list[int]], int]:
         return [[7] * workload.output_len, [1] * workload.output_len], 0 if policy == "full" else 321
@@ -85,7 +85,7 @@ def test_worker_that_ends_or_counts_other_threads_is_an_error(
 
 
 def test_our_run_tells_prefill_from_decode():
-    outcome = Outcome(3.0, 2.5, 20, 2, 0, [(1.0, 64, 1), (0.5, 0, 2), (0.25, 0, 2)])
+    outcome = Outcome(3.0, 2.5, 20, [(1.0, 64, 1), (0.5, 0, 2), (0.25, 0, 2)])
     run = from_outcome(outcome, Workload(2, 32, 10))
     assert (run.prefill, run.decode, run.decode_steps, run.step_ms) == (1.0, 0.75, 2, 375.0)
     with pytest.raises(RuntimeError, match="read 64 of 66 prompt tokens"):  # the others came from a cache
