@@ -7,65 +7,31 @@ that each turn is compressed once.
 
 import asyncio
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import nan
 from statistics import median
 
 import httpx
 from rich.table import Table
 
-from benchmarks.harness import command
+from benchmarks.harness import command, documents
 from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SCENARIOS, TURNS, Scenario
 from benchmarks.harness.command import Benchmark, Round
-from benchmarks.harness.documents import Answer, ask, http_client
-from benchmarks.harness.load import POLL_SECONDS, SETTLE_SECONDS, page_bytes
+from benchmarks.harness.documents import Answer, Run, ask
+from benchmarks.harness.load import POLL_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate, paired_ratio
-from benchmarks.harness.scenarios import SCRATCH, STOCK, Target, model
-from benchmarks.harness.server import Server, cpu_environment
+from benchmarks.harness.scenarios import STOCK, Target
+from benchmarks.harness.server import Server
 from benchmarks.harness.tables import typical
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a load took on one side.
-
-    Attributes:
-        wall: seconds from the first request to the end of the last answer.
-        first_token: seconds until the first token of each request; chat after chat, turn after turn.
-        cached: tokens found in the prefix cache, over all prompts.
-        held: bytes of KV that are cached at the end, of compressed prefixes; 0 for stock.
-        uncompressed: the same of what is cached uncompressed.
-        preemptions: requests that lost their KV.
-        most_running: most requests seen running at once.
-    """
-
-    wall: float
-    first_token: list[float]
-    cached: int
-    preemptions: int
-    most_running: int
-    held: int = 0
-    uncompressed: int = 0
 
 
 def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
-    flags = [
-        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
-        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
-        "--disable-uvicorn-access-log",
-    ]
-    if side == FULL:
-        flags += ["--kv-eviction", "full"]
-    elif side != STOCK:
-        flags += ["--kv-eviction", side.removesuffix(TURNS), "--kv-budget", f"{scenario.budget:g}"]
-    log = SCRATCH / f"chat-{name}-{side}.log"
-    env = cpu_environment(threads, 1) | {
-        "VLLM_SERVER_DEV_MODE": "1"
-    }  # with which it offers to reset its cache
-    return Server(model(max(4096, scenario.max_len)), log, flags, env)
+    flags = [] if side == STOCK else ["--kv-eviction", side.removesuffix(TURNS)]
+    if side not in (STOCK, FULL):
+        flags += ["--kv-budget", f"{scenario.budget:g}"]
+    return documents.make_server(f"chat-{name}-{side}", scenario, flags, threads)
 
 
 class Chat:
@@ -124,27 +90,17 @@ async def watch(server: Server) -> int:
 
 
 async def drive(server: Server, scenario: Scenario, side: str, number: int) -> Run:
-    """Send a load to one side that has nothing cached, and wait until it rests; other rounds have other words."""
-    before = await server.snapshot()
+    """Send a load to one side that has nothing cached; other rounds have other words."""
+    how = ask_last if scenario.at_once else lead
     # To read the metrics takes some of the machine: only where it is asked how many run.
     watching = asyncio.create_task(watch(server)) if scenario.at_once else None
-    send = ask_last if scenario.at_once else lead
-    async with http_client(server) as client:
-        (await client.post("/reset_prefix_cache")).raise_for_status()
-        started = time.perf_counter()
-        answers = await send(client, server, scenario, number, side.endswith(TURNS))
-    wall, most = time.perf_counter() - started, 0
-    if watching is not None:
-        watching.cancel()
-        most = await watching
-    server.check()
-    after = await server.snapshot()
-    await asyncio.sleep(SETTLE_SECONDS)
-    cached = sum(answer.cached for answer in answers)
-    waits = [answer.first_token for answer in answers]
-    page = page_bytes(scenario.dtype)
-    held, uncompressed = after.cached_pages * page, after.uncompressed_pages * page
-    return Run(wall, waits, cached, after.preemptions - before.preemptions, most, held, uncompressed)
+    run = await documents.measured(
+        server, lambda client: how(client, server, scenario, number, side.endswith(TURNS)), reset=True
+    )
+    if watching is None:
+        return run
+    watching.cancel()
+    return replace(run, most_running=await watching)
 
 
 def first(scenario: Scenario) -> Scenario:
@@ -197,10 +153,10 @@ def agents_figures(scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
         return later_wait(scenario, run)
 
     def held(run: Run) -> float:
-        return run.held / scenario.whole_bytes
+        return run.held * page_bytes(scenario.dtype) / scenario.whole_bytes
 
     def held_with_tails(run: Run) -> float:
-        return (run.held + run.uncompressed) / scenario.whole_bytes
+        return held(run) + run.uncompressed * page_bytes(scenario.dtype) / scenario.whole_bytes
 
     first = "time to first token from the second turn on, over stock"
     speed = over_stock(rounds, lambda run: 1 / run.wall, CHEAP)

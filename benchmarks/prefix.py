@@ -8,54 +8,26 @@ prompts are evicted with their question in view, so that only uncompressed prefi
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
+import httpx
 from rich.table import Table
 
-from benchmarks.harness import command
+from benchmarks.harness import command, documents
 from benchmarks.harness.command import Benchmark, Round
-from benchmarks.harness.documents import ask, http_client
-from benchmarks.harness.load import PAGE, SETTLE_SECONDS
+from benchmarks.harness.documents import Answer, Run, ask
+from benchmarks.harness.load import PAGE
 from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.questions import SCENARIOS, STOCK_WITHOUT, WITH, WITHOUT, Scenario
-from benchmarks.harness.scenarios import KV_HEADS, LAYERS, SCRATCH, STOCK, Target, model
-from benchmarks.harness.server import Server, cpu_environment
+from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK, Target
+from benchmarks.harness.server import Server
 from benchmarks.harness.tables import typical
 
 LONGEST_FIRST = 8192
 """Tokens of a document with which a server is tried before it is measured."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a load took on one side.
-
-    Attributes:
-        wall: seconds from the first request to the end of the last answer.
-        first_token: seconds until the first token of each request, in the order of the prompts.
-        computed: prompt tokens that were not found in the prefix cache.
-        hits: requests whose document was.
-        preemptions: requests that lost their KV.
-        output_tokens: of all answers.
-        cached_pages: pages that a compressed prefix in the cache has, on average; 0 where none is.
-    """
-
-    wall: float
-    first_token: list[float]
-    computed: int
-    hits: int
-    preemptions: int
-    output_tokens: int
-    cached_pages: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.wall
 
 
 Runs = dict[str, Run]
@@ -64,46 +36,24 @@ Runs = dict[str, Run]
 
 def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
     """The server of a side, not started yet."""
-    flags = [
-        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
-        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
-        "--disable-uvicorn-access-log",
-    ]
-    if scenario.step is not None:
-        flags += ["--max-num-batched-tokens", str(scenario.step)]
+    flags = [] if scenario.step is None else ["--max-num-batched-tokens", str(scenario.step)]
     if side in (WITHOUT, WITH):
         flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.budget:g}"]
     if side in (STOCK_WITHOUT, WITHOUT):
         flags += ["--no-enable-prefix-caching"]
-    log = SCRATCH / f"prefix-{side.replace(' ', '-')}.log"
-    return Server(model(max(4096, scenario.max_len)), log, flags, cpu_environment(threads, 1))
+    return documents.make_server(f"prefix-{side.replace(' ', '-')}", scenario, flags, threads)
 
 
 async def drive(server: Server, scenario: Scenario, side: str, number: int) -> Run:
-    """Send a round's load to one side, two prompts to warm up, and wait until it has come to rest."""
+    """Send a round's load to one side, two prompts to warm up."""
     prompts = scenario.prompts(number)[: 2 if number < 0 else None]
-    before = await server.snapshot()
     lengths = None if scenario.sees_question else scenario.document_len, scenario.output_len
-    async with http_client(server) as client:
-        started = time.perf_counter()
+
+    async def send(client: httpx.AsyncClient) -> list[Answer]:
         questions = [ask(client, server, prompt, *lengths) for prompt in prompts]
-        if scenario.at_once:
-            answers = await asyncio.gather(*questions)
-        else:
-            answers = [await question for question in questions]
-        wall = time.perf_counter() - started
-    server.check()
-    after = await server.snapshot()
-    await asyncio.sleep(SETTLE_SECONDS)
-    return Run(
-        wall,
-        [answer.first_token for answer in answers],
-        sum(map(len, prompts)) - sum(answer.cached for answer in answers),
-        sum(answer.cached > 0 for answer in answers),
-        after.preemptions - before.preemptions,
-        sum(len(answer.tokens) for answer in answers),
-        after.cached_pages / max(after.cached_prefixes, 1),
-    )
+        return await asyncio.gather(*questions) if scenario.at_once else [await one for one in questions]
+
+    return await documents.measured(server, send)
 
 
 def phases(name: str, scenario: Scenario) -> dict[str, tuple[str, ...]]:
@@ -182,7 +132,7 @@ def after_the_first(scenario: Scenario, cold: list[Runs], base: str, bound: floa
 def of_compressed(scenario: Scenario, cold: list[Runs]) -> list[Target]:
     """What a document that kvzip has compressed should be worth, and was."""
     whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
-    pages = max(one[WITH].cached_pages for one in cold) / whole
+    pages = max(one[WITH].held_by_each for one in cold) / whole
     return [
         after_the_first(scenario, cold, STOCK_WITHOUT, 0.02),
         Target("pages of the compressed document, over the whole one's", pages, 0.25, True),

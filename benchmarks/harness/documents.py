@@ -1,15 +1,18 @@
-"""Questions about documents: how long each waits for its first token, and how much of its prompt was cached."""
+"""Questions about documents and in chats: how long each waits for its first token, and how much of it was cached."""
 
+import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from rich.table import Table
 
-from benchmarks.harness.server import Server, ServerError
+from benchmarks.harness.load import SETTLE_SECONDS
+from benchmarks.harness.scenarios import SCRATCH, model
+from benchmarks.harness.server import Server, ServerError, cpu_environment
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,92 @@ class Answer:
         first_token: seconds until the first token.
         tokens: ids of the answer.
         cached: tokens of the prompt that were found in the prefix cache.
+        prompt: tokens of it.
     """
 
     first_token: float
     tokens: list[int]
     cached: int
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a load took on one side.
+
+    Attributes:
+        wall: seconds from the first request to the end of the last answer.
+        first_token: seconds until the first token of each request, in the order of the answers.
+        computed, cached: prompt tokens that were not found in the prefix cache, and that were.
+        hits: requests of which some were found.
+        output_tokens: of all answers.
+        preemptions: requests that lost their KV.
+        held, uncompressed: pages of compressed and of uncompressed prefixes that are cached at the end; 0 for stock.
+        held_by_each: of these, a compressed prefix's, on average.
+        most_running: most requests seen running at once, where somebody looked.
+    """
+
+    wall: float
+    first_token: list[float]
+    computed: int = 0
+    cached: int = 0
+    hits: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    held: int = 0
+    uncompressed: int = 0
+    held_by_each: float = 0.0
+    most_running: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.wall
+
+
+def make_server(log: str, scenario: Any, flags: Sequence[str], threads: int | None) -> Server:
+    """A side's server, not started yet; all sides of a scenario get the same but for these flags."""
+    shared = [
+        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
+        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+    ]
+    # With the mode for developers a server offers to reset its cache.
+    env = cpu_environment(threads, 1) | {"VLLM_SERVER_DEV_MODE": "1"}
+    return Server(model(max(4096, scenario.max_len)), SCRATCH / f"{log}.log", [*shared, *flags], env)
+
+
+async def measured(
+    server: Server, send: Callable[[httpx.AsyncClient], Awaitable[Sequence[Answer]]], reset: bool = False
+) -> Run:
+    """Send a load and wait until the server rests.
+
+    Args:
+        send: sends the requests.
+        reset: whether the server begins with nothing cached.
+    """
+    before = await server.snapshot()
+    async with http_client(server) as client:
+        if reset:
+            (await client.post("/reset_prefix_cache")).raise_for_status()
+        started = time.perf_counter()
+        answers = await send(client)
+    wall = time.perf_counter() - started
+    server.check()
+    after = await server.snapshot()
+    await asyncio.sleep(SETTLE_SECONDS)
+    return Run(
+        wall,
+        [answer.first_token for answer in answers],
+        computed=sum(answer.prompt - answer.cached for answer in answers),
+        cached=sum(answer.cached for answer in answers),
+        hits=sum(answer.cached > 0 for answer in answers),
+        output_tokens=sum(len(answer.tokens) for answer in answers),
+        preemptions=after.preemptions - before.preemptions,
+        held=after.cached_pages,
+        uncompressed=after.uncompressed_pages,
+        held_by_each=after.cached_pages / max(after.cached_prefixes, 1),
+    )
 
 
 def http_client(server: Server) -> httpx.AsyncClient:
@@ -72,7 +156,7 @@ async def ask(
         raise ServerError(f"an answer has {len(tokens)} tokens, not {output_len}; see {server.log}")
     # Told only where the server was started with --enable-prompt-tokens-details.
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(first, tokens, details.get("cached_tokens") or 0)
+    return Answer(first, tokens, details.get("cached_tokens") or 0, len(prompt))
 
 
 def waits_table(document_len: int, answers: Sequence[Answer]) -> Table:

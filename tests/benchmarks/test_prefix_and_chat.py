@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import chat, prefix
 from benchmarks.chat import ask_last, drive, later_wait, lead
-from benchmarks.harness import command
+from benchmarks.harness import command, documents
 from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SIDES
 from benchmarks.harness.chats import SCENARIOS as CHATS
-from benchmarks.harness.documents import Answer, ask
+from benchmarks.harness.documents import Answer, Run, ask
 from benchmarks.harness.load import PAGE, page_bytes
 from benchmarks.harness.questions import SCENARIOS as DOCUMENTS
 from benchmarks.harness.questions import SIDES as OF_DOCUMENTS
@@ -38,7 +38,7 @@ def test_questions_share_documents_and_nothing_else():
 
 def flags_of(module, monkeypatch, name: str, scenario, sides) -> dict[str, list[str]]:
     """By side, without the port."""
-    monkeypatch.setattr(module, "model", lambda max_len: Path("m"))
+    monkeypatch.setattr(documents, "model", lambda max_len: Path("m"))
     commands = {side: module.make_server(name, scenario, side, 1).command for side in sides}
     return {side: [word for word in words if not word.isdigit()] for side, words in commands.items()}
 
@@ -52,11 +52,11 @@ def test_sides_of_documents_differ_in_eviction_and_caching_alone(name, monkeypat
     assert flags[WITHOUT] == flags[WITH] + no_cache and flags[STOCK_WITHOUT] == flags[STOCK] + no_cache
 
 
-def run(first: list[float], wall: float, computed=0, hits=0, preemptions=0, pages=0.0) -> prefix.Run:
-    return prefix.Run(wall, first, computed, hits, preemptions, output_tokens=100, cached_pages=pages)
+def run(first: list[float], wall: float, computed=0, **more) -> Run:
+    return Run(wall, first, computed, output_tokens=100, **more)
 
 
-def met(name: str, cold: dict[str, prefix.Run], warm=None) -> list[bool]:
+def met(name: str, cold: dict[str, Run], warm=None) -> list[bool]:
     rounds = [{"cold": cold, "warm": warm or {}}] * 3
     return [target.met for target in prefix.figures(name, DOCUMENTS[name], rounds)]
 
@@ -88,7 +88,7 @@ def test_verdicts_without_shared_prefixes(name):
 def test_verdicts_after_the_first_question(wait, pages, verdict):
     """It waits for the compression, or for the reading; the others must not."""
     whole = 8192 // PAGE * LAYERS * KV_HEADS
-    ours = run([30.0] + [wait] * 15, 33.0, pages=pages * whole)
+    ours = run([30.0] + [wait] * 15, 33.0, held_by_each=pages * whole)
     assert met("compressed", {STOCK_WITHOUT: run([10.0] * 16, 160.0), WITH: ours}) == [verdict] * 2
     assert met("long", {STOCK_WITHOUT: run([10.0] * 2, 20.0), WITH: ours}) == [verdict]
     cold = {side: run([10.0] * 16, 160.0) for side in OF_DOCUMENTS} | {
@@ -116,11 +116,11 @@ def test_sides_of_chats_differ_in_eviction_alone(name, monkeypatch):
     assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", *budget]
 
 
-def chat_run(first: list[float], wall: float = 10.0, most_running: int = 0) -> chat.Run:
-    return chat.Run(wall, first, cached=0, preemptions=0, most_running=most_running)
+def chat_run(first: list[float], wall: float = 10.0, most_running: int = 0) -> Run:
+    return Run(wall, first, most_running=most_running)
 
 
-def chat_met(name: str, runs: dict[str, chat.Run]) -> list[bool]:
+def chat_met(name: str, runs: dict[str, Run]) -> list[bool]:
     return [target.met for target in chat.figures(name, CHATS[name], [{"": runs}] * 3)]
 
 
@@ -138,13 +138,15 @@ def test_verdicts_on_turns_and_crowds():
 def test_verdict_on_agents():
     agents = CHATS["agents"]
 
+    pages = agents.whole_bytes / page_bytes(agents.dtype)
+
     def verdict(cached: float, wait: float, held: float) -> list[bool]:
         first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
         ours = replace(
             chat_run(first, 10 * wait),
             cached=round(cached * agents.known_len),
-            held=round(held * agents.whole_bytes),
-            uncompressed=round(0.06 * agents.whole_bytes),
+            held=round(held * pages),
+            uncompressed=round(0.06 * pages),
         )
         stock = replace(chat_run([1.0] * agents.turns * agents.chats), cached=0)
         return chat_met("agents", {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours})
@@ -204,14 +206,13 @@ def test_each_run_begins_with_nothing_cached(name, monkeypatch):
         return Snapshot(cached_pages=3, uncompressed_pages=2)
 
     server = SimpleNamespace(model="m", log="log", snapshot=snapshot, check=lambda: None)
-    monkeypatch.setattr("benchmarks.chat.http_client", lambda server: client_of(sent))
-    monkeypatch.setattr("benchmarks.chat.SETTLE_SECONDS", 0)
+    monkeypatch.setattr(documents, "http_client", lambda server: client_of(sent))
+    monkeypatch.setattr(documents, "SETTLE_SECONDS", 0)
     small = replace(CHATS[name], chats=2, turns=2, turn_len=3, answer_len=2, system_len=4)
     one = asyncio.run(drive(server, small, CHEAP, 7))
     assert [message.get("reset") for message in sent] == [True] + [None] * len(one.first_token)
     assert len(one.first_token) == (2 if small.at_once else 4)
-    page = page_bytes(small.dtype)
-    assert (one.held, one.uncompressed) == (3 * page, 2 * page)
+    assert (one.held, one.uncompressed) == (3, 2)
     assert one.cached == sum(len(message["prompt"]) - 1 for message in sent[1:])
 
 
