@@ -8,29 +8,25 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.progress import track
 
-from benchmarks.harness.measure import USUAL, Estimate, estimate, kind
+from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.harness.measure import Times as Block
 from benchmarks.harness.options import budget, policy_name, whole
 from benchmarks.harness.plots import Panel
-from benchmarks.harness.scenarios import BLOCK, LAYERS, Target, model, token_bytes
+from benchmarks.harness.scenarios import BLOCK, LAYERS, model, token_bytes
 from benchmarks.harness.sides import Engine, Side, Workload, running
 from benchmarks.harness.tables import table
 from benchmarks.micro.engines import CHUNK, admit, drop, output_len, prefill
 from benchmarks.micro.loop import Cell, Found, in_turns
 
-BATCH, CONTEXT, BUDGET, POLICY = 16, 16384, 0.2, "ada-snapkv"
-TARGETS = {USUAL: 3.5}
-"""How much faster the low end of the interval should be, at the sizes above, by level and dtype."""
 OPTIONS = (
-    ("batch", whole, BATCH, "requests"),
-    ("contexts", whole, [CONTEXT], "prompt tokens"),
-    ("policy", policy_name, POLICY, "of ours"),
-    ("budget", budget, BUDGET, "--kv-budget"),
+    ("batch", whole, 16, "requests"),
+    ("contexts", whole, [16384], "prompt tokens"),
+    ("policy", policy_name, "ada-snapkv", "of ours"),
+    ("budget", budget, 0.2, "--kv-budget"),
     ("pairs", whole, 9, "blocks of each side"),
     ("steps", whole, 8, "steps of a block"),
     ("threads", whole, len(os.sched_getaffinity(0)), "threads of each engine"),
@@ -119,30 +115,6 @@ def milliseconds(cell: Cell, side: int) -> Estimate:
     return estimate([pair[side][0] * 1e3 for pair in cell.pairs])
 
 
-def summary(cell: Cell) -> dict[str, Any]:
-    """For the record."""
-    stock, ours = zip(*cell.pairs, strict=True)
-    return {
-        **cell.of,
-        "stock": stock,
-        "ours": ours,
-        "stock_ms": asdict(milliseconds(cell, 0)),
-        "ours_ms": asdict(milliseconds(cell, 1)),
-        "wall_ratio": asdict(cell.ratio(0)),
-        "cpu_ratio": asdict(cell.ratio(1)),
-    }
-
-
-def targets(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Target]:
-    """What the cell of the default sizes should reach; none of the others has a target."""
-    bound = TARGETS.get(kind(arguments.dtype))
-    if bound is None or (arguments.batch, arguments.budget, arguments.policy) != (BATCH, BUDGET, POLICY):
-        return []
-    name = f"a decode step of {BATCH} x {CONTEXT}, stock's time over ours"
-    usual = {"layers": LAYERS, "context": CONTEXT}
-    return [Target(name, cell.ratio(), bound) for cell in cells if cell.of == usual]
-
-
 def measure(arguments: argparse.Namespace) -> Found:
     """Every number of layers and every context."""
     cells = []
@@ -161,4 +133,4 @@ def measure(arguments: argparse.Namespace) -> Found:
         shown.add_row(*map(str, [*cell.of.values(), *figures]))
         lines.setdefault(f"{cell.of['layers']} layers", []).append((cell.of["context"], cell.ratio()))
     panel = Panel("context of each request, tokens", "stock's time over ours", lines, 1)
-    return Found({"cells": [*map(summary, cells)]}, [shown], targets(arguments, cells), [panel])
+    return Found({"cells": [cell.summary() for cell in cells]}, [shown], [panel])

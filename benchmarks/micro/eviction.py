@@ -13,19 +13,14 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from benchmarks.harness.measure import USUAL, Estimate, estimate, kind, paired_ratio
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 from benchmarks.harness.options import budget, policy_name, whole
-from benchmarks.harness.scenarios import Target, model, token_bytes
+from benchmarks.harness.scenarios import model, token_bytes
 from benchmarks.harness.sides import Outcome, Side, Workload, running
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found
 from vllm_kvevict.policies import available
 
-TARGETS, TARGET_LENGTH = {USUAL: 0.03}, 8192
-"""The largest share of the prefill that is acceptable, by level and dtype, at this length."""
-
-COSTLY = ("h2o", "criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv", "dropkv")
-"""Policies that by their definition do as much work as a part of the model: they have no target."""
 OPTIONS = (
     ("lengths", whole, [2048, 8192], "prompt tokens"),
     ("policies", policy_name, [name for name in available() if name != "full"], "that evict"),
@@ -55,14 +50,6 @@ def make_side(args: argparse.Namespace) -> Side:
         kv_budget=args.budget,
         kv_eviction_config={"policies": ["all"]},
     )
-
-
-def target_of(policy: str, length: int, share: Estimate, dtype: str) -> Target | None:
-    """What the share should be at most, and is; None if nothing is asked of it."""
-    bound = TARGETS.get(kind(dtype))
-    if bound is None or length != TARGET_LENGTH or policy in COSTLY:
-        return None
-    return Target(f"{policy}, {length} tokens: share of the prefill", share, bound, at_most=True)
 
 
 def figures(runs: Sequence[Outcome], whole: Sequence[Outcome]) -> dict[str, Estimate]:
@@ -107,12 +94,11 @@ def measure(arguments: argparse.Namespace) -> Found:
     lengths = {length: of_length(found) for length, found in outcomes.items()}
     title = f"eviction of a prompt in {arguments.dtype}, budget {arguments.budget:g}"
     columns = ("tokens", "choosing ms", "moving ms", "share [95 %]", "prefill / full", "CPU / full")
-    shown, targets = table(title, ["policy"], columns), []
+    shown = table(title, ["policy"], columns)
     for length, by_policy in outcomes.items():
         for name in arguments.policies:
             of = figures(by_policy[name], by_policy["full"])
             times = (f"{of[what].median:.1f}" for what in ("choosing_ms", "moving_ms"))
             ratios = (str(of[what]) for what in ("share", "prefill_ratio", "cpu_ratio"))
             shown.add_row(name, str(length), *times, *ratios)
-            targets.append(target_of(name, length, of["share"], arguments.dtype))
-    return Found({"lengths": lengths}, [shown], [target for target in targets if target])
+    return Found({"lengths": lengths}, [shown])

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from benchmarks.harness.measure import Estimate, estimate, timed
 from benchmarks.harness.options import whole
-from benchmarks.harness.scenarios import STOCK, Target
+from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found, in_turns
 from vllm_kvevict.quality import checkpoint
@@ -27,12 +27,10 @@ SCOPES = ("prefix", "turns")
 DOCUMENT, CHAT = "document", "chat"
 TURN = 512
 """Tokens of a turn of a chat, about."""
-TARGET_TOKENS, MOST_SECONDS = 32768, 0.020
-"""Of a document, and what scope ``prefix`` may add to it."""
 HAS_DTYPE = False
 OPTIONS = (
     ("rounds", whole, 15, "runs of each side"),
-    ("tokens", whole, [1024, 8192, TARGET_TOKENS], "of each chat, about"),
+    ("tokens", whole, [1024, 8192, 32768], "of each chat, about"),
     ("model", Path, None, f"folder of another model with a chat template (default: {checkpoint.NAME})"),
 )
 
@@ -137,15 +135,6 @@ def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> 
     return Cell(kind, len(sides[STOCK].render(messages)["prompt_token_ids"]), seen)
 
 
-def targets(cells: Sequence[Cell], model: Path) -> list[Target]:
-    """What a long document may take longer, with the tokenizer of the usual model."""
-    if model != checkpoint.find():
-        return []
-    name = f"seconds that scope prefix adds to a document of {TARGET_TOKENS} tokens"
-    usual = [one for one in cells if one.kind == DOCUMENT and abs(one.tokens - TARGET_TOKENS) < TURN]
-    return [Target(name, one.added("prefix"), MOST_SECONDS, at_most=True) for one in usual]
-
-
 def measure(arguments: argparse.Namespace) -> Found:
     """Documents and chats of every length."""
     from vllm.plugins import load_general_plugins
@@ -163,4 +152,4 @@ def measure(arguments: argparse.Namespace) -> Found:
         added = (str(cell.added(scope, per_second=1e3)) for scope in SCOPES)
         shown.add_row(cell.kind, str(cell.tokens), f"{stock:.3g}", *added)
     results = {"cells": [cell.summary() for cell in cells]}
-    return Found(results, [shown], targets(cells, arguments.model))
+    return Found(results, [shown])

@@ -21,7 +21,6 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.options import Option, add, add_dtype
 from benchmarks.harness.plots import Panel, plot
-from benchmarks.harness.scenarios import Target, show_targets
 
 WIDTH = 140
 T = TypeVar("T")
@@ -34,13 +33,11 @@ class Found:
     Attributes:
         results: for the record, besides the settings.
         tables: to print.
-        targets: to judge.
         panels: to draw.
     """
 
     results: dict[str, Any]
     tables: Sequence[Table]
-    targets: Sequence[Target] = ()
     panels: Sequence[Panel] = field(default_factory=list)
 
 
@@ -116,9 +113,8 @@ def run(name: str, module: Any, argv: Sequence[str] | None) -> int:
     found: Found = module.measure(arguments)
     for shown in found.tables:
         console.print(shown)
-    judged = {"targets": show_targets(console, found.targets)}
     settings = {key: getattr(value, "name", value) for key, value in vars(arguments).items()}
-    content = {"settings": settings, "load_average_at_start": load, **found.results, **judged}
+    content = {"settings": settings, "load_average_at_start": load, **found.results}
     own = record_name(name, arguments.dtype) if hasattr(arguments, "dtype") else name
     written = [save(own, record(getattr(module, "COMMAND", "micro"), content))]
     if found.panels:

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.options import whole
 from benchmarks.harness.plots import Panel
-from benchmarks.micro import attention, decode, eviction, floors, loop, prompts, steps
+from benchmarks.micro import attention, floors, loop, steps
 from benchmarks.micro.floors import Operation, Rates, Work
 from benchmarks.micro.holding import KERNEL, OP, Holding
 from benchmarks.micro.loop import Cell, Found, in_turns
@@ -17,10 +17,6 @@ from benchmarks.micro.prompts import Prompt
 
 RATES = Rates(memory=100.0, arithmetic=1000.0)
 MACHINE = SimpleNamespace(measure=lambda: RATES)
-
-
-def arguments(module, *words: str):
-    return loop.parse("name", module, words)
 
 
 def test_sides_take_turns_and_the_first_round_does_not_count():
@@ -46,13 +42,13 @@ def test_what_was_found_is_printed_drawn_and_saved(monkeypatch, tmp_path, capsys
     panel = Panel("x", "y", {"a": [(1, Estimate(1.0, 0.5, 2.0)), (2, 3.0)]}, 1)
     shown = loop.Table("heading")
     module = SimpleNamespace(
-        OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: Found({"cells": [7]}, [shown], [], [panel])
+        OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: Found({"cells": [7]}, [shown], [panel])
     )
     assert loop.run("decode", module, ["--rounds", "5"]) == 0
     ((name, content),) = saved.items()
     assert name == "decode-avx2-float32" and (tmp_path / f"{name}.png").exists()
     assert content["results"]["settings"] == {"rounds": 5, "dtype": "float32"}
-    assert content["results"]["cells"] == [7] and content["results"]["targets"] == []
+    assert content["results"]["cells"] == [7]
     assert (
         content["command"].startswith("python -m benchmarks.micro") and "heading" in capsys.readouterr().out
     )
@@ -129,63 +125,3 @@ def test_both_ways_to_attend_compute_the_same(dtype):
     assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(OP, 2), (KERNEL, 2)]
     torch.testing.assert_close(holding.output, ours, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(prompt.output, by_op, atol=2e-2, rtol=2e-2)
-
-
-def speed_up(share: float, ratios=(9.0, 9.0, 9.0), context: int = 8192, way: str = KERNEL) -> Cell:
-    """A cell in which all KV takes this many times as long."""
-    of = {"context": context, "share": share, "attention": way}
-    return Cell(of, [((ratio, ratio), (1.0, 1.0)) for ratio in ratios])
-
-
-@pytest.mark.parametrize(
-    "level, dtype, bounds, prompt_bounds",
-    [
-        ("avx512", "bfloat16", [8.5, 1.7], [0.68]),
-        ("avx2", "float32", [5.0, 1.2], []),
-        ("avx512", "float32", [], [1.0]),
-    ],
-)
-def test_targets_of_attention_are_those_of_level_and_dtype(at_level, level, dtype, bounds, prompt_bounds):
-    at_level(level)
-    cells = [speed_up(0.2), speed_up(0.2, way=OP), speed_up(1.0), speed_up(0.4), speed_up(0.2, context=4096)]
-    of = arguments(attention, "--dtype", dtype)
-    assert [target.bound for target in attention.targets(of, cells)] == bounds
-    assert all(target.met for target in attention.targets(of, cells))
-    assert not attention.targets(arguments(attention, "--dtype", dtype, "--batch", "4"), cells)
-    half = [((1.0, 1.0), (0.5, 0.5))] * 3
-    sizes = [{"tokens": tokens, "threads": threads} for tokens, threads in ((2048, 1), (8192, 1), (2048, 2))]
-    found = prompts.targets(arguments(prompts, "--dtype", dtype), [Cell(s, half, (1, 0)) for s in sizes])
-    assert [target.bound for target in found] == prompt_bounds and all(target.met for target in found)
-
-
-def test_the_worse_end_of_the_interval_counts(at_level):
-    at_level("avx512")
-    (target,) = attention.targets(arguments(attention), [speed_up(0.2, (9.0, 9.0, 8.4))])
-    assert not target.met
-    slow = Cell({"tokens": 2048, "threads": 1}, [((1.0, 1.0), (x, x)) for x in (0.5, 0.5, 0.7)], (1, 0))
-    (target,) = prompts.targets(arguments(prompts), [slow])
-    assert not target.met
-
-
-def test_targets_of_a_decode_step_and_of_evictions_are_those_of_the_usual_sizes(at_level):
-    at_level("avx512")
-
-    def cell(layers: int, context: int, ratios=(4.0, 4.0, 4.0)) -> Cell:
-        return Cell({"layers": layers, "context": context}, [((r, 2 * r), (1.0, 1.0)) for r in ratios])
-
-    cells = [cell(8, 16384), cell(8, 4096), cell(4, 16384)]
-    (target,) = decode.targets(arguments(decode), cells)
-    assert target.met and not decode.targets(arguments(decode), [cell(8, 16384, (4.0, 4.0, 3.0))])[0].met
-    for changed in ("--budget 0.5", "--batch 8", "--policy snapkv", "--dtype float32"):
-        assert decode.targets(arguments(decode, *changed.split()), cells) == []
-    summary = decode.summary(cells[0])
-    assert summary["wall_ratio"]["median"] == 4 and summary["cpu_ratio"]["median"] == 8
-    assert summary["stock_ms"]["median"] == 4000 and summary["ours_ms"]["median"] == 1000
-    share = Estimate(0.02, 0.01, 0.04)
-    assert not eviction.target_of("snapkv", 8192, share, "bfloat16").met
-    for policy, length, dtype in (
-        ("h2o", 8192, "bfloat16"),
-        ("lava", 2048, "bfloat16"),
-        ("lava", 8192, "float32"),
-    ):
-        assert eviction.target_of(policy, length, share, dtype) is None

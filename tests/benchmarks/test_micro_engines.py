@@ -1,7 +1,6 @@
 """Parts of steps, accounts and chats that `micro` times; no engine is started."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from benchmarks.micro import breakdown, frontend
 from benchmarks.micro.breakdown import REST, Stopwatch
 from benchmarks.micro.frontend import CHAT, DOCUMENT, TURN
 from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
-from vllm_kvevict.quality import checkpoint
 
 
 @pytest.fixture
@@ -98,17 +96,3 @@ def test_sides_must_find_what_they_look_for():
     assert next(found["prefix"].rendered) == 1 + 4
     with pytest.raises(RuntimeError, match="scope turns found no kv_turns in a document"):
         frontend.compare(DOCUMENT, sides(kv_prefix_len=5), 100, rounds=1)
-
-
-def test_the_verdict_is_on_the_long_document_with_the_usual_tokenizer(monkeypatch):
-    monkeypatch.setattr(checkpoint, "find", lambda: Path("usual"))
-
-    def cell(kind, tokens, added):
-        return frontend.Cell(kind, tokens, [{STOCK: 0.2, "prefix": 0.2 + added, "turns": 1.0}] * 3)
-
-    cells = [cell(DOCUMENT, 1024, 0.5), cell(CHAT, 32768, 0.5), cell(DOCUMENT, 32800, 0.015)]
-    assert [target.met for target in frontend.targets(cells, Path("usual"))] == [True]
-    assert [target.met for target in frontend.targets([cell(DOCUMENT, 32800, 0.025)], Path("usual"))] == [
-        False
-    ]
-    assert frontend.targets(cells, Path("another")) == []
