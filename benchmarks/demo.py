@@ -68,7 +68,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("output", whole, 256, "tokens of each answer"),
         ("answer", whole, 1024, f"tokens of the long answer, at most {LONGEST_ANSWER:,}"),
         ("threads", whole, max(1, cores - 1), "of the model; one core is left to the rest of the server"),
-        ("port", whole, None, "of the servers (default: a free one)"),
     )
     add_dtype(parser)
     add_start_patience(parser)
@@ -160,9 +159,9 @@ def make_server(model: Path, log: Path, flags: Sequence[str], arguments: argpars
     """A server on this machine's processor."""
     env = cpu_environment(arguments.threads, ranks=1)
     if arguments.compile:
-        return Server(model, log, flags, env, arguments.port)
+        return Server(model, log, flags, env)
     env["TORCHDYNAMO_DISABLE"] = "1"  # the sampler would be compiled even so
-    return Server(model, log, [*flags, "--enforce-eager"], env, arguments.port)
+    return Server(model, log, [*flags, "--enforce-eager"], env)
 
 
 def real_model() -> Path | None:

@@ -44,7 +44,6 @@ MEANING = (
     "cache, as a share of the latter."
 )
 LONGEST_ANSWER = 768  # and room for a chunk of the prompt that kvzip repeats
-PORT = 8761
 console = Console()
 
 Serve = Callable[[argparse.Namespace], AbstractAsyncContextManager[str]]
@@ -75,7 +74,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("model", str, None, f"folder or name (default: {checkpoint.NAME})"),
         ("output", Path, RESULTS / "quality" / "real", "folder"),
         ("threads", whole, 1, "of the server"),
-        ("port", whole, PORT, "of the server"),
         ("memory", positive, 2.0, "GiB for the KV cache"),
         ("concurrency", whole, 2, "questions at once"),
     )
@@ -106,7 +104,7 @@ async def serve(arguments: argparse.Namespace) -> AsyncIterator[str]:
     ]
     env = {**cpu_environment(arguments.threads, 1), "TORCHDYNAMO_DISABLE": "1"}
     model = arguments.model or checkpoint.build(lambda step: console.print(step, highlight=False))
-    async with Server(Path(model), SCRATCH / "serve-real-model.log", flags, env, arguments.port) as server:
+    async with Server(Path(model), SCRATCH / "serve-real-model.log", flags, env) as server:
         yield f"{server.url}/v1"
 
 

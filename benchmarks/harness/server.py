@@ -128,7 +128,6 @@ class Server:
         log: file for everything the server writes.
         flags: further arguments of ``vllm serve``.
         env: environment variables on top of this process's.
-        port: where to listen; a free one by default.
         vllm: the command that serves; that of this process's Python environment by default.
 
     Attributes:
@@ -143,20 +142,18 @@ class Server:
         log: Path,
         flags: Sequence[str],
         env: Mapping[str, str],
-        port: int | None = None,
         vllm: Path | None = None,
     ):
         self.model, self.log = str(model), log
-        self.port = port or _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
         vllm = vllm or Path(sys.executable).with_name("vllm")
-        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        address = ["--host", "127.0.0.1", "--port", str(port)]
         self.command = [str(vllm), "serve", self.model, *address, *flags]
         self._env = {**os.environ, **env}
         self._process: subprocess.Popen | None = None
 
     async def __aenter__(self) -> "Server":
-        _require_port(self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         logging = self.log.with_suffix(".logging.json")
         logging.write_text(json.dumps(LOGGING))
@@ -317,14 +314,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _require_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServerError(
-                f"port {port} cannot be used ({error.strerror}): choose another --port"
-            ) from None

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from benchmarks.harness.answers import Asked, answers_table, kept, needle_questi
 from benchmarks.harness.documents import Answer, waits_table
 from benchmarks.harness.kept import Growth, comparison_table, growth_table, kept_table
 from benchmarks.harness.load import page_bytes
-from benchmarks.harness.server import Server, ServerError, Snapshot, end, tail
+from benchmarks.harness.server import ServerError, Snapshot, end, tail
 from tests.benchmarks.runs import run_of
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
@@ -67,7 +66,7 @@ def test_servers_compute_in_what_is_fast(level, dtype, at_level, monkeypatch):
     at_level(level)
     started: list[list[str]] = []
 
-    def no_server(model, log, flags, env, port):
+    def no_server(model, log, flags, env):
         started.append(flags)
         raise ServerError("not started")
 
@@ -130,19 +129,6 @@ def test_another_dtype_than_the_models_is_explained(at_level):
     at_level("avx512")
     note = dtype_note("float32")
     assert note and "as --dtype says" in note
-
-
-def test_a_port_in_use_is_named(tmp_path):
-    async def start(port: int) -> None:
-        async with Server(tmp_path, tmp_path / "server.log", [], {}, port):
-            pass
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} cannot be used"):
-            asyncio.run(start(port))
 
 
 def test_ending_a_process_ends_its_group(tmp_path):
