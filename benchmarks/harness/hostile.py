@@ -43,7 +43,7 @@ FLAGS = (
 CONCURRENCY, ORDINARY_CLIENTS = 12, 4
 QUESTION, ANSWER = 100, 16
 """Tokens of the ordinary clients' prompts and answers."""
-ORDINARY = {"vllm_xargs": {"kv_eviction": "ada-snapkv"}}
+ORDINARY: dict[str, Any] = {"vllm_xargs": {"kv_eviction": "ada-snapkv"}}
 """What ordinary and honest clients ask for."""
 MOST = 3.0
 """What the ordinary clients' 99th percentile may be, over what it is beside honest clients."""
@@ -92,7 +92,7 @@ def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
     choose = random.Random(seed)
 
     def body(tokens: int, output: int, policy: str | None = None, **more: Any) -> dict[str, Any]:
-        fields = {} if policy is None else {"vllm_xargs": {"kv_eviction": policy}}
+        fields: dict[str, Any] = {} if policy is None else {"vllm_xargs": {"kv_eviction": policy}}
         return body_of(model, output, prompt=random_words(choose, tokens), **fields, **more)
 
     def beyond_memory(policy: str) -> Callable[[], Ask]:

@@ -142,8 +142,11 @@ class Opponent:
     def run(self, work: Workload, press: str | None, budget: float) -> Run:
         """The requests of a round."""
         answer = self.generate(work.prompts(), work.output_len, press, budget)
-        seconds = (answer[name] for name in ("wall", "cpu", "prefill", "decode"))
-        return Run(*seconds, work.output_len - 1, work.requests * work.output_len)
+        return Run(
+            **{name: answer[name] for name in ("wall", "cpu", "prefill", "decode")},
+            decode_steps=work.output_len - 1,
+            output_tokens=work.requests * work.output_len,
+        )
 
     def close(self) -> None:
         """End the process."""
