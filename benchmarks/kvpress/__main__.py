@@ -21,7 +21,7 @@ from benchmarks.harness.scenarios import Scenario, Target, model
 from benchmarks.harness.sides import Outcome, Side, Workload, running
 from benchmarks.harness.tables import table, typical
 from benchmarks.kvpress.check import CHECKED_TOKENS, check, require_same
-from benchmarks.kvpress.opponent import Opponent, Run, kvpress_python
+from benchmarks.kvpress.opponent import Opponent, kvpress_python
 from benchmarks.micro import loop
 from benchmarks.micro.loop import Found
 
@@ -33,10 +33,11 @@ TARGETS = {USUAL: 5.0}
 FULL, PLAIN = "ours, no eviction", "transformers, one batch"
 OURS, THEIRS = f"ours, {POLICY}", f"kvpress, {POLICY}, one batch"
 PAIRS = (FULL, PLAIN), (OURS, THEIRS)
-FIGURES: dict[str, Callable[[Run], float]] = {
-    "output tokens/s": lambda run: run.tokens_per_second,
+SPEED = "output tokens/s"
+FIGURES: dict[str, Callable[[Outcome], float]] = {
+    SPEED: lambda run: run.output_tokens / run.wall,
     "output tokens per CPU second": lambda run: run.output_tokens / run.cpu,
-    "milliseconds per decode step": lambda run: run.step_ms,
+    "milliseconds per decode step": lambda run: 1e3 * run.decode_seconds / decode_steps(run),
 }
 COMMAND = "kvpress"
 OPTIONS = (
@@ -47,9 +48,9 @@ OPTIONS = (
     ("threads", whole, 1, "OpenMP threads of each program"),
     ("budget", positive, 0.2, "share of the prompt that is kept"),
 )
-Round = dict[str, Run]
+Round = dict[str, Outcome]
 """One run of each side, by the side's name."""
-Turns = Mapping[str, Callable[[Workload], Run]]
+Turns = Mapping[str, Callable[[Workload], Outcome]]
 """By side, what answers the requests of a round; what is compared stands side by side."""
 
 
@@ -64,13 +65,18 @@ def refuse(arguments: argparse.Namespace) -> str | None:
     return None
 
 
+def decode_steps(run: Outcome) -> int:
+    """Steps that read no prompt; those that do may decode other requests as well."""
+    return sum(not prompt_tokens for _, prompt_tokens, _ in run.steps)
+
+
 def make_turns(side: Side, opponent: Opponent, budget: float) -> Turns:
     """The sides of a round."""
 
-    def engine(policy: str) -> Callable[[Workload], Run]:
-        return lambda work: from_outcome(side.run(work, extra_args={"kv_eviction": policy}), work)
+    def engine(policy: str) -> Callable[[Workload], Outcome]:
+        return lambda work: all_read(side.run(work, extra_args={"kv_eviction": policy}), work)
 
-    def transformers(policy: str | None) -> Callable[[Workload], Run]:
+    def transformers(policy: str | None) -> Callable[[Workload], Outcome]:
         return lambda work: opponent.run(work, policy, budget)
 
     return {
@@ -81,20 +87,12 @@ def make_turns(side: Side, opponent: Opponent, budget: float) -> Turns:
     }
 
 
-def from_outcome(outcome: Outcome, work: Workload) -> Run:
-    """The run of vLLM's engine. Steps that read prompts may decode other requests as well.
-
-    Raises:
-        RuntimeError: if prompt tokens came from a cache, which the other program does not have.
-    """
-    read = sum(prompt_tokens for _, prompt_tokens, _ in outcome.steps)
-    if read < (wanted := work.requests * work.input_len):
-        raise RuntimeError(
-            f"the engine read {read} of {wanted} prompt tokens; the others were in its prefix cache"
-        )
-    steps = sum(not prompt_tokens for _, prompt_tokens, _ in outcome.steps)
-    seconds = outcome.wall, outcome.cpu, outcome.prefill_seconds, outcome.decode_seconds
-    return Run(*seconds, steps, outcome.output_tokens)
+def all_read(run: Outcome, work: Workload) -> Outcome:
+    """The run, unless prompt tokens came from a cache, which the other program does not have: then RuntimeError."""
+    read, wanted = sum(tokens for _, tokens, _ in run.steps), work.requests * work.input_len
+    if read < wanted:
+        raise RuntimeError(f"the engine read {read} of {wanted} prompt tokens")
+    return run
 
 
 @contextmanager
@@ -143,11 +141,10 @@ def ratios(rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
     }
 
 
-def targets(rounds: Sequence[Round], dtype: str) -> list[Target]:
+def targets(compared: Mapping[str, Mapping[str, Estimate]], dtype: str) -> list[Target]:
     """What our speed should reach on this processor and in this dtype."""
-    pair, figure = f"{OURS} / {THEIRS}", "output tokens/s"
-    bound = TARGETS.get(kind(dtype))
-    return [] if bound is None else [Target(f"{figure} of {pair}", ratios(rounds)[pair][figure], bound)]
+    pair, bound = f"{OURS} / {THEIRS}", TARGETS.get(kind(dtype))
+    return [] if bound is None else [Target(f"{SPEED} of {pair}", compared[pair][SPEED], bound)]
 
 
 def measure(arguments: argparse.Namespace) -> Found:
@@ -161,14 +158,8 @@ def measure(arguments: argparse.Namespace) -> Found:
         }
         require_same(checks)
         rounds = run_rounds(make_turns(side, opponent, arguments.budget), work, arguments.rounds)
-    columns = {
-        "tokens/s": (lambda run: run.tokens_per_second, ".2f"),
-        "seconds": (lambda run: run.wall, ".2f"),
-        "CPU s": (lambda run: run.cpu, ".2f"),
-        "prefill s": (lambda run: run.prefill, ".2f"),
-        "decode s": (lambda run: run.decode, ".2f"),
-        "ms/step": (lambda run: run.step_ms, ".2f"),
-    }
+    columns = {name: (figure, ".2f") for name, figure in FIGURES.items()}
+    columns |= {"prefill s": (lambda run: run.prefill_seconds, ".2f")}
     title = f"{work.requests} x ({work.input_len} in, {work.output_len} out), {arguments.dtype}"
     runs = typical(title, {side: [one[side] for one in rounds] for side in rounds[0]}, columns)
     compared = ratios(rounds)
@@ -182,10 +173,10 @@ def measure(arguments: argparse.Namespace) -> Found:
             pair: {name: asdict(value) for name, value in figures.items()}
             for pair, figures in compared.items()
         },
-        "rounds": [{side: asdict(run) for side, run in one.items()} for one in rounds],
+        "rounds": [{side: run.summary() for side, run in one.items()} for one in rounds],
     }
-    return Found(results, [runs, shown], targets(rounds, arguments.dtype))
+    return Found(results, [runs, shown], targets=targets(compared, arguments.dtype))
 
 
 if __name__ == "__main__":
-    sys.exit(loop.run("kvpress", sys.modules[__name__], sys.argv[1:]))
+    sys.exit(loop.run("kvpress", sys.modules[__name__]))

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.sides import Workload, preloads
+from benchmarks.harness.sides import Outcome, Workload, preloads
 
 WORKER = Path(__file__).with_name("worker.py")
 LOG = Path(__file__).parents[1] / "out" / "kvpress.log"
@@ -26,35 +25,6 @@ OTHERS = ("kvpress==0.5.5", "transformers==5.2.0")
 
 class OpponentError(RuntimeError):
     """The process ended."""
-
-
-@dataclass
-class Run:
-    """The requests of a round on one side.
-
-    Attributes:
-        wall, cpu: seconds; CPU seconds of all threads.
-        prefill, decode: seconds of wall in which prompts were read, and of the rest.
-        decode_steps: how many steps ``decode`` was.
-        output_tokens: of all requests.
-    """
-
-    wall: float
-    cpu: float
-    prefill: float
-    decode: float
-    decode_steps: int
-    output_tokens: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.wall
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds of a decode step."""
-        return 1e3 * self.decode / self.decode_steps
 
 
 def kvpress_python(folder: Path = FOLDER) -> Path:
@@ -139,14 +109,10 @@ class Opponent:
             raise OpponentError(f"the process of kvpress ended, see {self.log}") from None
         return self._receive()
 
-    def run(self, work: Workload, press: str | None, budget: float) -> Run:
+    def run(self, work: Workload, press: str | None, budget: float) -> Outcome:
         """The requests of a round."""
         answer = self.generate(work.prompts(), work.output_len, press, budget)
-        return Run(
-            **{name: answer[name] for name in ("wall", "cpu", "prefill", "decode")},
-            decode_steps=work.output_len - 1,
-            output_tokens=work.requests * work.output_len,
-        )
+        return Outcome(answer["wall"], answer["cpu"], work.requests * work.output_len, answer["steps"])
 
     def close(self) -> None:
         """End the process."""

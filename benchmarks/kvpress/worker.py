@@ -32,7 +32,8 @@ def generate(model, prompts, output_len, press, budget):
     A loop of one's own, as in kvpress's pipeline; ``model.generate`` takes as long and tells less.
 
     Returns:
-        wall, cpu, prefill, decode: seconds; cpu of all threads, decode of all steps after the first token.
+        wall, cpu: seconds; cpu of all threads.
+        steps: (seconds, prompt tokens, requests) of each.
         ids: [requests][output_len].
         likely: [requests][5], the most likely first tokens.
         entries: in the cache right after the prefill, of all layers, heads and requests.
@@ -44,23 +45,22 @@ def generate(model, prompts, output_len, press, budget):
     with snapkv(model) if press else contextlib.nullcontext():
         logits = model(batch, past_key_values=cache, logits_to_keep=1).logits
     ids = [logits[:, -1].argmax(-1, keepdim=True)]
-    prefill = time.perf_counter() - start
+    steps = [(time.perf_counter() - start, batch.numel(), len(batch))]
     found = {
         "likely": logits[:, -1].topk(5).indices.tolist(),
         "entries": sum(layer.keys[..., 0].numel() for layer in cache.layers),
     }
-    resumed = time.perf_counter()
     # True positions: the cache is shorter than the text, so the model could not count them itself.
     positions = torch.full_like(ids[0], batch.shape[1])
     for step in range(output_len - 1):
+        start = time.perf_counter()
         logits = model(ids[-1], past_key_values=cache, position_ids=positions + step).logits
         ids.append(logits[:, -1].argmax(-1, keepdim=True))
-    decode = time.perf_counter() - resumed
+        steps.append((time.perf_counter() - start, 0, len(batch)))
     return {
-        "wall": prefill + decode,
+        "wall": sum(seconds for seconds, *_ in steps),
         "cpu": time.process_time() - cpu,
-        "prefill": prefill,
-        "decode": decode,
+        "steps": steps,
         "ids": torch.cat(ids, dim=1).tolist(),
         **found,
     }

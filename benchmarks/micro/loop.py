@@ -1,9 +1,9 @@
-"""What all names of ``micro`` share: their options, sides in turns, cells of two sides, and the record."""
+"""What ``micro``, ``gpu`` and ``kvpress`` share: options, sides in turns, cells of two sides, and the record."""
 
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from benchmarks.harness.measure import (
     RESULTS,
     Estimate,
     Times,
+    estimate,
     paired_ratio,
     record,
     record_name,
@@ -21,8 +22,10 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.options import Option, add, add_dtype
 from benchmarks.harness.plots import Panel, plot
+from benchmarks.harness.scenarios import Target, show_targets
+from benchmarks.harness.tables import table
 
-WIDTH = 140
+WIDTH = 160
 T = TypeVar("T")
 
 
@@ -34,11 +37,17 @@ class Found:
         results: for the record, besides the settings.
         tables: to print.
         panels: to draw.
+        targets: to judge.
+        notes: sentences to print.
+        card: the GPU, for the record.
     """
 
     results: dict[str, Any]
     tables: Sequence[Table]
-    panels: Sequence[Panel] = field(default_factory=list)
+    panels: Sequence[Panel] = ()
+    targets: Sequence[Target] = ()
+    notes: Sequence[str] = ()
+    card: dict[str, Any] | None = None
 
 
 @dataclass
@@ -67,16 +76,27 @@ class Cell:
         return {**self.of, "pairs": self.pairs, "wall": asdict(self.ratio(0)), "cpu": asdict(self.ratio(1))}
 
 
-def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def compared(title: str, cells: Sequence[Cell], sides: Sequence[str]) -> Table:
+    """A row for each cell: its size, the milliseconds of both sides, and their ratios."""
+    columns = [f"{side}, ms" for side in sides] + ["wall ratio", "CPU ratio"]
+    shown = table(f"{title}: medians [95 %]", [*cells[0].of], columns)
+    for cell in cells:
+        ms = (estimate([1e3 * wall for wall, _ in side]) for side in zip(*cell.pairs, strict=True))
+        shown.add_row(*map(str, (*cell.of.values(), *ms, cell.ratio(0), cell.ratio(1))))
+    return shown
+
+
+def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
     """What the sides return when each is called once a round, every other round from the last to the first.
 
-    A first round warms up and does not count.
+    Args:
+        warm_up: first rounds, which do not count.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
+    for number in range(warm_up + rounds):
         for name in list(sides)[:: 1 if number % 2 else -1]:
             value = sides[name]()
-            if number:
+            if number >= warm_up:
                 found[name].append(value)
     return found
 
@@ -106,17 +126,19 @@ def parse(name: str, module: Any, argv: Sequence[str] | None) -> argparse.Namesp
     return arguments
 
 
-def run(name: str, module: Any, argv: Sequence[str] | None) -> int:
+def run(name: str, module: Any, argv: Sequence[str] | None = None) -> int:
     """Measure one name, print it, draw it and save it; the exit code."""
     arguments, console = parse(name, module, argv), Console(width=WIDTH)
     load = warn_if_busy(console)
     found: Found = module.measure(arguments)
-    for shown in found.tables:
+    for shown in (*found.tables, *found.notes):
         console.print(shown)
     settings = {key: getattr(value, "name", value) for key, value in vars(arguments).items()}
-    content = {"settings": settings, "load_average_at_start": load, **found.results}
+    judged = {"targets": show_targets(console, found.targets)}
+    content = {"settings": settings, "load_average_at_start": load, **found.results, **judged}
     own = record_name(name, arguments.dtype) if hasattr(arguments, "dtype") else name
-    written = [save(own, record(getattr(module, "COMMAND", "micro"), content))]
+    about = {"card": found.card} if found.card else {}
+    written = [save(own, record(getattr(module, "COMMAND", "micro"), content) | about)]
     if found.panels:
         written.append(plot(RESULTS / f"{own}.png", found.panels))
     console.print(f"written to {' and '.join(map(str, written))}", highlight=False)

@@ -9,19 +9,20 @@ import pytest
 from benchmarks.harness.sides import Outcome, Workload
 from benchmarks.kvpress import opponent as opponent_module
 from benchmarks.kvpress.__main__ import (
+    FIGURES,
     FULL,
     OURS,
     PLAIN,
     POLICY,
     THEIRS,
-    from_outcome,
+    all_read,
     make_turns,
     ratios,
     run_rounds,
     targets,
 )
 from benchmarks.kvpress.check import check, require_same
-from benchmarks.kvpress.opponent import Opponent, OpponentError, Run, kvpress_python
+from benchmarks.kvpress.opponent import Opponent, OpponentError, kvpress_python
 
 WORKER = """
 import json, os, sys
@@ -32,7 +33,7 @@ for line in sys.stdin:
     prompts, length = order["prompts"], order["output_len"]
     if -1 in prompts[0]:
         break
-    answer = {"wall": 2.0, "cpu": 1.0, "prefill": 0.5, "decode": 1.5, "ids": [[7] * length for _ in prompts],
+    answer = {"wall": 2.0, "cpu": 1.0, "steps": [(0.5, 6, 3), (1.5, 0, 3)], "ids": [[7] * length for _ in prompts],
               "likely": [[7, 8, 9, 10, 11]] * len(prompts), "entries": 320}
     print(json.dumps(answer), flush=True)
 """
@@ -69,8 +70,7 @@ def test_worker_answers_and_says_its_versions(opponent: Opponent):
     assert opponent.versions == {"kvpress": "0", "dtype": "float32"}
     assert opponent.generate([[1, 2]], 3, "snapkv", 0.2)["ids"] == [[7, 7, 7]]
     run = opponent.run(Workload(3, 2, 4), "snapkv", 0.2)
-    assert run == Run(2.0, 1.0, 0.5, 1.5, decode_steps=3, output_tokens=12)
-    assert run.tokens_per_second == 6.0 and run.step_ms == 500.0
+    assert (run.wall, run.output_tokens, run.prefill_seconds, run.decode_seconds) == (2.0, 12, 0.5, 1.5)
 
 
 def test_worker_that_ends_or_counts_other_threads_is_an_error(
@@ -84,12 +84,12 @@ def test_worker_that_ends_or_counts_other_threads_is_an_error(
             other.wait()
 
 
-def test_our_run_tells_prefill_from_decode():
+def test_figures_of_a_run_whose_prompts_were_read():
     outcome = Outcome(3.0, 2.5, 20, [(1.0, 64, 1), (0.5, 0, 2), (0.25, 0, 2)])
-    run = from_outcome(outcome, Workload(2, 32, 10))
-    assert (run.prefill, run.decode, run.decode_steps, run.step_ms) == (1.0, 0.75, 2, 375.0)
+    run = all_read(outcome, Workload(2, 32, 10))
+    assert [figure(run) for figure in FIGURES.values()] == [20 / 3, 8.0, 375.0]
     with pytest.raises(RuntimeError, match="read 64 of 66 prompt tokens"):  # the others came from a cache
-        from_outcome(outcome, Workload(2, 33, 10))
+        all_read(outcome, Workload(2, 33, 10))
 
 
 def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
@@ -102,16 +102,17 @@ def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
     names = [FULL, PLAIN, OURS, THEIRS]
     assert seen == [(name, seed) for seed in (-1, 1, 2, 3) for name in names]
     assert all(list(one) == names for one in rounds)
-    speeds = {pair: of["output tokens/s"].median for pair, of in ratios(rounds).items()}
+    compared = ratios(rounds)
+    speeds = {pair: of["output tokens/s"].median for pair, of in compared.items()}
     assert speeds == {f"{FULL} / {PLAIN}": 2.0, f"{OURS} / {THEIRS}": 2.0}  # 1 second against 2
     at_level("avx512")
-    (missed,) = targets(rounds, "bfloat16")
-    assert not missed.met and not targets(rounds, "float32")
+    (missed,) = targets(compared, "bfloat16")
+    assert not missed.met and not targets(compared, "float32")
 
 
 def test_check_compares_tokens_and_entries(opponent: Opponent):
     found = check(FakeSide(), opponent, Workload(2, 8, 2), "snapkv", 0.2)
-    assert found == {"same_first": 0.5, "likely_first": 0.5, "kvpress_keeps": 320, "ours_kept": 321}
+    assert found == {"likely_first": 0.5, "kvpress_keeps": 320, "ours_kept": 321}
     assert "ours_kept" not in check(FakeSide(), opponent, Workload(2, 8, 2), None, 1.0)
 
 
