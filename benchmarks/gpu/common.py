@@ -1,27 +1,19 @@
-"""What the GPU benchmarks share: the shapes, the timer, turns, checks, FlashAttention, and the loop with its record."""
+"""What the GPU benchmarks share: the shapes, the timer, turns, checks and FlashAttention."""
 
-import argparse
-import platform
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness.measure import RESULTS, Estimate, estimate, save
-from benchmarks.harness.options import add, whole
-from benchmarks.harness.scenarios import Target, show_targets
-from vllm_kvevict import machine
+from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.micro.loop import in_turns
+from vllm_kvevict.engine.worker.batch import Sequences
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -49,12 +41,6 @@ TOLERANCE = 1e-2
 
 class WrongResult(RuntimeError):
     """A kernel's result differs from the reference."""
-
-
-def require_cuda() -> None:
-    """End the program with one line unless there is a CUDA device."""
-    if not torch.cuda.is_available():
-        sys.exit("error: this benchmark needs a CUDA device, and torch finds none")
 
 
 def free_bytes() -> int:
@@ -95,6 +81,16 @@ class Timer:
         return begin.elapsed_time(end)
 
 
+@contextmanager
+def device() -> Iterator[Timer]:
+    """A timer of the device, and a mode without gradients; without a device the program ends with one line."""
+    if not torch.cuda.is_available():
+        sys.exit("error: this benchmark needs a CUDA device, and torch finds none")
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield Timer()
+
+
 @dataclass(frozen=True)
 class Contender:
     """Something to time.
@@ -102,6 +98,7 @@ class Contender:
     Attributes:
         name: how results call it.
         run: does it once.
+        moved: bytes that it has to read and write, where that is asked for.
         prepare: called before each run, not timed.
         ahead_ms: how far the host is ahead of the device when it starts.
         waits: whether it asks the device for results, so that the host cannot stay ahead.
@@ -109,9 +106,16 @@ class Contender:
 
     name: str
     run: Callable[[], object]
+    moved: int = 0
     prepare: Callable[[], object] = lambda: None
     ahead_ms: float = 4.0
     waits: bool = False
+
+    def time(self, timer: Timer) -> tuple[float, bool]:
+        """Milliseconds, and whether the host was late although nothing had to wait."""
+        self.prepare()
+        ms = timer(self.run, self.ahead_ms)
+        return ms, timer.was_late and not self.waits
 
 
 @dataclass
@@ -123,8 +127,8 @@ class Times:
         late: rounds in which the host was late, so that launches are in the time, though nothing had to wait.
     """
 
-    ms: list[float] = field(default_factory=list)
-    late: int = 0
+    ms: list[float]
+    late: int
 
     @property
     def us(self) -> Estimate:
@@ -134,22 +138,18 @@ class Times:
 
 def take_turns(contenders: Sequence[Contender], rounds: int, timer: Timer) -> dict[str, Times]:
     """Time all of them, once a round and in turns; the results by name."""
-    times = {contender.name: Times() for contender in contenders}
-    for number in range(-WARM_UP, rounds):
-        for contender in contenders[:: 1 if number % 2 == 0 else -1]:
-            contender.prepare()
-            ms = timer(contender.run, contender.ahead_ms)
-            if number >= 0:
-                times[contender.name].ms.append(ms)
-                times[contender.name].late += timer.was_late and not contender.waits
-    return times
+    calls = {one.name: lambda one=one: one.time(timer) for one in contenders}
+    found = in_turns(calls, rounds, WARM_UP)
+    return {
+        name: Times([ms for ms, _ in seen], sum(late for _, late in seen)) for name, seen in found.items()
+    }
 
 
-def note_late(out: Console, times: Sequence[Times]) -> None:
-    """Say so where launches are in the times."""
+def late_notes(times: Sequence[Times]) -> list[str]:
+    """A sentence where launches are in the times."""
     late, total = sum(one.late for one in times), sum(len(one.ms) for one in times)
-    if late:
-        out.print(f"the host was late in {late} of {total} timings: they include what launches cost it")
+    note = f"the host was late in {late} of {total} timings: they include what launches cost it"
+    return [note] if late else []
 
 
 def copy_bandwidth(rounds: int, timer: Timer) -> float:
@@ -188,32 +188,73 @@ class FlashAttention:
         self._plan = fa_utils.get_scheduler_metadata
         self.version = fa_utils.get_flash_attn_version(head_size=HEAD_DIM)
 
-    def plan(self, requests: int, queries: int, longest: int, lengths: Tensor, starts: Tensor) -> Any:
-        """The schedule that vLLM makes once a step for all layers, over pages of all KV heads; None without one.
-
-        Args:
-            requests, queries, longest: sequences, most query tokens of one, most entries of one.
-            lengths, starts: int32 [requests], int32 [requests + 1]: entries, and where queries start.
-        """
+    def plan(self, sequences: Sequences) -> Any:
+        """The schedule that vLLM makes once a step for all layers, over pages of all KV heads; None without one."""
         if self.version != 3:
             return None
         return self._plan(
-            batch_size=requests,
-            max_seqlen_q=queries,
-            max_seqlen_k=longest,
+            batch_size=len(sequences.seq_lens),
+            max_seqlen_q=sequences.longest_query,
+            max_seqlen_k=sequences.longest,
             num_heads_q=QUERY_HEADS,
             num_heads_kv=KV_HEADS,
             headdim=HEAD_DIM,
-            cache_seqlens=lengths,
+            cache_seqlens=sequences.seq_lens,
             qkv_dtype=DTYPE,
-            cu_seqlens_q=starts,
+            cu_seqlens_q=sequences.query_start_loc,
             page_size=STOCK_PAGE,
             causal=True,
         )
 
-    def __call__(self, **arguments: Any) -> Any:
-        """Causal attention; arguments as of ``flash_attn_varlen_func``."""
-        return self._attend(**arguments, softmax_scale=SCALE, causal=True, fa_version=self.version)
+    def __call__(
+        self,
+        query: Tensor,
+        pages: tuple[Tensor, Tensor],
+        sequences: Sequences,
+        output: Tensor,
+        plan: Any = None,
+    ) -> None:
+        """Causal attention of queries to keys and values in pages.
+
+        Args:
+            query, output: [tokens, heads, HEAD_DIM]; output is filled.
+            pages: keys and values, [pages, tokens of a page, KV heads, HEAD_DIM] each.
+            plan: see :meth:`plan`.
+        """
+        self._attend(
+            q=query,
+            k=pages[0],
+            v=pages[1],
+            out=output,
+            cu_seqlens_q=sequences.query_start_loc,
+            max_seqlen_q=sequences.longest_query,
+            seqused_k=sequences.seq_lens,
+            max_seqlen_k=sequences.longest,
+            block_table=sequences.block_table,
+            softcap=0.0,
+            scheduler_metadata=plan,
+            softmax_scale=SCALE,
+            causal=True,
+            fa_version=self.version,
+        )
+
+
+def expected(query: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Attention in plain torch and fp32, of one query token per sequence.
+
+    Args:
+        query: [S, H * G, D] for pages of H heads.
+        pages: as of :class:`FlashAttention`.
+        table, lengths: of the S sequences, [S, width].
+    """
+    results = []
+    for one, row, length in zip(query, table.long(), lengths, strict=True):
+        used = row[: -(-length // pages[0].shape[1])]
+        k, v = (x[used].flatten(0, 1)[:length].float() for x in pages)
+        grouped = one.float().unflatten(0, (k.shape[1], -1))
+        weights = (SCALE * torch.einsum("hgd,nhd->hgn", grouped, k)).softmax(-1)
+        results.append(torch.einsum("hgn,nhd->hgd", weights, v).flatten(0, 1))
+    return torch.stack(results)
 
 
 def stock_pages(memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,86 +268,14 @@ def random_numbers(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
 
 
-@dataclass
-class Found:
-    """What a benchmark measured.
-
-    Attributes:
-        results: for the record.
-        times: of all contenders.
-        targets: to judge.
-        table: to print at the end.
-        notes: sentences to print.
-    """
-
-    results: dict[str, Any]
-    times: Sequence[Times]
-    targets: Sequence[Target]
-    table: Table
-    notes: Sequence[str] = ()
-
-
-def parser(name: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A command line with what all have."""
-    result = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.gpu.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    own = RESULTS / "gpu" / f"{name}.json"
-    add(
-        result,
-        ("rounds", whole, rounds, "timings of each contender"),
-        ("out", Path, own, "file of the record"),
-    )
-    return result
-
-
-def run(
-    name: str, arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, Timer], Found]
-) -> None:
-    """Measure, print and save."""
-    require_cuda()
-    torch.manual_seed(0)
-    console = Console(width=160)
-    with torch.inference_mode():
-        found = measure(arguments, Timer())
-    note_late(console, found.times)
-    for note in found.notes:
-        console.print(note)
-    results = found.results | {"targets": show_targets(console, found.targets)}
-    print(f"written to {write(name, arguments, results)}")
-    console.print(found.table)
-
-
-def show_progress(items: Sequence[Any], what: str) -> Any:
-    """Iterate with a bar on stderr, so that the table remains the last thing on stdout."""
-    return track(items, what, console=Console(stderr=True))
-
-
-def write(name: str, arguments: argparse.Namespace, results: Any) -> Path:
-    """Write the record: results, command, card, driver and versions. Returns its path."""
-    settings = {key: value for key, value in vars(arguments).items() if key != "out"}
-    content = {
-        "command": shlex.join(["python", "-m", f"benchmarks.gpu.{name}", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "card": card(),
-        "cpu": machine.cpu_model(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {package: _version(package) for package in ("torch", "triton", "vllm", "vllm-kvevict")},
-        "settings": settings,
-        "results": results,
-    }
-    return save(arguments.out.stem, content, arguments.out.parent)
-
-
 def card() -> dict[str, Any]:
-    """Name, memory, multiprocessors and driver of the device."""
+    """For the record: the device, its driver, and the versions that are a GPU's alone."""
     properties = torch.cuda.get_device_properties(DEVICE)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        driver = answer.split()[0]
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[
+            0
+        ]
     except (OSError, subprocess.SubprocessError, IndexError):
         driver = "unknown"
     return {
@@ -314,11 +283,6 @@ def card() -> dict[str, Any]:
         "memory_GiB": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
         "driver": driver,
+        "cuda": torch.version.cuda,
+        "triton": metadata.version("triton"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,48 +1,45 @@
 """What the eviction of one prompt takes, beside its prefill: ``python -m benchmarks.gpu.eviction``.
 
-Shapes of Llama-3.1-8B, all layers. The engine's own code scores every layer, selects and compacts, over pages
-of random numbers; its answers are compared with plain torch first. The host starts ahead of the device, as it is at the
-end of a long prefill; where it then asks the device for counts, what that costs is in the time. The prefill is
-FlashAttention over the prompt and the matrix products of the layers, one layer measured and taken times their number;
-norms, activations and sampling are left out, so a share of it is rather too high.
+Shapes of Llama-3.1-8B, all layers. The engine's own code scores every layer, selects and compacts, over pages of random
+numbers; what it keeps is compared with plain torch first. The host starts ahead of the device, as it is at the end of a
+long prefill; where it then asks the device for counts, what that costs is in the time. The prefill is FlashAttention
+over the prompt and the matrix products of the layers, one layer measured and taken times their number; norms,
+activations and sampling are left out, so a share of it is rather too high.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu import common
-from benchmarks.gpu.attention import expected
 from benchmarks.gpu.common import (
     FEED_FORWARD,
     HEAD_DIM,
     HIDDEN,
     KV_HEADS,
-    LAYERS,
     PAGE,
-    PAGE_ELEMENTS,
     QUERY_HEADS,
     SCALE,
-    STOCK_PAGE,
     Contender,
-    FlashAttention,
-    Timer,
-    Times,
-    WrongResult,
 )
 from benchmarks.harness.measure import Estimate, estimate, shown
-from benchmarks.harness.options import add, budget, policy_name, whole
+from benchmarks.harness.options import budget, policy_name, whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
+from benchmarks.micro import loop
+from benchmarks.micro.loop import Found
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.devices import CUDA
 from vllm_kvevict.engine.parameters import policy_config
+from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
@@ -55,6 +52,7 @@ from vllm_kvevict.schedules.registry import eviction_of, plan_of, schedule_for
 TARGET, TARGET_LENGTH = 0.02, 32768
 """The largest share of the prefill, at this length."""
 AHEAD_MS = 50.0
+ATTENTION = "attention"
 LAST_QUERIES = 64
 """Of a prompt, more than any policy's window."""
 CHECKED_TOKENS, CHECKED_LAYERS = 2048, 2
@@ -67,6 +65,25 @@ MATRICES = {
     "down": (FEED_FORWARD, HIDDEN),
 }
 """Of one layer."""
+KNOWN = {"q_window", "values"}
+"""What policies may read that are measured: queries and the cache, not the model's weights or positions."""
+COMMAND, HAS_DTYPE = "gpu.eviction", False
+OPTIONS = (
+    ("rounds", whole, 10, "timings of each contender"),
+    ("lengths", whole, [8192, 32768], "tokens of the prompts"),
+    ("policies", policy_name, ["snapkv", "ada-snapkv", "lava"], "that evict"),
+    ("budget", budget, 0.2, "--kv-budget"),
+    ("layers", whole, common.LAYERS, "of the model"),
+)
+
+
+def refuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments."""
+    for name in arguments.policies:
+        needs = policy_config(name, arguments.budget).needs
+        if name == "full" or not schedule_for(name).holds_whole_prompt or not needs <= KNOWN:
+            return f"--policies {name}: only policies that read {' and '.join(sorted(KNOWN))} are measured"
+    return None
 
 
 class Prompt:
@@ -80,7 +97,7 @@ class Prompt:
     def __init__(self, tokens: int, layers: int):
         self.tokens, self.layers = tokens, layers
         pages = layers * KV_HEADS * -(-tokens // PAGE)
-        self.storage = common.random_numbers(pages, PAGE_ELEMENTS)
+        self.storage = common.random_numbers(pages, common.PAGE_ELEMENTS)
 
         def write(storage: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
             write_entries(storage, PAGE, keys.unsqueeze(1), values.unsqueeze(1), slots)
@@ -99,9 +116,7 @@ class Prompt:
         )
 
         def none(*_: int) -> NoReturn:
-            raise NotImplementedError(
-                "policies that read the model's weights or positions are not measured here"
-            )
+            raise NotImplementedError(f"only {KNOWN} are there")
 
         sources = Sources(self.cache, none, none, received)
         self.evictor = Evictor(self.cache, 0, layers, None, sources, CUDA.is_asynchronous)
@@ -126,44 +141,29 @@ class Prompt:
             eviction.after_attention(LayerStep(layer, self.queries[layer, -window:], SCALE, 0.0), rows)
         self.evictor.take_news()
 
-    def contenders(self, config: EvictionConfig) -> list[Contender]:
-        """The eviction, and all of it but the compaction."""
-
-        def without_compaction() -> None:
-            compact = self.cache.compact
-            self.cache.compact = lambda *arguments: 0  # type: ignore[method-assign]
-            try:
-                self.evict(config)
-            finally:
-                self.cache.compact = compact  # type: ignore[method-assign]
-
-        return [
-            Contender(name, run, self.refill, AHEAD_MS, waits=True)
-            for name, run in (
-                (config.policy, lambda: self.evict(config)),
-                (deciding(config.policy), without_compaction),
-            )
-        ]
-
-
-def deciding(policy: str) -> str:
-    """The contender that evicts but moves nothing."""
-    return f"{policy}, deciding"
+    def contender(self, config: EvictionConfig) -> Contender:
+        """The eviction."""
+        return Contender(
+            config.policy, lambda: self.evict(config), prepare=self.refill, ahead_ms=AHEAD_MS, waits=True
+        )
 
 
 def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
-    """Compare what a smaller prompt keeps with what the policy says in plain torch on the host, and where it lies.
+    """Compare what a smaller prompt keeps with what the policy says in plain torch on the host.
 
     Raises:
-        WrongResult: other entries were kept, or entries are lost.
+        WrongResult: other entries were kept.
     """
     prompt = Prompt(tokens, layers)
     prompt.refill()
     cache, compact = prompt.cache, prompt.cache.compact
-    before = [
-        [read(prompt.request_slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)]
-        for layer in range(layers)
-    ]
+    queries = prompt.queries[:, -config.window_for(tokens) :].transpose(1, 2).cpu()
+    inputs = []
+    for layer, query in enumerate(queries):
+        keys, values = (
+            read(prompt.request_slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)
+        )
+        inputs.append(LayerInputs(query, keys, values, SCALE))
     chosen: list[Tensor] = []
 
     def recording(
@@ -174,69 +174,40 @@ def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
 
     cache.compact = recording  # type: ignore[method-assign]
     prompt.evict(config)
-    queries = prompt.queries[:, -config.window_for(tokens) :].cpu()
-    inputs = [
-        LayerInputs(query.transpose(0, 1), keys, values, SCALE)
-        for query, (keys, values) in zip(queries, before, strict=True)
-    ]
     wanted = [positions for heads in decide(config, inputs) for positions in heads]
     shared = sum(int(torch.isin(a, b).sum()) for a, b in zip(chosen, wanted, strict=True))
     sizes = [sum(len(positions) for positions in one) for one in (chosen, wanted)]
     if shared < AGREEMENT * max(sizes):
-        raise WrongResult(
+        raise common.WrongResult(
             f"{config.policy}: {shared} of {sizes[0]} entries kept are among the right {sizes[1]}"
         )
-    for row, kept in enumerate(chosen):
-        layer, head = divmod(row, KV_HEADS)
-        heads, entries = (
-            x.to(prompt.storage.device) for x in (torch.full_like(kept, head), torch.arange(len(kept)))
-        )
-        for now, then in zip(
-            cache.gather(prompt.request_slot, layer, heads, entries), before[layer], strict=True
-        ):
-            common.check(f"{config.policy}, entries kept", now.cpu(), then[head, kept], tolerance=0)
 
 
 class Prefill:
     """The parts of one layer's prefill of a prompt."""
 
-    def __init__(self, tokens: int, attend: FlashAttention):
+    def __init__(self, tokens: int, attend: common.FlashAttention):
         self.tokens, self.attend = tokens, attend
-        blocks = -(-tokens // STOCK_PAGE)
-        numbers = STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM
-        self.memory = common.random_numbers(blocks, numbers)
+        blocks = -(-tokens // common.STOCK_PAGE)
+        self.memory = common.random_numbers(blocks, common.STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM)
         self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM)
-        self.output = torch.full_like(self.query, torch.nan)
-        device = self.memory.device
-        self.table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
-        self.starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        self.lengths = self.starts[1:]
-        self.plan = attend.plan(1, tokens, tokens, self.lengths, self.starts)
+        self.output, device = torch.full_like(self.query, torch.nan), self.memory.device
+        table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        self.prompt = Sequences(starts[1:], table, starts, tokens, tokens)
+        self.plan = attend.plan(self.prompt)
 
     def attention(self) -> None:
         """Causal attention over stock's pages."""
-        keys, values = common.stock_pages(self.memory)
-        self.attend(
-            q=self.query,
-            k=keys,
-            v=values,
-            out=self.output,
-            cu_seqlens_q=self.starts,
-            max_seqlen_q=self.tokens,
-            seqused_k=self.lengths,
-            max_seqlen_k=self.tokens,
-            block_table=self.table,
-            softcap=0.0,
-            scheduler_metadata=self.plan,
-        )
+        self.attend(self.query, common.stock_pages(self.memory), self.prompt, self.output, self.plan)
 
     def check(self) -> None:
         """Compare some rows with plain torch."""
         self.attention()
         rows = torch.linspace(0, self.tokens - 1, 16).long()
         places, lengths = rows.to(self.query.device), [row + 1 for row in rows.tolist()]
-        table = self.table.expand(len(rows), -1)
-        wanted = expected(self.query[places], *common.stock_pages(self.memory), table, lengths)
+        table = self.prompt.block_table.expand(len(rows), -1)
+        wanted = common.expected(self.query[places], common.stock_pages(self.memory), table, lengths)
         common.check("prefill attention", self.output[places], wanted)
 
     def contenders(self) -> list[Contender]:
@@ -248,7 +219,7 @@ class Prefill:
             right = common.random_numbers(outer, inner).t()
             return lambda: torch.matmul(left, right)
 
-        found = [Contender("attention", self.attention)]
+        found = [Contender(ATTENTION, self.attention)]
         return found + [Contender(name, product(name)) for name in MATRICES]
 
 
@@ -263,30 +234,28 @@ class Length:
 
     tokens: int
     layers: int
-    times: dict[str, Times]
+    times: dict[str, common.Times]
 
-    def seconds(self, *names: str) -> list[float]:
-        """Of all layers and these parts of the prefill, by round."""
-        rounds = zip(*(self.times[name].ms for name in names), strict=True)
-        return [self.layers * sum(parts) / 1e3 for parts in rounds]
+    @property
+    def prefill_ms(self) -> list[float]:
+        """Of all layers, by round."""
+        rounds = zip(*(self.times[name].ms for name in (ATTENTION, *MATRICES)), strict=True)
+        return [self.layers * sum(parts) for parts in rounds]
 
-    def share(self, policy: str, of: list[float]) -> Estimate:
-        """An eviction's share of some seconds, by round."""
-        return estimate([ms / 1e3 / whole for ms, whole in zip(self.times[policy].ms, of, strict=True)])
+    def share(self, policy: str) -> Estimate:
+        """An eviction's share of the prefill."""
+        both = zip(self.times[policy].ms, self.prefill_ms, strict=True)
+        return estimate([eviction / prefill for eviction, prefill in both])
 
     def summary(self, policies: Sequence[str]) -> dict[str, Any]:
         """For the record."""
-        attention, prefill = self.seconds("attention"), self.seconds("attention", *MATRICES)
         return {
             "tokens": self.tokens,
-            "attention_ms": asdict(estimate([1e3 * x for x in attention])),
-            "prefill_ms": asdict(estimate([1e3 * x for x in prefill])),
+            "prefill_ms": asdict(estimate(self.prefill_ms)),
             "policies": {
                 policy: {
                     "ms": asdict(estimate(self.times[policy].ms)),
-                    "deciding_ms": asdict(estimate(self.times[deciding(policy)].ms)),
-                    "of_attention": asdict(self.share(policy, attention)),
-                    "of_prefill": asdict(self.share(policy, prefill)),
+                    "of_prefill": asdict(self.share(policy)),
                 }
                 for policy in policies
             },
@@ -294,97 +263,50 @@ class Length:
         }
 
 
-def measure_length(
-    arguments: argparse.Namespace, tokens: int, attend: FlashAttention, timer: Timer
-) -> Length:
-    """Time evictions and the parts of the prefill in turns."""
-    prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
-    prefill.check()
-    contenders = prefill.contenders()
-    for policy in arguments.policies:
-        contenders += prompt.contenders(policy_config(policy, arguments.budget))
-    return Length(tokens, arguments.layers, common.take_turns(contenders, arguments.rounds, timer))
-
-
 def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> Table:
     """A row per length and policy."""
-    columns = (
-        "evicting ms [95 %]",
-        "deciding ms",
-        "attention ms",
-        "prefill ms",
-        "of attention",
-        "of prefill [95 %]",
-    )
     title = f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers"
+    columns = ("evicting ms [95 %]", "prefill ms", "of prefill [95 %]")
     rows = table(title, ["tokens", "policy"], columns)
     for length in lengths:
-        attention, prefill = length.seconds("attention"), length.seconds("attention", *MATRICES)
+        prefill = f"{estimate(length.prefill_ms).median:.4g}"
         for policy in policies:
-            times, share = length.times, length.share(policy, prefill)
-            rows.add_row(
-                str(length.tokens),
-                policy,
-                shown(estimate(times[policy].ms)),
-                f"{estimate(times[deciding(policy)].ms).median:.3g}",
-                f"{1e3 * estimate(attention).median:.4g}",
-                f"{1e3 * estimate(prefill).median:.4g}",
-                f"{length.share(policy, attention).median:.2%}",
-                f"{share.median:.2%} [{share.low:.2%}, {share.high:.2%}]",
-            )
+            evicting = shown(estimate(length.times[policy].ms))
+            rows.add_row(str(length.tokens), policy, evicting, prefill, shown(length.share(policy)))
     return rows
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = common.parser("eviction", __doc__, rounds=10)
-    add(
-        parser,
-        ("lengths", whole, [8192, 32768], "tokens of the prompts"),
-        ("policies", policy_name, ["snapkv", "ada-snapkv", "lava"], "that evict"),
-        ("budget", budget, 0.2, "--kv-budget"),
-        ("layers", whole, LAYERS, "of the model"),
-    )
-    arguments = parser.parse_args(argv)
-    known = {"q_window", "values"}
-    for name in arguments.policies:
-        config = policy_config(name, arguments.budget)
-        if name == "full" or not schedule_for(name).holds_whole_prompt or not config.needs <= known:
-            parser.error(
-                f"--policies {name}: only policies that read {' and '.join(sorted(known))} are measured"
-            )
-    return arguments
-
-
-def measure(arguments: argparse.Namespace, timer: Timer) -> common.Found:
+def measure(arguments: argparse.Namespace) -> Found:
     """Every length, once the evictions' answers are found right."""
-    attend = common.FlashAttention()
-    for policy in arguments.policies:
-        config = policy_config(policy, arguments.budget)
-        check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
-    lengths = [
-        measure_length(arguments, tokens, attend, timer)
-        for tokens in common.show_progress(arguments.lengths, "lengths")
-    ]
-    prefill = ("attention", *MATRICES)
+    configs = [policy_config(policy, arguments.budget) for policy in arguments.policies]
+    lengths = []
+    with common.device() as timer:
+        attend = common.FlashAttention()
+        for config in configs:
+            check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
+        for tokens in track(arguments.lengths, "lengths"):
+            prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
+            prefill.check()
+            contenders = prefill.contenders() + [prompt.contender(config) for config in configs]
+            times = common.take_turns(contenders, arguments.rounds, timer)
+            lengths.append(Length(tokens, arguments.layers, times))
     targets = [
-        Target(f"{policy}, {length.tokens} tokens, share of the prefill", share, TARGET, at_most=True)
+        Target(f"{policy}, {length.tokens} tokens, share of the prefill", length.share(policy), TARGET, True)
         for length in lengths
         if length.tokens == TARGET_LENGTH
         for policy in arguments.policies
-        for share in [length.share(policy, length.seconds(*prefill))]
     ]
-    results = {
-        "flash_attention_version": attend.version,
-        "lengths": [length.summary(arguments.policies) for length in lengths],
-    }
-    times = [times for length in lengths for times in length.times.values()]
-    return common.Found(results, times, targets, show(lengths, arguments.policies, arguments.budget))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    common.run("eviction", parse_arguments(argv), measure)
+    return Found(
+        {
+            "flash_attention_version": attend.version,
+            "lengths": [length.summary(arguments.policies) for length in lengths],
+        },
+        [show(lengths, arguments.policies, arguments.budget)],
+        targets=targets,
+        notes=common.late_notes([times for length in lengths for times in length.times.values()]),
+        card=common.card(),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(loop.run("gpu/eviction", sys.modules[__name__]))

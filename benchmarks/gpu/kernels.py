@@ -8,69 +8,44 @@ take microseconds.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu import attention, common
-from benchmarks.gpu.common import (
-    ENTRY_BYTES,
-    GROUP,
-    HEAD_DIM,
-    KV_HEADS,
-    LAYERS,
-    PAGE,
-    PAGE_ELEMENTS,
-    QUERY_HEADS,
-    SCALE,
-    Contender,
-    Times,
-)
+from benchmarks.gpu.common import ENTRY_BYTES, HEAD_DIM, KV_HEADS, PAGE, PAGE_ELEMENTS, QUERY_HEADS, Contender
 from benchmarks.harness.measure import Estimate, estimate, shown
-from benchmarks.harness.options import add, whole
+from benchmarks.harness.options import whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
+from benchmarks.micro import loop
+from benchmarks.micro.floors import nbytes
+from benchmarks.micro.loop import Found
 from vllm_kvevict.kernels import append_pages, compact_rows, radix_select, window_attention, write_entries
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
 TARGET = 1.3
-"""Times the floor that a kernel may take."""
+"""Times the floor that a kernel of ours may take."""
 WINDOW, BUDGET = 32, 0.2
+TOPK = "  the same by torch.topk"
+COMMAND, HAS_DTYPE = "gpu.kernels", False
+OPTIONS = (
+    ("rounds", whole, 30, "timings of each contender"),
+    ("context", whole, 32768, "tokens of each request"),
+    ("layers", whole, common.LAYERS, "of the model"),
+    ("append-batch", whole, 64, "requests of append_pages"),
+    ("decode-batch", whole, 16, "requests of paged_decode"),
+)
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A kernel, or what it is compared with.
-
-    Attributes:
-        contender: what is timed.
-        moved: bytes that it reads and writes.
-        has_target: whether it is one of ours.
-    """
-
-    contender: Contender
-    moved: int
-    has_target: bool = True
-
-    def times_floor(self, times: Times, bandwidth: float) -> Estimate:
-        """Time over the floor."""
-        floor = self.moved / bandwidth
-        return estimate([ms * 1e-3 / floor for ms in times.ms])
-
-
-def operation(
-    name: str, run: Callable[[], object], moved: int, prepare: Callable[[], object] = lambda: None
-) -> Operation:
-    """A kernel of ours."""
-    return Operation(Contender(name, run, prepare), moved)
-
-
-def nbytes(*tensors: Tensor) -> int:
-    """Bytes of some tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def refuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments."""
+    wrong = arguments.context % PAGE or BUDGET * arguments.context <= WINDOW
+    return f"--context must be a multiple of {PAGE} and above {WINDOW / BUDGET:g}" if wrong else None
 
 
 def scattered_pages(rows: int, context: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +56,7 @@ def scattered_pages(rows: int, context: int) -> tuple[Tensor, Tensor]:
     return storage, table.view(rows, columns)
 
 
-def writing(context: int) -> Operation:
+def writing(context: int) -> Contender:
     """Entries of a prompt into pages of one layer; keys and values are parts of a fused projection's result."""
     storage, table = scattered_pages(KV_HEADS, context)
     fused = common.random_numbers(context, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
@@ -96,27 +71,26 @@ def writing(context: int) -> Operation:
 
     run()
     common.check("write_entries", storage, wanted, tolerance=0)
-    return operation("write_entries, one layer", run, 2 * nbytes(keys, values) + nbytes(slots))
+    return Contender("write_entries, one layer", run, 2 * nbytes(keys, values) + nbytes(slots))
 
 
-def window(context: int, rows: str) -> Operation:
+def window(context: int, rows: str) -> Contender:
     """Attention of the last tokens to all others in one layer, the mean or the maximum over them."""
     storage, table = scattered_pages(KV_HEADS, context)
     query = common.random_numbers(WINDOW, QUERY_HEADS, HEAD_DIM)
-    arguments = query, storage, PAGE, table, context, SCALE, 0.0, rows
+    arguments = query, storage, PAGE, table, context, common.SCALE, 0.0, rows
 
     def run() -> Tensor:
         return window_attention.window_attention(*arguments)
 
     result = run()
     common.check("window_attention", result, window_attention.reference(*arguments), 1e-4)
-    moved = KV_HEADS * context * ENTRY_BYTES + nbytes(
-        query, table, result
-    )  # half of an entry is its key, read twice
-    return operation(f"window_attention, {rows}, one layer", run, moved)
+    # Half of an entry is its key, which is read twice.
+    moved = KV_HEADS * context * ENTRY_BYTES + nbytes(query, table, result)
+    return Contender(f"window_attention, {rows}, one layer", run, moved)
 
 
-def searches(context: int, layers: int) -> list[Operation]:
+def searches(context: int, layers: int) -> list[Contender]:
     """Order keys of scores, and the cuts of layers whose heads compete and of heads on their own."""
     m = context - WINDOW
     kept = round(BUDGET * context) - WINDOW
@@ -124,9 +98,8 @@ def searches(context: int, layers: int) -> list[Operation]:
     keys = radix_select.order_keys(scores)
     common.check("order_keys", keys, radix_select.reference_order_keys(scores), tolerance=0)
     passes = radix_select.EARLY + 1
-    found = [
-        operation("order_keys, all layers", lambda: radix_select.order_keys(scores), nbytes(scores, keys))
-    ]
+    moved = nbytes(scores, keys)
+    found = [Contender("order_keys, all layers", lambda: radix_select.order_keys(scores), moved)]
     for name, rows, count in (
         ("heads compete", keys.view(layers, -1), KV_HEADS * kept),
         ("head by head", keys, kept),
@@ -142,13 +115,12 @@ def searches(context: int, layers: int) -> list[Operation]:
         wanted = radix_select.reference_cuts(rows, counts)
         common.check("cuts", cut(), wanted, tolerance=0)
         common.check("torch.topk", top(), wanted, tolerance=0)
-        found.append(operation(f"cuts, all layers, {name}", cut, passes * nbytes(keys)))
-        instead = Contender(f"  the same by torch.topk, {name}", top)
-        found.append(Operation(instead, nbytes(keys), has_target=False))
+        found.append(Contender(f"cuts, all layers, {name}", cut, passes * nbytes(keys)))
+        found.append(Contender(f"{TOPK}, {name}", top, nbytes(keys)))
     return found
 
 
-def compactions(context: int, layers: int) -> list[Operation]:
+def compactions(context: int, layers: int) -> list[Contender]:
     """Survivors of one request to the front of its rows, all layers, in place; a repetition moves as many bytes."""
     rows = layers * KV_HEADS
     storage, table = scattered_pages(rows, context)
@@ -175,11 +147,11 @@ def compactions(context: int, layers: int) -> list[Operation]:
             moved = pages[table[row, entry // PAGE].long(), :, entry % PAGE]
             common.check("compact_rows", moved, wanted, tolerance=0)
         moved_bytes = 2 * len(survivors) * ENTRY_BYTES + nbytes(survivors, table)
-        found.append(operation(f"compact_rows to {BUDGET:.0%}, all layers, {name}", run, moved_bytes))
+        found.append(Contender(f"compact_rows to {BUDGET:.0%}, all layers, {name}", run, moved_bytes))
     return found
 
 
-def appending(batch: int, context: int, layers: int) -> Operation:
+def appending(batch: int, context: int, layers: int) -> Contender:
     """Room for one more token in all rows of a batch."""
     rows, device = layers * KV_HEADS, common.DEVICE
     longest = round(BUDGET * context)
@@ -202,104 +174,81 @@ def appending(batch: int, context: int, layers: int) -> Operation:
     for tensor, expected in zip((arena, lengths, storage), wanted, strict=True):
         common.check("append_pages", tensor, expected, tolerance=0)
     moved = nbytes(pages) * 2 + nbytes(lengths) * 2 + len(pages) * PAGE * ENTRY_BYTES
-    return operation(f"append_pages, {batch} requests, all layers", run, moved, lambda: lengths.copy_(before))
+    return Contender(f"append_pages, {batch} requests, all layers", run, moved, lambda: lengths.copy_(before))
 
 
-def decoding(batch: int, context: int) -> Operation:
+def decoding(batch: int, context: int) -> Contender:
     """Attention of one new token per request in one layer, over all of a context."""
     storage, _ = scattered_pages(batch * KV_HEADS, context)
-    lengths = torch.full((batch, KV_HEADS), context)
-    kept = attention.Kept(storage, lengths)
-    rows = kept.rows()
+    kept = attention.Kept(storage, torch.full((batch, KV_HEADS), context))
     query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
     key, value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
     output = torch.full_like(query, torch.nan)
-    sms = common.multiprocessors()
-    kernel = PagedDecode(storage, PAGE, batch, KV_HEADS, GROUP, num_sms=sms)
+    kernel = PagedDecode(storage, PAGE, batch, KV_HEADS, common.GROUP, num_sms=common.multiprocessors())
 
     def run() -> None:
-        kernel(query, key, value, output, rows, None, SCALE)
+        kernel(query, key, value, output, kept.rows, None, common.SCALE)
 
     run()
-    wanted = attention.expected(
-        query.view(-1, GROUP, HEAD_DIM), *kept.pages(), kept.table, lengths.flatten().tolist()
-    )
-    common.check("paged_decode", output.view_as(wanted), wanted)
-    moved = int(lengths.sum()) * ENTRY_BYTES + nbytes(query, key, value, output, kept.table)
-    return operation(f"paged_decode, {batch} requests, one layer", run, moved)
+    common.check("paged_decode", output, kept.expected(query))
+    entries = batch * KV_HEADS * context * ENTRY_BYTES
+    moved = entries + nbytes(query, key, value, output, kept.sequences.block_table)
+    return Contender(f"paged_decode, {batch} requests, one layer", run, moved)
+
+
+def times_floor(one: Contender, times: common.Times, bandwidth: float) -> Estimate:
+    """Time over the floor."""
+    return estimate([ms * 1e-3 * bandwidth / one.moved for ms in times.ms])
 
 
 def show(
-    operations: Sequence[Operation], times: dict[str, Times], bandwidth: float, context: int
-) -> tuple[Table, list[Target]]:
-    """A row per kernel, and the targets."""
+    contenders: Sequence[Contender], times: dict[str, common.Times], bandwidth: float, context: int
+) -> Table:
+    """A row per kernel."""
     title = f"Triton kernels at {context} tokens; copies move {bandwidth / 1e9:,.0f} GB/s"
-    columns = ("us [95 %]", "MB", "floor us", "times the floor [95 %]", "target")
-    rows = table(title, ["kernel"], columns)
-    targets = []
-    for one in operations:
-        name = one.contender.name
-        ratio = one.times_floor(times[name], bandwidth)
-        target = Target(name, ratio, TARGET, at_most=True)
-        verdict = ("met" if target.met else "MISSED") if one.has_target else "-"
-        if one.has_target:
-            targets.append(target)
-        moved = f"{one.moved / 1e6:,.1f}"
-        rows.add_row(
-            name, shown(times[name].us), moved, f"{1e6 * one.moved / bandwidth:.3g}", shown(ratio), verdict
-        )
-    return rows, targets
+    rows = table(title, ["kernel"], ("us [95 %]", "MB", "floor us", "times the floor [95 %]"))
+    for one in contenders:
+        us, ratio = shown(times[one.name].us), shown(times_floor(one, times[one.name], bandwidth))
+        rows.add_row(one.name, us, f"{one.moved / 1e6:,.1f}", f"{1e6 * one.moved / bandwidth:.3g}", ratio)
+    return rows
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = common.parser("kernels", __doc__, rounds=30)
-    add(
-        parser,
-        ("context", whole, 32768, "tokens of each request"),
-        ("layers", whole, LAYERS, "of the model"),
-        ("append-batch", whole, 64, "requests of append_pages"),
-        ("decode-batch", whole, 16, "requests of paged_decode"),
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.context % PAGE or BUDGET * arguments.context <= WINDOW:
-        parser.error(f"--context must be a multiple of {PAGE} and above {WINDOW / BUDGET:g}")
-    return arguments
-
-
-def measure(arguments: argparse.Namespace, timer: common.Timer) -> common.Found:
+def measure(arguments: argparse.Namespace) -> Found:
     """All kernels in turns."""
-    context, layers = arguments.context, arguments.layers
-    bandwidth = common.copy_bandwidth(arguments.rounds, timer)
-    operations = [
-        writing(context),
-        window(context, "mean"),
-        window(context, "max"),
-        window(context, "recent"),
-        *searches(context, layers),
-        *compactions(context, layers),
-        appending(arguments.append_batch, context, layers),
-        decoding(arguments.decode_batch, context),
-    ]
-    times = common.take_turns([one.contender for one in operations], arguments.rounds, timer)
-    shown, targets = show(operations, times, bandwidth, context)
+    context, layers, rounds = arguments.context, arguments.layers, arguments.rounds
+    with common.device() as timer:
+        bandwidth = common.copy_bandwidth(rounds, timer)
+        contenders = [
+            writing(context),
+            window(context, "mean"),
+            window(context, "max"),
+            window(context, "recent"),
+            *searches(context, layers),
+            *compactions(context, layers),
+            appending(arguments.append_batch, context, layers),
+            decoding(arguments.decode_batch, context),
+        ]
+        times = common.take_turns(contenders, rounds, timer)
+    ratios = {one.name: times_floor(one, times[one.name], bandwidth) for one in contenders}
     kernels = [
         {
-            "name": one.contender.name,
+            "name": one.name,
             "bytes": one.moved,
-            "us": asdict(times[one.contender.name].us),
-            "times_floor": asdict(one.times_floor(times[one.contender.name], bandwidth)),
-            **asdict(times[one.contender.name]),
+            "us": asdict(times[one.name].us),
+            "times_floor": asdict(ratios[one.name]),
+            **asdict(times[one.name]),
         }
-        for one in operations
+        for one in contenders
     ]
-    results = {"bandwidth_GB_per_s": bandwidth / 1e9, "kernels": kernels}
-    return common.Found(results, list(times.values()), targets, shown)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    common.run("kernels", parse_arguments(argv), measure)
+    ours = [one.name for one in contenders if not one.name.startswith(TOPK)]
+    return Found(
+        {"bandwidth_GB_per_s": bandwidth / 1e9, "kernels": kernels},
+        [show(contenders, times, bandwidth, context)],
+        targets=[Target(name, ratios[name], TARGET, at_most=True) for name in ours],
+        notes=common.late_notes([*times.values()]),
+        card=common.card(),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(loop.run("gpu/kernels", sys.modules[__name__]))

@@ -1,9 +1,8 @@
 """The GPU benchmarks on a CPU: kernels in Triton's interpreter, FlashAttention as plain torch, a timer of the host."""
 
 import importlib
-import json
 import time
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +10,18 @@ import torch
 
 from benchmarks.gpu import attention, common, eviction, kernels
 from benchmarks.gpu.common import Contender, WrongResult
+from benchmarks.micro import loop
 from tests.interpreting import interpreted
 from vllm_kvevict.kernels import compact_rows
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
-CARD = {"name": "none", "memory_GiB": 1.0, "multiprocessors": 4, "driver": "0"}
+CARD = {"name": "none", "memory_GiB": 1.0}
 
 
 class HostTimer:
     """Runs the work; the time is the host's."""
 
-    was_late = False
+    was_late = True
 
     def __call__(self, work: Any, ahead_ms: float) -> float:
         started = time.perf_counter()
@@ -29,42 +29,27 @@ class HostTimer:
         return 1e3 * (time.perf_counter() - started)
 
 
-class PlainAttention:
-    """FlashAttention's arguments and result."""
+class PlainAttention(common.FlashAttention):
+    """FlashAttention as plain torch."""
 
-    version = 0
+    def __init__(self) -> None:
+        self.version = 0
 
-    def plan(self, *sizes: Any) -> None:
-        return None
-
-    def __call__(
-        self,
-        *,
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens_q,
-        max_seqlen_q,
-        seqused_k,
-        max_seqlen_k,
-        block_table,
-        softcap,
-        **rest,
-    ) -> None:
-        assert not softcap and rest.get("scheduler_metadata") is None
+    def _attend(self, *, q, k, v, out, block_table, softcap, **rest) -> None:
+        assert not softcap and rest["scheduler_metadata"] is None and rest["causal"]
         assert q.dtype == k.dtype == v.dtype == common.DTYPE
-        starts, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[2]
-        assert all(t.dtype == torch.int32 for t in (cu_seqlens_q, seqused_k, block_table))
-        for i, length in enumerate(seqused_k.tolist()):
-            rows = slice(starts[i], starts[i + 1])
+        lengths, starts = rest["seqused_k"], rest["cu_seqlens_q"]
+        assert all(t.dtype == torch.int32 for t in (lengths, starts, block_table))
+        group = q.shape[1] // k.shape[2]
+        for i, length in enumerate(lengths.tolist()):
+            rows = slice(*starts[i : i + 2].tolist())
             count = rows.stop - rows.start
-            assert length <= max_seqlen_k and count <= max_seqlen_q
+            assert length <= rest["max_seqlen_k"] and count <= rest["max_seqlen_q"]
             pages = block_table[i, : -(-length // k.shape[1])].long()
             keys, values = (
                 x[pages].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for x in (k, v)
             )
-            logits = torch.einsum("qhd,nhd->hqn", q[rows].float(), keys) * q.shape[2] ** -0.5
+            logits = torch.einsum("qhd,nhd->hqn", q[rows].float(), keys) * rest["softmax_scale"]
             hidden = torch.ones(count, length, dtype=torch.bool).triu_(length - count + 1)
             weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
             out[rows] = torch.einsum("hqn,nhd->qhd", weights, values).to(out.dtype)
@@ -79,51 +64,53 @@ def card(monkeypatch):
         "WARM_UP": 0,
         "Timer": HostTimer,
         "FlashAttention": PlainAttention,
-        "require_cuda": lambda: None,
         "free_bytes": lambda: 1 << 40,
         "multiprocessors": lambda: 4,
         "card": lambda: CARD,
     }.items():
         monkeypatch.setattr(common, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(SELECT, "on_gpu", lambda tensor: True)
     with interpreted():
         yield
 
 
-def run(module: Any, out: Path, capsys, arguments: str, rounds: int = 2) -> tuple[dict, str]:
-    """The record and what was printed."""
-    module.main([*arguments.split(), "--out", str(out / "result.json"), "--rounds", str(rounds)])
-    return json.loads((out / "result.json").read_text()), capsys.readouterr().out
+@pytest.fixture
+def run(card, monkeypatch, capsys):
+    """Runs a benchmark; its results as recorded."""
+
+    def measure(module: Any, words: str, rounds: int = 1) -> dict:
+        saved: dict[str, Any] = {}
+        monkeypatch.setattr(loop, "save", lambda name, content: saved.update({name: content}))
+        name = module.__name__.removeprefix("benchmarks.gpu.")
+        assert loop.run(f"gpu/{name}", module, [*words.split(), "--rounds", str(rounds)]) == 0
+        record = saved[f"gpu/{name}"]
+        assert record["card"] == CARD and record["command"].startswith(f"python -m benchmarks.gpu.{name}")
+        assert record["results"]["settings"]["rounds"] == rounds
+        printed = capsys.readouterr().out
+        assert "the host was late in" in printed and "target" in printed
+        return record["results"]
+
+    return measure
 
 
-def check_record(record: dict, out: str, title: str) -> None:
-    assert record["card"] == CARD and record["command"].startswith("python -m benchmarks.gpu.")
-    assert record["versions"]["torch"] == torch.__version__ and record["settings"]["rounds"]
-    assert out.index("target") < out.index("written to") < out.index(title)
-
-
-@pytest.mark.parametrize("name", ["attention", "kernels", "eviction"])
-def test_without_a_device_there_is_one_line(name, monkeypatch):
+@pytest.mark.parametrize("module", [attention, kernels, eviction])
+def test_without_a_device_there_is_one_line(module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a CUDA device") as raised:
-        importlib.import_module(f"benchmarks.gpu.{name}").main([])
-    assert "\n" not in str(raised.value)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        loop.run("gpu/none", module, [])
 
 
-def test_contenders_take_turns_after_a_warm_up():
+def test_who_waits_for_the_device_is_never_late(monkeypatch):
+    monkeypatch.setattr(common, "WARM_UP", 1)
     calls: list[str] = []
     contenders = [
-        Contender("a", lambda: calls.append("a"), lambda: calls.append("before a")),
+        Contender("a", lambda: calls.append("a"), prepare=lambda: calls.append("before a")),
         Contender("b", lambda: calls.append("b"), waits=True),
     ]
-
-    class LateTimer(HostTimer):
-        was_late = True
-
-    times = common.take_turns(contenders, 2, LateTimer())
-    assert calls[-5:] == ["a", "b", "b", "before a", "a"]
-    assert calls.count("b") == common.WARM_UP + 2 and [len(one.ms) for one in times.values()] == [2, 2]
-    assert [one.late for one in times.values()] == [2, 0]  # who waits for the device is never called late
+    times = common.take_turns(contenders, 2, HostTimer())
+    assert calls == ["b", "before a", "a", "before a", "a", "b", "b", "before a", "a"]
+    assert {name: (len(one.ms), one.late) for name, one in times.items()} == {"a": (2, 2), "b": (2, 0)}
 
 
 @pytest.mark.parametrize("tolerance", [0, 1e-2])
@@ -142,41 +129,37 @@ def test_ragged_heads_hold_as_much_as_uniform_ones(kept):
     assert kept in (1, 100) or (lengths != kept).any(1).all()
 
 
-def test_attention(card, tmp_path, capsys):
-    arguments = "--contexts 64 --budgets 1 0.2 --batches 2"
-    record, out = run(attention, tmp_path, capsys, arguments, rounds=1)
-    check_record(record, out, "decode attention of one layer")
-    cells = record["results"]["cells"]
+def test_attention(run, capsys):
+    results = run(attention, "--contexts 64 --budgets 1 0.2 --batches 2")
+    cells = results["cells"]
     assert [(cell["batch"], cell["kept"]) for cell in cells] == [(2, 64), (2, 13)]
-    assert [len(cell["sides"]) for cell in cells] == [3, 5]
-    side = cells[1]["sides"][attention.OURS]
-    moved = 13 * 2 * 8 * 2 * 128 * 2
-    assert side["GB_per_s"] == pytest.approx(moved / side["us"]["median"] / 1e3)
-    assert [target["bound"] for target in record["results"]["targets"]] == [4.5, 1.05]
+    assert [len(cell["sides"]) for cell in cells] == [3, 4]
+    sides = cells[1]["sides"]
+    us = [sides[name]["us"]["median"] for name in (attention.FULL, attention.OURS, attention.RAGGED)]
+    assert sides[attention.OURS]["over_full"]["median"] == pytest.approx(us[0] / us[1])
+    assert cells[1]["ragged_over_uniform"]["median"] == pytest.approx(us[2] / us[1])
+    assert [target["bound"] for target in results["targets"]] == [4.5, 1.05]
 
 
-def test_attention_refuses_a_wrong_kernel(card, tmp_path, capsys, monkeypatch):
+def test_attention_refuses_a_wrong_kernel(run, monkeypatch):
     class Wrong(attention.PagedDecode):
         def __call__(self, query, *others):
             super().__call__(query * 2, *others)
 
     monkeypatch.setattr(attention, "PagedDecode", Wrong)
     with pytest.raises(WrongResult, match="PagedDecode"):
-        run(attention, tmp_path, capsys, "--contexts 64 --budgets 0.5 --batches 1")
+        run(attention, "--contexts 64 --budgets 0.5 --batches 1")
 
 
-def test_kernels(card, tmp_path, capsys):
-    arguments = "--context 192 --layers 1 --append-batch 3 --decode-batch 1"
-    record, out = run(kernels, tmp_path, capsys, arguments)
-    check_record(record, out, "Triton kernels at 192 tokens")
-    found = {one["name"]: one for one in record["results"]["kernels"]}
-    assert len(found) == 13 and len(record["results"]["targets"]) == 11
+def test_kernels(run):
+    results = run(kernels, "--context 192 --layers 1 --append-batch 3 --decode-batch 1", rounds=2)
+    found = {one["name"]: one for one in results["kernels"]}
+    assert len(found) == 13 and len(results["targets"]) == 11
     entries = 192 * 8 * 512
     assert found["write_entries, one layer"]["bytes"] == 2 * entries + 192 * 8 * 8
     assert found["cuts, all layers, head by head"]["bytes"] == 3 * 160 * 8 * 8
     one = found["paged_decode, 1 requests, one layer"]
-    bandwidth = record["results"]["bandwidth_GB_per_s"] * 1e9
-    floor = one["bytes"] / bandwidth
+    floor = one["bytes"] / (results["bandwidth_GB_per_s"] * 1e9)
     assert one["times_floor"]["median"] == pytest.approx(one["us"]["median"] * 1e-6 / floor)
 
 
@@ -197,15 +180,12 @@ def small_model(monkeypatch):
     monkeypatch.setattr(eviction, "TARGET_LENGTH", 96)
 
 
-def test_eviction(card, small_model, tmp_path, capsys):
-    arguments = "--lengths 96 --layers 2 --policies snapkv lava"
-    record, out = run(eviction, tmp_path, capsys, arguments, rounds=1)
-    check_record(record, out, "eviction of one prompt")
-    (length,) = record["results"]["lengths"]
-    assert set(length["policies"]) == {"snapkv", "lava"}
-    assert len(record["results"]["targets"]) == 2
+def test_eviction(small_model, run):
+    results = run(eviction, "--lengths 96 --layers 2 --policies snapkv lava")
+    (length,) = results["lengths"]
+    assert set(length["policies"]) == {"snapkv", "lava"} and len(results["targets"]) == 2
     raw = length["raw"]
-    prefill = 2 * sum(raw[part]["ms"][0] for part in ("attention", *eviction.MATRICES))
+    prefill = 2 * sum(raw[part]["ms"][0] for part in (eviction.ATTENTION, *eviction.MATRICES))
     assert length["policies"]["lava"]["of_prefill"]["median"] == pytest.approx(raw["lava"]["ms"][0] / prefill)
 
 
@@ -216,34 +196,24 @@ def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
-def test_eviction_names_policies_that_it_cannot_serve(policy, capsys):
-    with pytest.raises(SystemExit):
-        eviction.parse_arguments(["--policies", policy])
-    assert policy in capsys.readouterr().err
+def test_eviction_names_policies_that_it_cannot_serve(policy):
+    assert policy in eviction.refuse(SimpleNamespace(policies=[policy], budget=0.2))
 
 
 def test_the_timer_counts_the_work_alone(monkeypatch):
     order: list[str] = []
 
-    class FakeEvent:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            order.append("event")
-
-        def query(self) -> bool:
-            return False
-
-        def synchronize(self) -> None:
-            order.append("wait")
-
-        def elapsed_time(self, end: "FakeEvent") -> float:
-            return 1.5
+    def event(enable_timing: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            record=lambda: order.append("event"),
+            query=lambda: False,
+            synchronize=lambda: order.append("wait"),
+            elapsed_time=lambda end: 1.5,
+        )
 
     monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(common, "FLUSH_BYTES", 64)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
     timer = common.Timer()
     assert timer(lambda: order.append("work"), 2.0) == 1.5 and not timer.was_late
