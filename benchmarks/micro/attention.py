@@ -11,12 +11,11 @@ import torch
 from rich.progress import track
 from vllm.platforms import current_platform
 
-from benchmarks.harness.measure import estimate, kind, timed
+from benchmarks.harness.measure import kind, timed
 from benchmarks.harness.options import positive, whole
 from benchmarks.harness.plots import Panel
-from benchmarks.harness.tables import table
 from benchmarks.micro.holding import KERNEL, OP, Holding
-from benchmarks.micro.loop import Cell, Found, in_turns
+from benchmarks.micro.loop import Cell, Found, compared, in_turns
 
 OPTIONS = (
     ("batch", whole, 8, "requests"),
@@ -57,20 +56,11 @@ def measure(arguments: argparse.Namespace) -> Found:
         for cell in compare(arguments.batch, context, share, arguments.pairs, arguments.dtype)
     ]
     title = f"decode attention, {arguments.batch} requests, {' '.join(kind(arguments.dtype))}"
-    columns = ("context", "share", "wall [95 %]", "CPU [95 %]", "ms per step, all KV")
-    shown = table(f"{title}: speed-up over all KV with {OP}", ["attention"], columns)
+    shown = compared(title, cells, (f"all KV with {OP}", "a share"))
     lines: dict[str, list] = {}
     for cell in cells:
-        of, ms = cell.of, estimate([whole[0] * 1e3 for whole, _ in cell.pairs]).median
-        row = str(of["context"]), f"{of['share']:g}", str(cell.ratio(0)), str(cell.ratio(1)), f"{ms:.1f}"
-        shown.add_row(of["attention"], *row)
-        points = lines.setdefault(f"{of['share']:.0%} of the KV, {of['attention']}", [])
-        points.append((str(of["context"]), cell.ratio()))
-    results = {
-        "batch": arguments.batch,
-        "threads": torch.get_num_threads(),
-        "dtype": arguments.dtype,
-        "cells": [cell.summary() for cell in cells],
-    }
+        points = lines.setdefault(f"{cell.of['share']:.0%} of the KV, {cell.of['attention']}", [])
+        points.append((str(cell.of["context"]), cell.ratio()))
+    results = {"threads": torch.get_num_threads(), "cells": [cell.summary() for cell in cells]}
     panel = Panel("context, tokens", f"speed-up over all KV with {OP}", lines, 1)
     return Found(results, [shown], [panel])

@@ -12,15 +12,13 @@ from typing import Any
 
 from rich.progress import track
 
-from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.harness.measure import Times as Block
 from benchmarks.harness.options import budget, policy_name, whole
 from benchmarks.harness.plots import Panel
-from benchmarks.harness.scenarios import BLOCK, LAYERS, model, token_bytes
+from benchmarks.harness.scenarios import BLOCK, model, token_bytes
 from benchmarks.harness.sides import Engine, Side, Workload, running
-from benchmarks.harness.tables import table
 from benchmarks.micro.engines import CHUNK, admit, drop, output_len, prefill
-from benchmarks.micro.loop import Cell, Found, in_turns
+from benchmarks.micro.loop import Cell, Found, compared, in_turns
 
 OPTIONS = (
     ("batch", whole, 16, "requests"),
@@ -30,7 +28,6 @@ OPTIONS = (
     ("pairs", whole, 9, "blocks of each side"),
     ("steps", whole, 8, "steps of a block"),
     ("threads", whole, len(os.sched_getaffinity(0)), "threads of each engine"),
-    ("model-layers", whole, [LAYERS], "layers of the model"),
 )
 
 
@@ -74,18 +71,18 @@ def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) 
 # What the parent does.
 
 
-def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
+def make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
     """Stock vLLM and eviction, in KV memory for all full requests."""
     longest = max(arguments.contexts)
     steps = (1 + arguments.pairs) * arguments.steps
     max_len = longest + output_len(arguments.batch, longest, steps)
     blocks = arguments.batch * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
-    path = model(max_len, layers)
+    path = model(max_len)
     settings: dict[str, Any] = {
         "max_model_len": max_len,
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": arguments.batch,
-        "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(arguments.dtype, layers),
+        "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(arguments.dtype),
         "dtype": arguments.dtype,
     }
     stock = Side("stock vLLM", path, arguments.threads, **settings)
@@ -94,7 +91,7 @@ def make_sides(arguments: argparse.Namespace, layers: int) -> tuple[Side, Side]:
     return stock, Side(name, path, arguments.threads, **settings, **eviction)
 
 
-def measure_at(arguments: argparse.Namespace, layers: int, context: int, sides: Sequence[Side]) -> Cell:
+def measure_at(arguments: argparse.Namespace, context: int, sides: Sequence[Side]) -> Cell:
     """Prompts first, on all sides at the same time, then blocks of decode steps in turns."""
     pairs, steps, batch = arguments.pairs, arguments.steps, arguments.batch
     workload = Workload(batch, context, output_len(batch, context, (1 + pairs) * steps), seed=context)
@@ -107,30 +104,16 @@ def measure_at(arguments: argparse.Namespace, layers: int, context: int, sides: 
     blocks = in_turns(calls, pairs)
     for side in sides:
         side.call(drop)
-    return Cell({"layers": layers, "context": context}, [*zip(*blocks.values(), strict=True)])
-
-
-def milliseconds(cell: Cell, side: int) -> Estimate:
-    """Wall milliseconds of a step of stock vLLM (0) or of ours (1)."""
-    return estimate([pair[side][0] * 1e3 for pair in cell.pairs])
+    return Cell({"context": context}, [*zip(*blocks.values(), strict=True)])
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Every number of layers and every context."""
-    cells = []
-    for layers in arguments.model_layers:
-        sides = make_sides(arguments, layers)
-        with running(*sides):
-            for context in track(arguments.contexts, f"{layers} layers"):
-                cells.append(measure_at(arguments, layers, context, sides))
-    name = f"{arguments.policy} {arguments.budget:g}"
+    """Every context."""
+    sides = make_sides(arguments)
+    with running(*sides):
+        cells = [measure_at(arguments, context, sides) for context in track(arguments.contexts, "contexts")]
     title = f"a decode step of {arguments.batch} requests in {arguments.dtype}, {arguments.threads} thread(s) a side"
-    columns = ("layers", "context", "stock ms", f"{name} ms", "wall ratio", "CPU ratio")
-    shown = table(f"{title}: medians [95 %]", [], columns)
-    lines: dict[str, list] = {}
-    for cell in cells:
-        figures = [milliseconds(cell, 0), milliseconds(cell, 1), cell.ratio(0), cell.ratio(1)]
-        shown.add_row(*map(str, [*cell.of.values(), *figures]))
-        lines.setdefault(f"{cell.of['layers']} layers", []).append((cell.of["context"], cell.ratio()))
-    panel = Panel("context of each request, tokens", "stock's time over ours", lines, 1)
+    shown = compared(title, cells, [side.name for side in sides])
+    line = [(cell.of["context"], cell.ratio()) for cell in cells]
+    panel = Panel("context of each request, tokens", "stock's time over ours", {sides[1].name: line}, 1)
     return Found({"cells": [cell.summary() for cell in cells]}, [shown], [panel])

@@ -6,7 +6,7 @@ of the whole prefill to the one without eviction, pair by pair.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -54,51 +54,44 @@ def make_side(args: argparse.Namespace) -> Side:
 
 def figures(runs: Sequence[Outcome], whole: Sequence[Outcome]) -> dict[str, Estimate]:
     """What a policy took, and its runs over those without eviction."""
-    chosen, moved = (estimate([run.evictions[0][i] * 1e3 for run in runs]) for i in (0, 1))
+    prefills = [run.prefill_seconds for run in runs], [run.prefill_seconds for run in whole]
     return {
+        "choosing_ms": estimate([1e3 * run.evictions[0][0] for run in runs]),
+        "moving_ms": estimate([1e3 * run.evictions[0][1] for run in runs]),
         "share": estimate([sum(run.evictions[0]) / run.prefill_seconds for run in runs]),
-        "prefill_ratio": paired_ratio(
-            [run.prefill_seconds for run in runs], [run.prefill_seconds for run in whole]
-        ),
+        "prefill_ratio": paired_ratio(*prefills),
         "cpu_ratio": paired_ratio([run.cpu for run in runs], [run.cpu for run in whole]),
-        "choosing_ms": chosen,
-        "moving_ms": moved,
     }
 
 
-def of_length(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """What the record says of one length; ``full`` is among the policies."""
-    whole = outcomes["full"]
-    policies = {
-        name: {key: asdict(value) for key, value in figures(runs, whole).items()}
-        | {"runs": [run.summary() for run in runs]}
-        for name, runs in outcomes.items()
-        if name != "full"
-    }
-    return {"full_prefill_seconds": [run.prefill_seconds for run in whole], "policies": policies}
+def run_all(side: Side, length: int, policies: Sequence[str], rounds: int) -> dict[str, list[Outcome]]:
+    """All policies in turns, on the same prompts."""
+    found: dict[str, list[Outcome]] = {name: [] for name in policies}
+    for number in range(rounds):
+        for name, runs in found.items():
+            prompt = Workload(1, length, 2, seed=number)
+            runs.append(side.run(prompt, extra_args={"kv_eviction": name}))
+    return found
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """All policies in turns, by length."""
-    side, policies = make_side(arguments), ["full", *arguments.policies]
-    outcomes: dict[int, dict[str, list[Outcome]]] = {}
+    """All policies, by length."""
+    side = make_side(arguments)
+    title = f"eviction of a prompt in {arguments.dtype}, budget {arguments.budget:g}"
+    columns = ("tokens", "choosing ms", "moving ms", "share [95 %]", "prefill / full", "CPU / full")
+    shown, lengths = table(title, ["policy"], columns), {}
     with running(side):
         for length in arguments.lengths:
             side.run(Workload(1, length, 2, seed=-1))
         for length in track(arguments.lengths, "lengths"):
-            found = outcomes[length] = {name: [] for name in policies}
-            for number in range(arguments.rounds):
-                for name in policies:
-                    outcome = side.run(Workload(1, length, 2, seed=number), extra_args={"kv_eviction": name})
-                    found[name].append(outcome)
-    lengths = {length: of_length(found) for length, found in outcomes.items()}
-    title = f"eviction of a prompt in {arguments.dtype}, budget {arguments.budget:g}"
-    columns = ("tokens", "choosing ms", "moving ms", "share [95 %]", "prefill / full", "CPU / full")
-    shown = table(title, ["policy"], columns)
-    for length, by_policy in outcomes.items():
-        for name in arguments.policies:
-            of = figures(by_policy[name], by_policy["full"])
-            times = (f"{of[what].median:.1f}" for what in ("choosing_ms", "moving_ms"))
-            ratios = (str(of[what]) for what in ("share", "prefill_ratio", "cpu_ratio"))
-            shown.add_row(name, str(length), *times, *ratios)
+            outcomes = run_all(side, length, ["full", *arguments.policies], arguments.rounds)
+            whole = outcomes.pop("full")
+            policies: dict[str, Any] = {}
+            for name, runs in outcomes.items():
+                of = figures(runs, whole)
+                shown.add_row(name, str(length), *map(str, of.values()))
+                recorded = {key: asdict(value) for key, value in of.items()}
+                policies[name] = recorded | {"runs": [run.summary() for run in runs]}
+            full = [run.prefill_seconds for run in whole]
+            lengths[length] = {"full_prefill_seconds": full, "policies": policies}
     return Found({"lengths": lengths}, [shown])

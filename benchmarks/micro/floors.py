@@ -1,14 +1,14 @@
 """The least time that an operation can take on this machine: its bytes and its arithmetic at measured rates."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mode
 from typing import Any
 
 import torch
-from rich.progress import track
 
-from benchmarks.harness.measure import Estimate, estimate, paired_ratio
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio, timed
+from benchmarks.micro.loop import in_turns
 
 READ_BYTES = 256 << 20
 """Read to measure the memory: well beyond any last-level cache that a core or two can fill."""
@@ -59,17 +59,15 @@ class Machine:
 
     def measure(self) -> Rates:
         """Rates of this moment."""
-        reading = seconds(self._buffer.sum)
-        multiplying = seconds(lambda: torch.mm(*self._factors))
+        reading, _ = timed(self._read, 1)
+        multiplying, _ = timed(self._multiply, 1)
         return Rates(READ_BYTES / reading, 2 * MATMUL_SIZE**3 / multiplying)
 
+    def _read(self) -> None:
+        self._buffer.sum()
 
-def seconds(work: Callable[[], object], repeats: int = 1) -> float:
-    """Wall seconds of one call, over some repeats."""
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    return (time.perf_counter() - started) / repeats
+    def _multiply(self) -> None:
+        torch.mm(*self._factors)
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -98,7 +96,7 @@ class Operation:
     def seconds(self) -> float:
         """Seconds of one operation, from one round."""
         self.prepare()
-        return seconds(self.run, self.repeats)
+        return timed(self.run, self.repeats)[0]
 
 
 @dataclass
@@ -131,31 +129,17 @@ def summarise(name: str, work: Work, times: Sequence[float], rates: Sequence[Rat
     """
     raw = [value * 1e3 for value in times]
     floors = [work.floor(rate) for rate in rates]
-    typical = Rates(
-        estimate([r.memory for r in rates]).median, estimate([r.arithmetic for r in rates]).median
-    )
-    return Timing(
-        name,
-        estimate(raw),
-        estimate([value * 1e3 for value in floors]).median,
-        paired_ratio(times, floors),
-        work.bound(typical),
-        raw,
-    )
+    floor_ms = estimate([value * 1e3 for value in floors]).median
+    bound = mode(work.bound(rate) for rate in rates)
+    return Timing(name, estimate(raw), floor_ms, paired_ratio(times, floors), bound, raw)
 
 
 def measure(
     operations: Sequence[Operation], machine: Machine, rounds: int
 ) -> tuple[list[Timing], list[Rates]]:
-    """Time the operations in turns, one round of each at a time; the first, uncounted round warms up."""
-    times: list[list[float]] = [[] for _ in operations]
-    rates: list[Rates] = []
-    for number in track(range(rounds + 1), "rounds"):
-        rate = machine.measure()
-        taken = [operation.seconds() for operation in operations]
-        if number:
-            rates.append(rate)
-            for series, value in zip(times, taken, strict=True):
-                series.append(value)
-    timings = [summarise(o.name, o.work, series, rates) for o, series in zip(operations, times, strict=True)]
-    return timings, rates
+    """Time the operations and the machine's rates in turns."""
+    calls: dict[str, Callable[[], Any]] = {"rates": machine.measure}
+    calls |= {operation.name: operation.seconds for operation in operations}
+    times = in_turns(calls, rounds)
+    rates = times.pop("rates")
+    return [summarise(one.name, one.work, times[one.name], rates) for one in operations], rates

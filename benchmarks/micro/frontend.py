@@ -9,7 +9,7 @@ a document with a question, and a chat of many turns.
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ SCOPES = ("prefix", "turns")
 DOCUMENT, CHAT = "document", "chat"
 TURN = 512
 """Tokens of a turn of a chat, about."""
+Rounds = dict[str, list[float]]
+"""Seconds of each round, by side."""
 HAS_DTYPE = False
 OPTIONS = (
     ("rounds", whole, 15, "runs of each side"),
@@ -39,29 +41,6 @@ def refuse(arguments: argparse.Namespace) -> str | None:
     """Find the model; what is wrong with the arguments."""
     arguments.model = arguments.model or checkpoint.find()
     return checkpoint.missing() if arguments.model is None else None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A chat.
-
-    Attributes:
-        kind: DOCUMENT or CHAT.
-        tokens: of the chat.
-        seconds: of each round, what each side took.
-    """
-
-    kind: str
-    tokens: int
-    seconds: list[dict[str, float]]
-
-    def added(self, scope: str, per_second: float = 1.0) -> Estimate:
-        """What a scope takes beyond stock vLLM, in seconds or in parts of them."""
-        return estimate([per_second * (of[scope] - of[STOCK]) for of in self.seconds])
-
-    def summary(self) -> dict[str, Any]:
-        """For the record."""
-        return {**asdict(self), "added": {scope: asdict(self.added(scope)) for scope in SCOPES}}
 
 
 class FrontEnd:
@@ -117,8 +96,11 @@ def messages_of(kind: str, front_end: FrontEnd, tokens: int) -> list[dict[str, s
     return [*turn * (tokens // TURN), question]
 
 
-def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> Cell:
+def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> tuple[int, Rounds]:
     """All sides in turns.
+
+    Returns:
+        Tokens of the chat, and the seconds of each side.
 
     Raises:
         RuntimeError: a side with eviction did not find what it looks for.
@@ -130,9 +112,14 @@ def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> 
     calls = {
         name: lambda side=side: timed(lambda: side.render(messages), 1)[0] for name, side in sides.items()
     }
-    times = in_turns(calls, rounds)
-    seen = [{name: times[name][number] for name in sides} for number in range(rounds)]
-    return Cell(kind, len(sides[STOCK].render(messages)["prompt_token_ids"]), seen)
+    found = in_turns(calls, rounds)
+    return len(sides[STOCK].render(messages)["prompt_token_ids"]), found
+
+
+def added_ms(seconds: Rounds, scope: str) -> Estimate:
+    """What a scope takes beyond stock vLLM."""
+    both = zip(seconds[scope], seconds[STOCK], strict=True)
+    return estimate([1e3 * (ours - theirs) for ours, theirs in both])
 
 
 def measure(arguments: argparse.Namespace) -> Found:
@@ -143,13 +130,13 @@ def measure(arguments: argparse.Namespace) -> Found:
     longest = max(arguments.tokens) + 4 * TURN
     sides = {STOCK: FrontEnd(arguments.model, longest, None)}
     sides |= {name: FrontEnd(arguments.model, longest, name) for name in SCOPES}
-    sizes = list(itertools.product((DOCUMENT, CHAT), arguments.tokens))
-    cells = [compare(kind, sides, tokens, arguments.rounds) for kind, tokens in track(sizes, "chats")]
     columns = ("tokens", STOCK, *(f"{scope} adds [95 %]" for scope in SCOPES))
-    shown = table("front end: milliseconds of a chat", ["chat"], columns)
-    for cell in cells:
-        stock = estimate([of[STOCK] * 1e3 for of in cell.seconds]).median
-        added = (str(cell.added(scope, per_second=1e3)) for scope in SCOPES)
-        shown.add_row(cell.kind, str(cell.tokens), f"{stock:.3g}", *added)
-    results = {"cells": [cell.summary() for cell in cells]}
-    return Found(results, [shown])
+    shown, cells = table("front end: milliseconds of a chat", ["chat"], columns), []
+    for kind, asked in track([*itertools.product((DOCUMENT, CHAT), arguments.tokens)], "chats"):
+        tokens, seconds = compare(kind, sides, asked, arguments.rounds)
+        added = {scope: added_ms(seconds, scope) for scope in SCOPES}
+        stock = estimate([1e3 * one for one in seconds[STOCK]]).median
+        shown.add_row(kind, str(tokens), f"{stock:.3g}", *map(str, added.values()))
+        figures = {scope: asdict(one) for scope, one in added.items()}
+        cells.append({"kind": kind, "tokens": tokens, "seconds": seconds, "added_ms": figures})
+    return Found({"cells": cells}, [shown])

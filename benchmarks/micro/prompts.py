@@ -9,16 +9,14 @@ import os
 
 import torch
 from rich.progress import track
-from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from benchmarks.harness.measure import estimate, kind, timed
+from benchmarks.harness.measure import kind, timed
 from benchmarks.harness.options import whole
-from benchmarks.harness.tables import table
 from benchmarks.micro.holding import HEAD_DIM, KERNEL, KV_HEADS, OP, QUERY_HEADS
-from benchmarks.micro.loop import Cell, Found, in_turns
+from benchmarks.micro.loop import Cell, Found, compared, in_turns
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 BLOCK = 128
@@ -35,35 +33,27 @@ class Prompt:
     def __init__(self, tokens: int, dtype: torch.dtype):
         whole = torch.randn(tokens, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
         self.query, self.key, self.value = whole.split([QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
-        self.tokens = tokens
         self.output = torch.empty(tokens, QUERY_HEADS, HEAD_DIM, dtype=dtype)
         self._kernel = PrefillAttention(dtype)
-        self._new_tokens = torch.tensor([tokens], dtype=torch.int32)
+        self._starts = torch.tensor([0, tokens], dtype=torch.int32)
+        self._lengths = torch.tensor([tokens], dtype=torch.int32)
         self._isa = _get_attn_isa(dtype, BLOCK, HEAD_DIM)
         torch.cpu._init_amx()  # a process that multiplies no matrices has not asked for it yet
-        self._pages = self._store()
-
-    def _store(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the op's blocks."""
-        blocks = -(-self.tokens // BLOCK)
-        pages = torch.zeros(blocks, KV_HEADS, 2 * BLOCK, HEAD_DIM, dtype=self.key.dtype)
-        keys, values = pages.chunk(2, dim=2)
-        places = torch.arange(self.tokens)
-        ops.cpu_attn_reshape_and_cache(self.key, self.value, keys, values, places, self._isa)
-        return keys, values
+        pages = torch.zeros(-(-tokens // BLOCK), KV_HEADS, 2 * BLOCK, HEAD_DIM, dtype=dtype)
+        self._pages = pages.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(self.key, self.value, *self._pages, torch.arange(tokens), self._isa)
 
     def by_op(self) -> None:
         """Attend by vLLM's op; its plan of the step, which serves all layers, is made anew each time."""
-        starts, lengths = torch.tensor([0, self.tokens], dtype=torch.int32), self._new_tokens
         keys, values = self._pages
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
             num_heads=QUERY_HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
-            seq_lens=lengths,
+            seq_lens=self._lengths,
             dtype=self.query.dtype,
-            query_start_loc=starts,
+            query_start_loc=self._starts,
             causal=True,
             sliding_window_size=-1,
             isa=self._isa,
@@ -74,8 +64,8 @@ class Prompt:
             key_cache=keys,
             value_cache=values,
             output=self.output,
-            query_start_loc=starts,
-            seq_lens=lengths,
+            query_start_loc=self._starts,
+            seq_lens=self._lengths,
             scale=HEAD_DIM**-0.5,
             causal=True,
             alibi_slopes=None,
@@ -89,7 +79,7 @@ class Prompt:
     def by_kernel(self) -> None:
         """Attend by our kernel."""
         matrices = self.query, self.key, self.value, self.output
-        self._kernel(*matrices, self._new_tokens, None, None, HEAD_DIM**-0.5)
+        self._kernel(*matrices, self._lengths, None, None, HEAD_DIM**-0.5)
 
 
 def compare(tokens: int, threads: int, rounds: int, dtype: str) -> Cell:
@@ -109,10 +99,6 @@ def measure(arguments: argparse.Namespace) -> Found:
     sizes = [(tokens, threads) for threads in arguments.threads for tokens in arguments.tokens]
     with torch.inference_mode():
         cells = [compare(*size, arguments.rounds, arguments.dtype) for size in track(sizes, "cells")]
-    title = f"attention of a prompt, {' '.join(kind(arguments.dtype))}: {KERNEL} over {OP}"
-    columns = ("tokens", "threads", "op ms", "kernel ms", "wall [95 %]", "CPU [95 %]")
-    shown = table(title, [], columns)
-    for cell in cells:
-        times = (f"{estimate([1e3 * pair[side][0] for pair in cell.pairs]).median:.4g}" for side in (0, 1))
-        shown.add_row(*map(str, cell.of.values()), *times, *(str(cell.ratio(what)) for what in (0, 1)))
+    title = f"attention of a prompt, {' '.join(kind(arguments.dtype))}; ratios are {KERNEL} over {OP}"
+    shown = compared(title, cells, (OP, KERNEL))
     return Found({"cells": [cell.summary() for cell in cells]}, [shown])

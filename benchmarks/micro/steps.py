@@ -9,13 +9,11 @@ cache can be faster than the floor. The rows of a decode step are those of all l
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from benchmarks.harness.load import entry_bytes
@@ -27,7 +25,7 @@ from benchmarks.micro.floors import Machine, Operation, Work, nbytes
 from benchmarks.micro.holding import GROUP, HEAD_DIM, KERNEL, KV_HEADS, LAYERS, OP, PAGE, QUERY_HEADS, Holding
 from benchmarks.micro.loop import Found
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.worker.batch import Call, lay_out
+from vllm_kvevict.engine.worker.batch import lay_out
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, score_layer, select
 
 OPTIONS = (
@@ -51,27 +49,6 @@ def refuse(arguments: argparse.Namespace) -> str | None:
     return "--share must be in (0, 0.5]" if arguments.share > 0.5 else None
 
 
-def attend(holding: Holding, call: Call, layer: int, queries: Tensor, output: Tensor) -> None:
-    """Attention of one layer by vLLM's op, with the copies that the engine makes.
-
-    Args:
-        queries, output: [tokens * KV heads, GROUP * HEAD_DIM], in the order (token, head); output is filled.
-    """
-    mine = queries if call.gather is None else queries.index_select(0, call.gather)
-    part = torch.empty_like(mine)
-    holding.attend(call, layer, mine.view(-1, GROUP, HEAD_DIM), part.view(-1, GROUP, HEAD_DIM))
-    if call.gather is None:
-        output.copy_(part)
-    else:
-        output.index_copy_(0, call.gather, part)
-
-
-def store(holding: Holding, slots: Tensor, entries: Tensor) -> None:
-    """Write keys and values, both ``entries`` [tokens * KV heads, HEAD_DIM], into their places in the pages."""
-    pages = holding.key_pages, holding.value_pages
-    ops.cpu_attn_reshape_and_cache(entries.unsqueeze(1), entries.unsqueeze(1), *pages, slots, holding.isa)
-
-
 def decode_work(holding: Holding, batch: int) -> Work:
     """Floor of the attention of a decode step, all layers: every stored entry meets the query heads of its KV head."""
     stored = sum(int(call.seq_lens.sum()) for call in holding.calls)
@@ -84,30 +61,21 @@ def step_operations(batch: int, context: int, share: float, dtype: str) -> list[
     whole = Holding(batch, context, 1.0, KERNEL, 0, dtype)
     part = Holding(batch, context, share, KERNEL, 1, dtype)
     entries = torch.randn(batch * KV_HEADS, HEAD_DIM).to(part.dtype)
-    queries = torch.randn(batch * KV_HEADS, GROUP * HEAD_DIM).to(part.dtype)
     slots, ones = list(range(batch)), [1] * batch
     lengths = {slot: part.cache.lengths.of(slot) for slot in slots}
-
-    def by_op(holding: Holding) -> Callable[[], None]:
-        def run() -> None:
-            for layer in range(LAYERS):
-                for call in holding.calls:
-                    attend(holding, call, layer, queries, torch.empty_like(queries))
-
-        return run
 
     def decode_operations(holding: Holding, held: str) -> list[Operation]:
         work = decode_work(holding, batch)
         return [
             Operation(f"decode attention, {held}, {attention}", run, work)
-            for attention, run in ((OP, by_op(holding)), (KERNEL, holding.decode))
+            for attention, run in ((OP, holding.by_op), (KERNEL, holding.by_kernel))
         ]
 
     places = part.cache.entry_slots(part.step)
 
     def write() -> None:
         for layer in range(LAYERS):
-            store(part, places[layer], entries)
+            part.pages.append(entries, entries, places[layer])
 
     def extend() -> None:
         part.cache.extend(slots, ones)
@@ -120,10 +88,8 @@ def step_operations(batch: int, context: int, share: float, dtype: str) -> list[
                 part.cache.compact(slot, layer, kept)
 
     def metadata() -> list[Tensor]:
-        laid = lay_out(part.cache, part.step, most_new_tokens=0)
-        plans = [part.plan(call, layer) for call in laid.calls for layer in range(LAYERS)]
-        tables = [t for call in laid.calls for t in (call.block_tables, call.query_start_loc)]
-        return [*plans, *tables]
+        calls = lay_out(part.cache, part.step, most_new_tokens=0).calls
+        return [tensor for call in calls for tensor in (call.block_tables, call.query_start_loc)]
 
     # Lengths are read and written, and every row takes a page, which is zeroed, in as many steps as it has entries.
     rows = batch * LAYERS * KV_HEADS
@@ -138,7 +104,7 @@ def step_operations(batch: int, context: int, share: float, dtype: str) -> list[
             repeats=STEPS,
         ),
         Operation("page allocation, decode step", extend, Work(growth), restore, STEPS),
-        Operation(f"batch metadata, decode step, {OP}", metadata, Work(nbytes(*metadata())), repeats=STEPS),
+        Operation("batch metadata, decode step", metadata, Work(nbytes(*metadata())), repeats=STEPS),
     ]
 
 
@@ -155,9 +121,9 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
 
     refill(prompt.cache, context - chunk)
     step = prompt.cache.extend([0], [chunk])
-    batch = lay_out(prompt.cache, step, most_new_tokens=0)
+    (call,) = lay_out(prompt.cache, step, most_new_tokens=0).calls
     places = prompt.cache.entry_slots(step)
-    queries = torch.randn(chunk * KV_HEADS, GROUP * HEAD_DIM).to(prompt.dtype)
+    queries = torch.randn(chunk * KV_HEADS, GROUP, HEAD_DIM).to(prompt.dtype)
     entries = torch.randn(chunk * KV_HEADS, HEAD_DIM).to(prompt.dtype)
     pairs = KV_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)
     one_layer = KV_HEADS * context * entry_bytes(dtype)
@@ -173,8 +139,12 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
         return score_layer(configs[policy], inputs, 0, LAYERS)
 
     def attend_chunk() -> None:
-        for call in batch.calls:
-            attend(prompt, call, 0, queries, torch.empty_like(queries))
+        """With the copies that the engine makes."""
+        assert call.gather is not None
+        gathered = queries.index_select(0, call.gather)
+        output = torch.empty_like(gathered)
+        prompt.pages.attend(gathered, output, call.sequences(0), HEAD_DIM**-0.5, 0.0)
+        torch.empty_like(queries).index_copy_(0, call.gather, output)
 
     scores = score("ada-snapkv")
     (kept,) = select(configs["ada-snapkv"], [scores], context)
@@ -187,7 +157,7 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
         ),
         Operation(
             f"KV write, {chunk} tokens, one layer",
-            lambda: store(prompt, places[0], entries),
+            lambda: prompt.pages.append(entries, entries, places[0]),
             Work(4 * nbytes(entries)),
             repeats=STEPS,
         ),

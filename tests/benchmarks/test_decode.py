@@ -79,9 +79,9 @@ def test_sides_take_turns_once_all_prompts_are_read():
     arguments = parse("decode", decode, words)
     turns: list[str] = []
     sides = [FakeSide("stock", turns), FakeSide("ours", turns)]
-    cell = decode.measure_at(arguments, 8, 3000, sides)
+    cell = decode.measure_at(arguments, 3000, sides)
     assert turns == ["ours", "stock", "stock", "ours", "ours", "stock", "stock", "ours"]
-    assert len(cell.pairs) == 3 and cell.of == {"layers": 8, "context": 3000}
+    assert len(cell.pairs) == 3 and cell.of == {"context": 3000}
     assert not any(requests(side.engine) for side in sides)  # so that the next context starts afresh
 
 

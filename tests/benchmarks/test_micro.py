@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.options import whole
 from benchmarks.harness.plots import Panel
+from benchmarks.harness.scenarios import Target
 from benchmarks.micro import attention, floors, loop, steps
 from benchmarks.micro.floors import Operation, Rates, Work
 from benchmarks.micro.holding import KERNEL, OP, Holding
@@ -39,19 +40,23 @@ def test_what_was_found_is_printed_drawn_and_saved(monkeypatch, tmp_path, capsys
     saved = {}
     monkeypatch.setattr(loop, "RESULTS", tmp_path)
     monkeypatch.setattr(loop, "save", lambda name, content: saved.update({name: content}))
-    panel = Panel("x", "y", {"a": [(1, Estimate(1.0, 0.5, 2.0)), (2, 3.0)]}, 1)
-    shown = loop.Table("heading")
-    module = SimpleNamespace(
-        OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: Found({"cells": [7]}, [shown], [panel])
+    cells = [Cell({"context": 512}, [((2.0, 6.0), (1.0, 2.0))] * 3)]
+    found = Found(
+        {"cells": [7]},
+        [loop.compared("heading", cells, ("stock", "ours"))],
+        [Panel("x", "y", {"a": [(1, Estimate(1.0, 0.5, 2.0)), (2, 3.0)]}, 1)],
+        [Target("speed", Estimate(1.0, 0.5, 2.0), 1.0)],
+        ["a note"],
     )
+    module = SimpleNamespace(OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: found)
     assert loop.run("decode", module, ["--rounds", "5"]) == 0
     ((name, content),) = saved.items()
     assert name == "decode-avx2-float32" and (tmp_path / f"{name}.png").exists()
-    assert content["results"]["settings"] == {"rounds": 5, "dtype": "float32"}
-    assert content["results"]["cells"] == [7]
-    assert (
-        content["command"].startswith("python -m benchmarks.micro") and "heading" in capsys.readouterr().out
-    )
+    results = content["results"]
+    assert results["settings"] == {"rounds": 5, "dtype": "float32"} and results["cells"] == [7]
+    assert [target["met"] for target in results["targets"]] == [False]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(text in printed for text in ("heading", "512", "2e+03 [2e+03, 2e+03]", "MISSED", "a note"))
 
 
 # Floors.
@@ -76,7 +81,7 @@ def test_operations_take_turns_and_their_first_round_does_not_count():
         Operation("b", lambda: calls.append("b"), Work(1)),
     ]
     timings, rates = floors.measure(operations, MACHINE, rounds=2)
-    assert calls == ["before a", "a", "a", "b"] * 3
+    assert calls == ["b", *["before a", "a", "a"] * 2, "b", "b", "before a", "a", "a"]
     assert [len(timing.raw) for timing in timings] == [2, 2] and len(rates) == 2
 
 
@@ -113,10 +118,9 @@ def test_both_ways_to_attend_compute_the_same(dtype):
     with torch.inference_mode():
         cells = attention.compare(2, 64, 0.5, 2, dtype)
         holding = Holding(2, 64, 0.5, KERNEL, 1, dtype)
-        holding.decode()  # stores the new entries as well, so that the op finds them
+        holding.by_kernel()  # stores the new entries as well, so that the op finds them
         ours = holding.output.clone()
-        holding.kernel = None
-        holding.decode()
+        holding.by_op()
         prompt = Prompt(300, getattr(torch, dtype))
         prompt.by_op()
         by_op = prompt.output.clone()
