@@ -23,11 +23,10 @@ from benchmarks.harness.server import Server, ServerError, cpu_environment, run_
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.fidelity import Fidelity, is_full
-from vllm_kvevict.quality.findings import full_scores, too_hard
-from vllm_kvevict.quality.measures import Measures, gather
+from vllm_kvevict.quality.findings import read_folder, too_hard
+from vllm_kvevict.quality.measures import Measures
 from vllm_kvevict.quality.options import BUDGETS, parse_budget, parse_policy
-from vllm_kvevict.quality.results import AT_ONCE, FULL, Column, Result, read
-from vllm_kvevict.quality.results import RESULTS as ANSWERS
+from vllm_kvevict.quality.results import AT_ONCE, FULL, Column, Result
 from vllm_kvevict.quality.scores import NONE, Scores
 from vllm_kvevict.quality.tables import budget_name, table
 from vllm_kvevict.schedules.registry import bounded_policies
@@ -43,6 +42,10 @@ MEANING = (
     "bootstrap intervals. Cost: the median over the prompts of the time that a prompt took longer than with the full "
     "cache, as a share of the latter."
 )
+ENTRIES = (
+    "entries as for vllm-kvevict quality, such as ada-snapkv:kernel=31; always measured: full, and streaming-llm, the "
+    "control; take is asked questions but not scored"
+)
 LONGEST_ANSWER = 768  # and room for a chunk of the prompt that kvzip repeats
 console = Console()
 
@@ -53,18 +56,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, and fill in what depends on other arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=__doc__)
     policies = [policy for policy in available() if policy != FULL and policy not in bounded_policies()]
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        type=parse_policy,
-        default=policies,
-        metavar="POLICY",
-        help="entries as for vllm-kvevict quality, such as ada-snapkv:kernel=31; full and streaming-llm, the control, "
-        "are always measured; take is asked questions but not scored (default: all but take)",
-    )
     parser.add_argument("--scopes", nargs="+", choices=AT_ONCE, default=list(AT_ONCE))
     add(
         parser,
+        ("policies", parse_policy, policies, ENTRIES),
         ("budgets", parse_budget, list(BUDGETS), "budgets"),
         ("tokens", whole, [1024], "lengths"),
         ("tasks", str, [], "kinds of prompts, of both commands; none for all"),
@@ -188,21 +183,19 @@ async def run(arguments: argparse.Namespace, start: Serve = serve) -> None:
 
 def section(part: Part) -> list[str]:
     """Policy by budget, as Markdown."""
-    results = list(read(part.folder / ANSWERS, Result))
-    full, fidelity = full_scores(results), gather(part.folder, Fidelity)
-    hard = too_hard(full)
-    scores = Scores([result for result in results if result.task not in hard])
+    report = read_folder(part.folder, part.title, min(BUDGETS))
+    scores, hard = report.scores, too_hard(report.full)
     evicting = sorted(
         (column for column in scores.columns if column.budget is not None), key=lambda one: one.budget or 0
     )
-    counting = [f"{task} {score:.2f}" for task, score in full.items() if task not in hard]
+    counting = [f"{task} {score:.2f}" for task, score in report.full.items() if task not in hard]
     unable = f" The model cannot do: {', '.join(hard)}." if hard else ""
     return [
         f"## {part.title}",
         "",
         f"Tasks that count, and the full cache's score: {', '.join(counting) or 'none'}.{unable}",
         "",
-        *table(HEADER, [row(scores, fidelity, column) for column in evicting], left=1),
+        *table(HEADER, [row(scores, report.fidelity, column) for column in evicting], left=1),
         "",
     ]
 

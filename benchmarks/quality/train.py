@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.harness.options import add
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, make_tokenizer, vocabulary
 from vllm_kvevict.quality.tasks import TASKS, Draw, Needle, Sentence
 
+HIDDEN, LAYERS = 192, 4
 MAX_POSITIONS = 5120
+FIRST_WORDS = 150
+"""Names, and values, in the first stage."""
 WEIGHTS = {
     "single": 3.0,
     "multivalue": 1.0,
@@ -62,9 +66,7 @@ class Conversations:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
-        self.vocabulary: int | None = None
         self.jumps = False
-        self.weights = WEIGHTS
         self.repeats = False
         self.ids = vocabulary()
 
@@ -79,7 +81,7 @@ class Conversations:
 
     def repetition(self, length: int) -> tuple[list[int], list[int], list[int]]:
         """A few records over and over, each time in another order: the densest way to teach what follows a name."""
-        draw = Draw(self.rng, self.vocabulary)
+        draw = Draw(self.rng, FIRST_WORDS)
         records = [draw.record() for _ in range(self.rng.randint(2, max(3, length // 12)))]
         words = [SYSTEM]
         while len(words) <= length:
@@ -97,7 +99,7 @@ class Conversations:
     def conversation(self, length: int, share: float) -> tuple[list[int], list[int], list[int]]:
         """One text that fills a share of the length, and its questions."""
         rng = self.rng
-        draw = Draw(rng, self.vocabulary)
+        draw = Draw(rng, None)
         room = int(share * length)
         density = rng.choice((0.1, 0.3, 0.6, 1.0))
         noise = rng.choice(("filler", "records"))
@@ -105,7 +107,7 @@ class Conversations:
         sentences: list[Sentence] = []
         used = 0
         while used < max(12, density * room) and len(needles) < 200:
-            task = rng.choices(tuple(self.weights), tuple(self.weights.values()))[0]
+            task = rng.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
             needle = TASKS[task][0](draw)
             size = sum(map(len, needle.sentences))
             if used and used + size > room:
@@ -211,97 +213,62 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--hidden", type=int, default=192, help="size of the model (default: %(default)s)")
-    add("--layers", type=int, default=4, help="default: %(default)s")
     add(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=[32, 64, 64, 128, 256, 512, 1024, 2048],
-        help="tokens of the texts in each stage (default: %(default)s)",
+        parser,
+        ("lengths", int, [32, 64, 64, 128, 256, 512, 1024, 2048], "tokens of the texts in each stage"),
+        ("tokens", int, 4096, "of a step"),
+        ("steps", int, 350, "of the last stage, in which the rate falls"),
+        ("patience", int, 1500, "most steps of any other stage"),
+        ("goal", float, 0.83, "share of right answers that ends a stage"),
+        ("lr", float, 3e-3, "learning rate"),
+        ("seed", int, 0, "of texts and weights"),
+        ("threads", int, torch.get_num_threads(), "of torch"),
+        ("resume", Path, None, "folder of weights to go on from, with all words and long distances"),
+        ("output", Path, NEEDLE, "folder"),
     )
-    add("--tokens", type=int, default=4096, help="per step (default: %(default)s)")
-    add(
-        "--steps",
-        type=int,
-        default=350,
-        help="of the last stage, in which the rate falls (default: %(default)s)",
-    )
-    add("--patience", type=int, default=1500, help="most steps of any other stage (default: %(default)s)")
-    add(
-        "--goal",
-        type=float,
-        default=0.83,
-        help="share of right answers that ends a stage (default: %(default)s)",
-    )
-    add(
-        "--first-words",
-        type=int,
-        default=150,
-        help="names, and values, in the first stage (default: %(default)s)",
-    )
-    add("--lr", type=float, default=3e-3, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
-    add(
-        "--resume",
-        type=Path,
-        metavar="FOLDER",
-        help="go on from these weights, with all words and long distances",
-    )
-    add("--output", type=Path, default=NEEDLE, help="default: %(default)s")
     return parser.parse_args(argv)
+
+
+def begin(args: argparse.Namespace) -> LlamaForCausalLM:
+    """The model to train, in fp32."""
+    if args.resume:
+        return LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
+    model = LlamaForCausalLM(config(HIDDEN, LAYERS))
+    # Word vectors of length 1: what an attention head copies then is a confident prediction from the start.
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=HIDDEN**-0.5)
+    return model
 
 
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    if args.resume:
-        model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
-    else:
-        model = LlamaForCausalLM(config(args.hidden, args.layers))
-        # Word vectors of length 1: what an attention head copies then is a confident prediction from the start.
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=args.hidden**-0.5)
-    data = Conversations(args.seed)
+    model, data = begin(args), Conversations(args.seed)
     optimizers = make_optimizers(model, args.lr)
     args.output.mkdir(parents=True, exist_ok=True)
-    started, step, seen = time.time(), 0, 0
+    started, step = time.time(), 0
     for stage, length in enumerate(args.lengths):
         last = stage == len(args.lengths) - 1
         # First few words, over and over; then all words and tasks; then long distances.
         data.repeats = stage == 0 and not args.resume
-        data.vocabulary = args.first_words if data.repeats else None
         data.jumps = stage >= 2 or bool(args.resume)
         share = (0.4, 0.6) if length < 512 else (0.5, 0.9)
         recent: deque[tuple[int, int]] = deque(maxlen=10)
         for number in range(args.steps if last else args.patience):
-            rate = (
-                args.lr * min(1.0, (step + 1) / 100) * (max(0.02, 1 - number / args.steps) if last else 1.0)
-            )
+            falling = max(0.02, 1 - number / args.steps) if last else 1.0
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = rate
+                optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (step + 1) / 100) * falling
             batch = data.batch(length, max(1, args.tokens // length), share)
             loss, guesses = learn(model, optimizers, batch)
-            step, seen = step + 1, seen + batch[0].numel()
+            step += 1
             if step % 5 == 0:
                 recent.append(answers_right(guesses, batch[2]))
             if step % 50:
                 continue
             right = sum(r for r, _ in recent) / max(1, sum(t for _, t in recent))
-            entry = {
-                "step": step,
-                "length": length,
-                "tokens": seen,
-                "seconds": round(time.time() - started),
-                "loss": round(loss, 4),
-                "answers_right": round(right, 4),
-                "lr": rate,
-            }
+            entry = {"step": step, "length": length, "seconds": round(time.time() - started)}
+            entry |= {"loss": round(loss, 4), "answers_right": round(right, 4)}
             print(json.dumps(entry), flush=True)
-            with (args.output / "train.log.jsonl").open("a") as log:
-                log.write(json.dumps(entry) + "\n")
             save(model, args.output)
             if not last and right >= args.goal and len(recent) == recent.maxlen:
                 break
